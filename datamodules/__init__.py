@@ -1,4 +1,48 @@
-"""Datamodules of fl_lightning."""
+"""Federated data modules: data sets, partitions over clients, biases."""
+
+from __future__ import annotations
 
 if __name__ == "datamodules":
     raise ImportError("this is fl_lightning.datamodules: import it by that name")
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.biases import Bias, CategoryBias, ClientBias
+from fl_lightning.datamodules.digits import Digits
+from fl_lightning.datamodules.existing import FromDataModule, FromDatasets
+from fl_lightning.datamodules.human_activity import HumanActivity
+from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
+from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
+from fl_lightning.datamodules.memory import InMemoryDataModule
+from fl_lightning.datamodules.partitions import (
+    IID,
+    ByGroup,
+    Partition,
+    QuantitySkew,
+    Saved,
+    SortedShards,
+)
+
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "IID",
+    "MNIST",
+    "SVHN",
+    "Bias",
+    "ByGroup",
+    "CategoryBias",
+    "ClientBias",
+    "Digits",
+    "Dirichlet",
+    "FashionMNIST",
+    "FederatedDataModule",
+    "FromDataModule",
+    "FromDatasets",
+    "HumanActivity",
+    "InMemoryDataModule",
+    "Partition",
+    "Pathological",
+    "QuantitySkew",
+    "Saved",
+    "SortedShards",
+]

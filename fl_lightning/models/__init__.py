@@ -1,0 +1,35 @@
+"""Networks, and the learner around them.
+
+What needs torchvision or Lightning is imported when it is first asked for, so that a light command stays
+light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fl_lightning.models.lenet import LeNet
+from fl_lightning.models.mlp import MLP
+from fl_lightning.models.resnet20 import ResNet20
+from fl_lightning.models.vgg11 import VGG11
+
+if TYPE_CHECKING:
+    from fl_lightning.models.image_classifier import ImageClassifier
+    from fl_lightning.models.resnet18gn import ResNet18GN
+
+__all__ = ["MLP", "VGG11", "ImageClassifier", "LeNet", "ResNet18GN", "ResNet20"]
+
+_HEAVY = {"ImageClassifier": "image_classifier", "ResNet18GN": "resnet18gn"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HEAVY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HEAVY[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,44 @@
+"""Augmentation of whole tensors of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Drawn for n images: offsets (row, column) into the padded image ``(n, 2)``, who is flipped ``(n,)``."""
+
+    offsets: NDArray[np.int64]
+    flips: NDArray[np.bool_]
+
+    def __getitem__(self, part: slice) -> Draws:
+        return Draws(self.offsets[part], self.flips[part])
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """Random crop with zero padding, then a horizontal flip with probability 1/2 if ``flip``."""
+
+    padding: int = 4
+    flip: bool = True
+
+    def draw(self, rng: np.random.Generator, n: int) -> Draws:
+        flips = rng.random(n) < 0.5 if self.flip else np.zeros(n, dtype=bool)
+        return Draws(rng.integers(0, 2 * self.padding + 1, (n, 2)), flips)
+
+    def apply(self, x: Tensor, draws: Draws) -> Tensor:
+        """Images x ``(n, channels, height, width)`` of any dtype: changed, in a new tensor."""
+        p, (height, width) = self.padding, x.shape[-2:]
+        offsets = torch.from_numpy(draws.offsets).to(x.device)
+        windows = pad(x, (p, p, p, p)).unfold(2, height, 1).unfold(3, width, 1)
+        x = windows[torch.arange(len(x), device=x.device), :, offsets[:, 0], offsets[:, 1]]
+        if self.flip:
+            x = torch.where(torch.from_numpy(draws.flips).to(x.device).view(-1, 1, 1, 1), x.flip(-1), x)
+        return x

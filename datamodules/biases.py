@@ -1,0 +1,52 @@
+"""Biases of the clients' training images (FedInit: Sun et al., 2023, § 5), before normalisation.
+
+They act on whole tensors of pixels in [0, 1] and clip to that range; test data stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.sampling import generator
+
+
+class Bias:
+    """Base class of biases."""
+
+    def __init__(self, std: float) -> None:
+        if not (math.isfinite(std) and std >= 0):
+            raise UserError(f"{type(self).__name__}'s std is {std!r}: give a number of at least 0.")
+        self.std = std
+
+    def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
+        """One client's pixels x ``(n, channels, …)`` in [0, 1], with labels y ``(n,)``, changed."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(std={self.std})"
+
+
+class ClientBias(Bias):
+    """Client i multiplies colour channel k by max(0, 1 + std·z_ik), z standard normal, fixed for the run."""
+
+    def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
+        z = generator(seed, "client-bias", client).standard_normal(x.shape[1])
+        factors = torch.as_tensor(np.maximum(0.0, 1 + self.std * z), dtype=x.dtype, device=x.device)
+        return (x * factors.view(1, -1, *[1] * (x.ndim - 2))).clamp_(0, 1)
+
+
+class CategoryBias(Bias):
+    """Every sample of class y has its brightness shifted by std·z_y, z standard normal, for all clients."""
+
+    def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
+        if len(y) == 0:
+            return x
+        # prefixes of a generator's stream agree, so the largest class of this batch does not matter
+        z = generator(seed, "category-bias").standard_normal(int(y.max()) + 1)
+        shift = torch.as_tensor(self.std * z, dtype=x.dtype, device=x.device)[y]
+        return (x + shift.view(-1, *[1] * (x.ndim - 1))).clamp_(0, 1)

@@ -1,0 +1,155 @@
+"""UCI HAR: six activities of thirty persons, from a phone's motion sensors; naturally federated."""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.biases import Bias
+from fl_lightning.datamodules.partitions import ByGroup, Partition
+from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.errors import UserError
+
+FOLDER = "UCI HAR Dataset"
+URL = "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
+CHANNELS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
+
+
+class HumanActivity(FederatedDataModule):
+    """7,352 training and 2,947 test windows (Anguita et al., 2013); labels 0 to 5; one client a subject (21)
+    by default.
+
+    Args:
+        root: the folder that holds ``UCI HAR Dataset``, or that folder itself.
+        features: ``"signals"``: the nine inertial signals ``(9, 128)``, each normalised by the training
+            set's mean and deviation, from ``signals_train.npy`` or the official text files; ``"features"``:
+            the 561 computed ones.
+        augment: there is none for signals: must be False.
+
+    The other arguments are those of ``MNIST``.
+    """
+
+    default_clients = 21
+    default_partition = ByGroup()
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        num_clients: int | None = None,
+        partition: Partition | None = None,
+        biases: Sequence[Bias] = (),
+        batch_size: int | None = 50,
+        val_fraction: float = 0.0,
+        augment: bool = False,
+        download: bool = False,
+        features: Literal["signals", "features"] = "signals",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            num_clients=num_clients,
+            partition=partition,
+            biases=biases,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            seed=seed,
+        )
+        if augment:
+            raise UserError(
+                "HumanActivity's augment is true, but there is no augmentation of signals: give false."
+            )
+        if features not in ("signals", "features"):
+            raise UserError(f"HumanActivity's features is {features!r}: give 'signals' or 'features'.")
+        self.root, self.download, self.features = Path(root), download, features
+
+    @property
+    def _folder(self) -> Path:
+        return self.root if (self.root / "train").is_dir() else self.root / FOLDER
+
+    def prepare_data(self) -> None:
+        if not self.download or (self._folder / "train").is_dir():
+            return
+        import urllib.request
+
+        try:
+            with tempfile.TemporaryDirectory() as aside:
+                outer, _ = urllib.request.urlretrieve(URL, Path(aside) / "outer.zip")
+                with zipfile.ZipFile(outer) as outside, outside.open(f"{FOLDER}.zip") as inner:
+                    zipfile.ZipFile(inner).extractall(self.root)
+        except (OSError, zipfile.BadZipFile, KeyError) as error:
+            raise UserError(
+                f"data.download is true, but HumanActivity could not be downloaded to {str(self.root)!r} "
+                f"from {URL}: {error}. Put the folder {FOLDER!r} there by hand, or try again."
+            ) from error
+
+    def load(self) -> None:
+        if not (self._folder / "train").is_dir():
+            raise UserError(
+                f"data.root is {str(self.root)!r}, but {str(self._folder / 'train')!r} is not there: "
+                f"HumanActivity is expected as {FOLDER!r} with train/ and test/, each with y_*.txt, "
+                "subject_*.txt and Inertial Signals/. Give the right --data.root, or --data.download true "
+                "to get the files."
+            )
+        x, y, subjects = self._part("train")
+        x_test, y_test, _ = self._part("test")
+        if self.features == "signals":
+            mean, std = x.mean((0, 2), np.float64), x.std((0, 2), np.float64)
+            x, x_test = (((a - mean[:, None]) / std[:, None]).astype(np.float32) for a in (x, x_test))
+        self.groups = subjects
+        self.train_set, self.test_set = TensorSamples(x, y), TensorSamples(x_test, y_test)
+
+    def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``, line i of each for window i."""
+        folder = self._folder / part
+        y = _read(folder / f"y_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1)) - 1
+        subjects = _read(folder / f"subject_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1))
+        compact = folder / "Inertial Signals" / f"signals_{part}.npy"
+        if self.features == "features":
+            first = folder / f"X_{part}.txt"
+            x = _read(first, lambda f: np.loadtxt(f, np.float32, ndmin=2))
+            shape: tuple[int, ...] = (561,)
+        else:
+            shape = (9, 128)
+            first = (
+                compact if compact.is_file() else folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
+            )
+            if compact.is_file():
+                x = _read(compact, lambda f: np.load(f, allow_pickle=False))
+            else:
+                texts = [folder / "Inertial Signals" / f"{channel}_{part}.txt" for channel in CHANNELS]
+                signals = [_read(text, lambda f: np.loadtxt(f, np.float32, ndmin=2)) for text in texts]
+                lengths = [signal.shape for signal in signals]
+                wrong = [t for t, s in zip(texts, lengths, strict=True) if s != (len(y), 128)]
+                if wrong:
+                    raise _damaged(wrong[0], f"not {len(y)} lines of 128 numbers")
+                x = np.stack(signals, axis=1)
+        if x.shape != (len(y), *shape):
+            raise _damaged(first, f"shape {x.shape} where {(len(y), *shape)} is expected")
+        if len(subjects) != len(y):
+            raise _damaged(folder / f"subject_{part}.txt", f"{len(subjects)} lines for {len(y)} windows")
+        if y.min() < 0 or y.max() > 5:
+            raise _damaged(folder / f"y_{part}.txt", "labels other than 1 to 6")
+        return x.astype(np.float32, copy=False), y, subjects
+
+
+def _read(path: Path, how: Callable[[Path], Any]) -> Any:
+    try:
+        return how(path)
+    except FileNotFoundError:
+        raise UserError(
+            f"The data file {str(path)!r} is not there: HumanActivity needs it. Give the right "
+            "--data.root, or --data.download true to get the files (features='features' needs X_train.txt "
+            "and X_test.txt)."
+        ) from None
+    except Exception as error:  # NumPy raises many kinds for damaged files
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"The data file {str(path)!r} is damaged ({reason[:120]}): delete it and get it again.")

@@ -1,0 +1,220 @@
+"""Image data sets through torchvision: MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.datamodules.augment import CropFlip
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.biases import Bias
+from fl_lightning.datamodules.partitions import Partition
+from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.errors import UserError
+
+
+class ImageDataModule(FederatedDataModule):
+    """Base class of image data sets: uint8 in memory, normalised per channel, augmented as whole tensors.
+
+    Args:
+        root: the folder that holds the data set's own folder.
+        num_clients: None: the partition's own number where it has one, else the data set's default (100).
+        partition: None: ``IID()``.
+        biases: of the clients' training images.
+        batch_size: None: the whole client in one batch.
+        val_fraction: share of the training data held out for validation; 0: validate on the standard test
+        set. augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for CIFAR
+        alone. download: get the files first, where they are missing.
+        seed: None: the run's.
+    """
+
+    default_clients = 100
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    scale = 255.0
+    crop = CropFlip(padding=4, flip=False)
+    augment_by_default = False
+    folder = ""
+    files: Sequence[str] = ()
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        num_clients: int | None = None,
+        partition: Partition | None = None,
+        biases: Sequence[Bias] = (),
+        batch_size: int | None = 50,
+        val_fraction: float = 0.0,
+        augment: bool | None = None,
+        download: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            num_clients=num_clients,
+            partition=partition,
+            biases=biases,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            seed=seed,
+        )
+        self.root, self.download = Path(root), download
+        if self.augment_by_default if augment is None else augment:
+            self.augmentation = self.crop
+
+    def _open(self, train: bool, download: bool = False) -> Any:
+        """The torchvision dataset."""
+        raise NotImplementedError
+
+    def _broken(self) -> str | None:
+        """The first of the files that is damaged."""
+        raise NotImplementedError
+
+    def _samples(self, dataset: Any) -> TensorSamples:
+        return TensorSamples(dataset.data, dataset.targets, self.scale, self.mean, self.std)
+
+    def prepare_data(self) -> None:
+        if not self.download:
+            return
+        try:
+            for train in (True, False):
+                self._open(train, download=True)
+        except Exception as error:  # whatever the network and torchvision raise
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"data.download is true, but {type(self).__name__} could not be downloaded to "
+                f"{str(self.root)!r}: {reason}. Put the files there by hand, or try again."
+            ) from error
+
+    def load(self) -> None:
+        folder = self.root / self.folder
+        missing = [name for name in self.files if not (folder / name).is_file()]
+        if missing:
+            raise UserError(
+                f"data.root is {str(self.root)!r}, but {str(folder / missing[0])!r} is not there: "
+                f"{type(self).__name__} is expected as "
+                f"{self.folder + '/' if self.folder else ''}{{{', '.join(self.files)}}} in that folder. "
+                "Give the right --data.root, or --data.download true to get the files."
+            )
+        try:
+            self.train_set, self.test_set = self._samples(self._open(True)), self._samples(self._open(False))
+        except Exception as error:  # torchvision, pickle and SciPy raise many kinds for damaged files
+            name = self._broken()
+            which = f"The data file {str(folder / name)!r}" if name else f"A data file in {str(folder)!r}"
+            raise UserError(
+                f"{which} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it again, "
+                "with --data.download true or by hand."
+            ) from error
+
+
+class MNIST(ImageDataModule):
+    __doc__ = ImageDataModule.__doc__
+    mean, std = (0.1307,), (0.3081,)
+    folder = "MNIST/raw"
+    files = (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    )
+
+    def _open(self, train: bool, download: bool = False) -> Any:
+        from torchvision.datasets import MNIST
+
+        return MNIST(self.root, train=train, download=download)
+
+    def _samples(self, dataset: Any) -> TensorSamples:
+        if len(dataset.data) != len(dataset.targets):
+            raise ValueError(f"{len(dataset.data)} images, {len(dataset.targets)} labels")
+        return TensorSamples(dataset.data.unsqueeze(1), dataset.targets, self.scale, self.mean, self.std)
+
+    def _broken(self) -> str | None:
+        from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+
+        for name in self.files:
+            try:
+                read_sn3_pascalvincent_tensor(str(self.root / self.folder / name))
+            except Exception:  # the reader checks little: it fails in many ways
+                return name
+        return None
+
+
+class FashionMNIST(MNIST):
+    __doc__ = ImageDataModule.__doc__
+    mean, std = (0.2860,), (0.3530,)
+    folder = "FashionMNIST/raw"
+
+    def _open(self, train: bool, download: bool = False) -> Any:
+        from torchvision.datasets import FashionMNIST
+
+        return FashionMNIST(self.root, train=train, download=download)
+
+
+class CIFAR10(ImageDataModule):
+    __doc__ = ImageDataModule.__doc__
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    crop = CropFlip(padding=4, flip=True)
+    augment_by_default = True
+    folder = "cifar-10-batches-py"
+    files = (*[f"data_batch_{i}" for i in range(1, 6)], "test_batch", "batches.meta")
+
+    @staticmethod
+    def _kind() -> Any:
+        from torchvision.datasets import CIFAR10
+
+        return CIFAR10
+
+    def _open(self, train: bool, download: bool = False) -> Any:
+        return self._kind()(self.root, train=train, download=download)
+
+    def _samples(self, dataset: Any) -> TensorSamples:
+        images = torch.from_numpy(dataset.data.transpose(0, 3, 1, 2).copy())  # channels first
+        return TensorSamples(images, dataset.targets, self.scale, self.mean, self.std)
+
+    def _broken(self) -> str | None:
+        from torchvision.datasets.utils import check_integrity
+
+        kind = self._kind()
+        sums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+        return next(
+            (n for n, md5 in sums if not check_integrity(str(self.root / self.folder / n), md5)), None
+        )
+
+
+class CIFAR100(CIFAR10):
+    __doc__ = ImageDataModule.__doc__
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    folder = "cifar-100-python"
+    files = ("train", "test", "meta")
+
+    @staticmethod
+    def _kind() -> Any:
+        from torchvision.datasets import CIFAR100
+
+        return CIFAR100
+
+
+class SVHN(ImageDataModule):
+    __doc__ = ImageDataModule.__doc__
+    mean, std = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
+    files = ("train_32x32.mat", "test_32x32.mat")
+
+    def _open(self, train: bool, download: bool = False) -> Any:
+        from torchvision.datasets import SVHN
+
+        return SVHN(str(self.root), split="train" if train else "test", download=download)
+
+    def _samples(self, dataset: Any) -> TensorSamples:
+        return TensorSamples(
+            np.ascontiguousarray(dataset.data), dataset.labels, self.scale, self.mean, self.std
+        )
+
+    def _broken(self) -> str | None:
+        from torchvision.datasets import SVHN
+        from torchvision.datasets.utils import check_integrity
+
+        sums = [SVHN.split_list[split] for split in ("train", "test")]
+        return next((name for _, name, md5 in sums if not check_integrity(str(self.root / name), md5)), None)

@@ -1,0 +1,149 @@
+"""Partitions of skewed labels: each client has class proportions of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.partitions import Indices, LazyClients, Partition, check_number, digest
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.sampling import generator
+
+
+class _LabelSkew(Partition):
+    """Each client draws class proportions q, then its samples' classes from q; all clients of one size."""
+
+    replacement: bool
+    samples_per_client: int | None
+
+    def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
+        raise NotImplementedError
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        if num_clients < 1:
+            raise UserError(f"num_clients is {num_clients}: give a number of at least 1.")
+        size = self.samples_per_client or len(labels) // num_clients
+        if size == 0:
+            how = " with replacement=True" if not self.replacement else ""
+            raise UserError(
+                f"num_clients is {num_clients}, but there are {len(labels)} training samples, so that none "
+                f"is left for each: give at most {len(labels)}, or {type(self).__name__}'s "
+                f"samples_per_client{how}."
+            )
+        if not self.replacement and size * num_clients > len(labels):
+            raise UserError(
+                f"{type(self).__name__}'s samples_per_client is {size}: for num_clients {num_clients} that "
+                f"is more than the {len(labels)} training samples. Give at most "
+                f"{len(labels) // num_clients}, or replacement=True."
+            )
+        _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        self._proportions(generator(seed, "partition", 0), counts)  # complains now rather than when drawn
+        pool = np.argsort(inverse, kind="stable")
+        if not self.replacement:
+            return self._without(pool, counts, num_clients, size, seed)
+        offsets = np.cumsum(counts) - counts
+
+        def draw(client: int) -> Indices:
+            rng = generator(seed, "partition", client)
+            taken = rng.multinomial(size, self._proportions(rng, counts))
+            start, high = np.repeat(offsets, taken), np.repeat(counts, taken)
+            return pool[start + rng.integers(0, high)]
+
+        sizes = np.broadcast_to(np.int64(size), (num_clients,))
+        return LazyClients(sizes, draw, f"{self!r} {num_clients} {seed} {digest(labels)}")
+
+    def _without(
+        self, pool: Indices, counts: Indices, num_clients: int, size: int, seed: int
+    ) -> Sequence[Indices]:
+        classes = np.split(pool, np.cumsum(counts)[:-1])
+        stocks = [generator(seed, "partition-stock", c).permutation(one) for c, one in enumerate(classes)]
+        stock, used = counts.copy(), np.zeros_like(counts)
+        clients = []
+        for client in range(num_clients):
+            rng = generator(seed, "partition", client)
+            q, taken, left = self._proportions(rng, counts), np.zeros_like(counts), size
+            while left:  # draws of a class that is used up are repeated without it: at most one turn a class
+                q = np.where(stock - taken > 0, q, 0.0)
+                if q.sum() > 0:
+                    q = q / q.sum()
+                    more = np.minimum(rng.multinomial(left, q), stock - taken)
+                else:
+                    more = rng.multivariate_hypergeometric(stock - taken, left, method="marginals")
+                taken += more
+                left -= int(more.sum())
+            parts = [s[a : a + k] for s, a, k in zip(stocks, used, taken, strict=True) if k]
+            clients.append(np.concatenate(parts))
+            stock -= taken
+            used += taken
+        return clients
+
+
+def _check_samples(owner: Partition, samples_per_client: int | None) -> None:
+    if samples_per_client is not None and samples_per_client < 1:
+        raise UserError(
+            f"{type(owner).__name__}'s samples_per_client is {samples_per_client}: give at least 1, or "
+            "null for an equal share of the training samples."
+        )
+
+
+class Dirichlet(_LabelSkew):
+    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019); sizes all ⌊N/m⌋.
+
+    Args:
+        alpha: the smaller, the fewer classes a client has.
+        replacement: True draws each class's samples from all of that class, so that clients may share samples
+            and the union is not balanced; False deals them out: a class that is used up is dropped from q_i.
+        samples_per_client: replaces ⌊N/m⌋.
+        prior: ``"uniform"`` (1/C each, so Dir(alpha · 1)) or the ``"frequencies"`` of the classes.
+    """
+
+    def __init__(
+        self,
+        alpha: float,
+        replacement: bool = False,
+        samples_per_client: int | None = None,
+        prior: Literal["uniform", "frequencies"] = "uniform",
+    ) -> None:
+        check_number(self, "alpha", alpha)
+        _check_samples(self, samples_per_client)
+        if prior not in ("uniform", "frequencies"):
+            raise UserError(
+                f"Dirichlet's prior is {prior!r}: give 'uniform' or 'frequencies'."
+                + suggest(prior, ["uniform", "frequencies"])
+            )
+        self.alpha, self.replacement = alpha, replacement
+        self.samples_per_client, self.prior = samples_per_client, prior
+
+    def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
+        prior = np.full(len(counts), 1 / len(counts)) if self.prior == "uniform" else counts / counts.sum()
+        return rng.dirichlet(self.alpha * len(counts) * prior)
+
+
+class Pathological(_LabelSkew):
+    """Each client has ``classes`` classes, drawn without replacement for it, in equal proportions.
+
+    ``replacement`` and ``samples_per_client`` as for ``Dirichlet``; without replacement the last clients may
+    get samples of other classes, where their own are used up.
+    """
+
+    def __init__(
+        self, classes: int, replacement: bool = False, samples_per_client: int | None = None
+    ) -> None:
+        if not (not isinstance(classes, bool | float) and classes >= 1):
+            raise UserError(f"Pathological's classes is {classes!r}: give a whole number of at least 1.")
+        _check_samples(self, samples_per_client)
+        self.classes: int = classes
+        self.replacement, self.samples_per_client = replacement, samples_per_client
+
+    def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
+        if self.classes > len(counts):
+            raise UserError(
+                f"Pathological's classes is {self.classes}, but the training data have {len(counts)}: "
+                f"give a number from 1 to {len(counts)}."
+            )
+        q = np.zeros(len(counts))
+        q[rng.choice(len(counts), self.classes, replace=False)] = 1 / self.classes
+        return q

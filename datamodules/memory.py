@@ -1,0 +1,67 @@
+"""Tensors of one's own as a federated data module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.biases import Bias
+from fl_lightning.datamodules.partitions import Partition
+from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.errors import UserError
+
+
+class InMemoryDataModule(FederatedDataModule):
+    """Federated data from tensors (or NumPy arrays) in memory.
+
+    Args:
+        train: ``(x, y)``, N samples each. x of uint8 becomes float32 in [0, 1] when it is used, any other
+            type stays; whole numbers y become int64.
+        test, val: ``(x, y)``; without ``val`` the test set is validated on.
+        clients: one array of positions in the training data for each client; any sequence, lazy ones too.
+        partition, num_clients: instead of ``clients``: how to split, and over how many.
+        transform: called on x of each batch, training and evaluation alike; the same input must give the
+        same output.
+
+    >>> import torch
+    >>> data = InMemoryDataModule((torch.eye(6), torch.arange(6) % 2), clients=[[0, 1], [2, 3, 4, 5]])
+    >>> data.client_sizes().tolist(), data.num_classes
+    ([2, 4], 2)
+    """
+
+    def __init__(
+        self,
+        train: tuple[Any, Any],
+        test: tuple[Any, Any] | None = None,
+        val: tuple[Any, Any] | None = None,
+        clients: Sequence[Any] | None = None,
+        partition: Partition | None = None,
+        num_clients: int | None = None,
+        biases: Sequence[Bias] = (),
+        batch_size: int | None = 50,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            num_clients=num_clients,
+            partition=partition,
+            biases=biases,
+            batch_size=batch_size,
+            clients=clients,
+            seed=seed,
+        )
+        self._given_sets = {"train": train, "val": val, "test": test}
+        self._transform = transform
+
+    def load(self) -> None:
+        made: dict[str, TensorSamples | None] = {}
+        for name, pair in self._given_sets.items():
+            if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise UserError(
+                    f"The {name} data are of type {type(pair).__name__}: give a pair of tensors (x, y)."
+                )
+            made[name] = None if pair is None else TensorSamples(*pair, transform=self._transform)
+        self.train_set, self.val_set, self.test_set = made["train"], made["val"], made["test"]

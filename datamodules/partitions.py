@@ -1,0 +1,259 @@
+"""Partitions: who holds which training samples. Pure functions of (labels, number of clients, seed).
+
+Drawn per client where that is possible: a million clients with replacement cost nothing until they are
+sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, cast, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_lightning.errors import UserError
+from fl_lightning.sampling import generator
+
+Indices = NDArray[np.int64]
+
+
+class LazyClients(Sequence[Indices]):
+    """The clients' index arrays, each drawn when it is asked for.
+
+    ``sizes`` are the clients' numbers of samples ``(m,)``; ``draw(i)`` gives client i's indices, always the
+    same; ``recipe`` names everything the draw depends on (for the partition's hash).
+    """
+
+    def __init__(self, sizes: Indices, draw: Callable[[int], Indices], recipe: str) -> None:
+        self.sizes, self.draw, self.recipe = sizes, draw, recipe
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, client: int) -> Indices: ...
+
+    @overload
+    def __getitem__(self, client: slice) -> Sequence[Indices]: ...
+
+    def __getitem__(self, client: int | slice) -> Indices | Sequence[Indices]:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        if not 0 <= client < len(self):
+            raise IndexError(f"client {client} of {len(self)}")
+        return self.draw(client)
+
+    def __iter__(self) -> Iterator[Indices]:
+        return (self[i] for i in range(len(self)))
+
+
+class Partition:
+    """Base class of partitions: override ``split``; keep the constructor's arguments as attributes of their
+    names.
+
+    >>> class EverySoMany(Partition):
+    ...     needs_labels = False
+    ...     def split(self, labels, num_clients, seed):
+    ...         return [np.arange(i, len(labels), num_clients) for i in range(num_clients)]
+    >>> [client.tolist() for client in EverySoMany().split(np.zeros(5), 2, seed=0)]
+    [[0, 2, 4], [1, 3]]
+    """
+
+    needs_labels = True
+
+    @property
+    def clients(self) -> int | None:
+        """The number of clients where the partition itself fixes it, else None."""
+        return None
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        """One index array a client: positions in ``labels`` ``(N,)``; the same for the same three arguments.
+
+        Draw random numbers from ``fl_lightning.sampling.generator(seed, "partition", …)`` alone.
+        Raises UserError where a client would be left without samples.
+        """
+        raise NotImplementedError
+
+    def restrict(self, kept: Indices) -> Partition:
+        """The partition of the samples ``kept`` alone (the others are held out for validation)."""
+        return self
+
+    def __repr__(self) -> str:
+        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
+        said = {name: value for name, value in vars(self).items() if value != defaults.get(name)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+
+
+def need_samples(num_clients: int, samples: int) -> None:
+    if not 1 <= num_clients <= samples:
+        raise UserError(
+            f"num_clients is {num_clients}, but there are {samples} training samples and each client needs "
+            f"one of its own: give a number from 1 to {samples}, or a partition with replacement=True and "
+            "samples_per_client."
+        )
+
+
+def check_number(owner: Partition, name: str, value: float, zero: bool = False) -> None:
+    """Raises UserError unless the value is finite and positive (or zero, where that is accepted)."""
+    ok = isinstance(value, Real) and math.isfinite(value) and (value >= 0 if zero else value > 0)
+    if not ok:
+        accepted = "a number of at least 0" if zero else "a number above 0"
+        raise UserError(f"{type(owner).__name__}'s {name} is {value!r}: give {accepted}.")
+
+
+class IID(Partition):
+    """A shuffled equal split: sizes differ by at most one."""
+
+    needs_labels = False
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        return np.array_split(generator(seed, "partition").permutation(len(labels)), num_clients)
+
+
+class SortedShards(Partition):
+    """Samples sorted by label (stable), cut into equal contiguous pieces (FedALS, 2024)."""
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        return np.array_split(np.argsort(labels, kind="stable"), num_clients)
+
+
+class QuantitySkew(Partition):
+    """Sizes proportional to lognormal(0, sigma), at least one sample each; the samples themselves iid."""
+
+    needs_labels = False
+
+    def __init__(self, sigma: float) -> None:
+        check_number(self, "sigma", sigma, zero=True)
+        self.sigma = sigma
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        rng = generator(seed, "partition")
+        sizes = _apportion(len(labels), np.exp(self.sigma * rng.standard_normal(num_clients)))
+        return np.split(rng.permutation(len(labels)), np.cumsum(sizes)[:-1])
+
+
+def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
+    """Whole numbers of at least one, of the given sum, nearly proportional to ``weights``."""
+    weights = weights / weights.max()
+    ones = np.zeros(len(weights), dtype=bool)  # whose share would be below one: at least one more a turn
+    while True:
+        rest = np.where(ones, 0.0, weights)
+        quota = np.where(ones, 1.0, rest * ((total - ones.sum()) / rest.sum()))
+        small = quota < 1 - 1e-9
+        if not small.any():
+            break
+        ones |= small
+    sizes = np.floor(quota + 1e-9).astype(np.int64)
+    order = np.argsort(sizes - quota, kind="stable")
+    sizes[order[: total - int(sizes.sum())]] += 1
+    return sizes
+
+
+class ByGroup(Partition):
+    """The data's own clients: one client a distinct value of ``groups`` ``(N,)``, in ascending order.
+
+    ``groups=None``: those that the data set brings along (``HumanActivity``: the subjects).
+    """
+
+    needs_labels = False
+
+    def __init__(self, groups: Sequence[int] | None = None) -> None:
+        self.groups: NDArray[Any] | None = None if groups is None else np.asarray(cast(ArrayLike, groups))
+
+    @property
+    def clients(self) -> int | None:
+        return None if self.groups is None else len(np.unique(self.groups))
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        if self.groups is None:
+            raise UserError(
+                "The partition ByGroup has groups=None, but this data set brings no groups: "
+                "give one group a training sample, or another partition such as IID."
+            )
+        if self.groups.shape != (len(labels),):
+            raise UserError(
+                f"ByGroup's groups have the shape {self.groups.shape}: give one for each of the "
+                f"{len(labels)} training samples."
+            )
+        _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
+        if num_clients != len(sizes):
+            raise UserError(
+                f"num_clients is {num_clients}, but the partition ByGroup has {len(sizes)} groups, one a "
+                f"client: give {len(sizes)}, or another partition such as IID."
+            )
+        return np.split(np.argsort(group, kind="stable"), np.cumsum(sizes)[:-1])
+
+    def restrict(self, kept: Indices) -> Partition:
+        return self if self.groups is None else ByGroup(cast(Any, self.groups[kept]))
+
+    def __repr__(self) -> str:
+        return f"ByGroup({'' if self.groups is None else f'{self.clients} groups'})"
+
+
+class Saved(Partition):
+    """A split written by ``FederatedDataModule.save_partition``: the same clients, whatever the seed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                self._ends, self._indices = file["ends"], file["indices"]
+                self._labels = str(file["labels"])
+        except FileNotFoundError:
+            raise UserError(
+                f"The partition's path is {self.path!r}, but there is no such file: give a .npz file that "
+                "save_partition wrote."
+            ) from None
+        except Exception as error:  # NumPy raises many kinds for damaged files
+            raise UserError(
+                f"The partition's file {self.path!r} is damaged, or was not written by save_partition "
+                f"({error})."
+            ) from None
+
+    @property
+    def clients(self) -> int | None:
+        return len(self._ends)
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        if digest(labels) != self._labels:
+            raise UserError(
+                f"The partition in {self.path!r} was made for other data (the training labels differ): "
+                "give the data set, val_fraction and seed that it was made with, or another partition."
+            )
+        if num_clients != len(self._ends):
+            raise UserError(
+                f"num_clients is {num_clients}, but the partition in {self.path!r} has {len(self._ends)} "
+                f"clients: give {len(self._ends)}, or null."
+            )
+        return np.split(self._indices, self._ends[:-1])
+
+    def __repr__(self) -> str:
+        return f"Saved({self.path!r})"
+
+
+def digest(array: NDArray[Any]) -> str:
+    """Sixteen hexadecimal digits of an array's content."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+def check_client(client: int, indices: Any, total: int) -> None:
+    """Raises UserError unless there is an index and all are whole numbers below ``total``."""
+    array = np.asarray(indices)
+    if array.ndim != 1 or len(array) == 0:
+        raise UserError(
+            f"Client {client} has no samples (indices of shape {array.shape}): give each at least one."
+        )
+    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:
+        raise UserError(
+            f"Client {client} has sample indices of type {array.dtype} from {array.min()} to {array.max()}: "
+            f"give whole numbers from 0 to {total - 1}."
+        )

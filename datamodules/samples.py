@@ -1,0 +1,198 @@
+"""Where samples lie and how batches of them are made: tensors in memory, or any map-style dataset."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from fl_lightning.errors import UserError
+
+Batch = Any
+CPU = torch.device("cpu")
+CHUNK_BYTES = 64 * 2**20  # so much of an epoch is gathered at once
+Change = Callable[[Tensor, Tensor, slice], Tensor]  # (pixels, labels, which of the epoch's samples) -> pixels
+
+
+class Samples(Protocol):
+    """Samples numbered from 0, of which batches can be made."""
+
+    labels: NDArray[np.int64] | None
+
+    def __len__(self) -> int: ...
+
+    def batches(
+        self,
+        index: NDArray[np.int64],
+        size: int,
+        device: torch.device = CPU,
+        biases: Change | None = None,
+        augment: Change | None = None,
+    ) -> Iterator[Batch]:
+        """The samples ``index`` in this order, ``size`` at a time, the last batch perhaps shorter."""
+        ...
+
+
+class TensorSamples:
+    """Samples x ``(N, …)`` and y ``(N, …)`` in memory; batches are slices of one gathered tensor.
+
+    uint8 images are kept as they are, and become float32 ``(x / scale - mean) / std`` when gathered (mean
+    and std one a channel); every other dtype stays what it is. ``transform`` is called on each batch's x
+    last.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any,
+        scale: float = 255.0,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        transform: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.x, self.y = torch.as_tensor(x), torch.as_tensor(y)
+        if len(self.x) != len(self.y):
+            raise UserError(
+                f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a sample."
+            )
+        if len(self.x) == 0:
+            raise UserError("The data have no samples: give at least one.")
+        if not self.y.is_floating_point():
+            self.y = self.y.long()
+        is_class = self.y.ndim == 1 and self.y.dtype == torch.int64 and int(self.y.min()) >= 0
+        self.labels: NDArray[np.int64] | None = self.y.numpy() if is_class else None
+        self.transform = transform
+        self.image = self.x.dtype == torch.uint8
+        shape = (-1, *[1] * (self.x.ndim - 2))
+        spread = torch.tensor(std or [1.0])
+        self._factor = (1 / (scale * spread)).view(shape)
+        self._shift = (-torch.tensor(mean or [0.0]) / spread).view(shape)
+        self._scale = scale
+        self._normalised = bool(mean)
+        self._there: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def in_pixel_range(self) -> bool:
+        """Whether x has channels and its values, of uint8 or of floats in [0, 1], are pixels."""
+        x = self.x
+        unit = x.is_floating_point() and float(x.min()) >= 0 and float(x.max()) <= 1
+        return x.ndim >= 3 and (self.image or unit)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """x, y, factor and shift there; x and y stay here when they would take half of what is free."""
+        with self._lock:
+            if device not in self._there:
+                nbytes = self.x.nbytes + self.y.nbytes
+                fits = device.type != "cuda" or 2 * nbytes < torch.cuda.mem_get_info(device)[0]
+                where = device if fits else CPU
+                data = (self.x.to(where), self.y.to(where), self._factor.to(device), self._shift.to(device))
+                self._there[device] = data
+            return self._there[device]
+
+    def _gather(
+        self,
+        index: NDArray[np.int64],
+        part: slice,
+        device: torch.device,
+        biases: Change | None,
+        augment: Change | None,
+    ) -> tuple[Tensor, Tensor]:
+        all_x, all_y, factor, shift = self._on(device)
+        chosen = torch.from_numpy(index[part]).to(all_x.device)
+        x, y = all_x.index_select(0, chosen).to(device), all_y.index_select(0, chosen).to(device)
+        if biases is not None:  # on pixels in [0, 1]
+            x = biases(x / self._scale if self.image else x, y, part)
+        if augment is not None:
+            x = augment(x, y, part)
+        if x.dtype == torch.uint8:
+            x = torch.mul(x, factor)
+            if self._normalised:
+                x.add_(shift)
+        elif self.image:
+            x = x.mul_(factor * self._scale).add_(shift)  # a tensor of our own: biases made it
+        return x, y
+
+    def batches(
+        self,
+        index: NDArray[np.int64],
+        size: int,
+        device: torch.device = CPU,
+        biases: Change | None = None,
+        augment: Change | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        bytes_each = max(1, self.x[0].numel() * (4 if self.image else self.x.element_size()))
+        chunk = max(1, CHUNK_BYTES // (bytes_each * size)) * size
+        for start in range(0, len(index), chunk):
+            x, y = self._gather(index, slice(start, min(start + chunk, len(index))), device, biases, augment)
+            for a in range(0, len(x), size):
+                batch = x[a : a + size]
+                yield (batch if self.transform is None else self.transform(batch)), y[a : a + size]
+
+
+class DatasetSamples:
+    """Samples of a map-style Dataset, read and collated one by one: any kind of batch, but slower."""
+
+    def __init__(
+        self, dataset: Dataset[Any], targets: Any = None, collate: Callable[[list[Any]], Batch] | None = None
+    ) -> None:
+        self.dataset: Any = dataset
+        self.collate = collate or default_collate
+        labels = find_targets(dataset) if targets is None else targets
+        self.labels: NDArray[np.int64] | None = None
+        if labels is not None:
+            labels = np.asarray(labels)
+            if labels.shape != (len(self),):
+                raise UserError(
+                    f"targets have the shape {labels.shape}: give one label for each of the {len(self)} "
+                    "samples."
+                )
+            if labels.dtype.kind in "iub" and labels.min() >= 0:
+                self.labels = labels.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batches(
+        self,
+        index: NDArray[np.int64],
+        size: int,
+        device: torch.device = CPU,
+        biases: Change | None = None,
+        augment: Change | None = None,
+    ) -> Iterator[Batch]:
+        for a in range(0, len(index), size):
+            batch = self.collate([self.dataset[int(i)] for i in index[a : a + size]])
+            yield batch if device.type == "cpu" else _to(batch, device)
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    return apply_to_collection(batch, Tensor, lambda t: t.to(device))
+
+
+def find_targets(dataset: Any) -> Any:
+    """A dataset's labels where it has them without reading its samples, else None."""
+    if isinstance(dataset, Subset):
+        whole = find_targets(dataset.dataset)
+        return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [find_targets(one) for one in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate([np.asarray(p) for p in parts])
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[1] if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1 else None
+    for name in ("targets", "labels"):
+        found = getattr(dataset, name, None)
+        if found is not None and len(found) == len(dataset) and np.asarray(found).ndim == 1:
+            return found
+    return None

@@ -1,0 +1,60 @@
+"""The learner around a network that classifies."""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class ImageClassifier(pl.LightningModule):
+    """Cross-entropy on batches (x, y); logs ``train/loss``, ``train/acc``, and ``val``'s and ``test``'s.
+
+    Args:
+        network: inputs ``(n, …)`` to logits ``(n, num_classes)``.
+        lr, weight_decay: of SGD, where no client optimizer is set.
+
+    ``predict_step`` gives probabilities ``(n, num_classes)``.
+    """
+
+    def __init__(
+        self, network: nn.Module, num_classes: int, lr: float = 0.1, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        self.lr, self.weight_decay = lr, weight_decay
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro")
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.network(x)
+        return y
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = cross_entropy(logits, y)
+        self.log("train/loss", loss.detach())
+        self.log("train/acc", (logits.detach().argmax(1) == y).float().mean())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", self.val_acc, *batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", self.test_acc, *batch)
+
+    def _evaluate(self, name: str, accuracy: MulticlassAccuracy, x: Tensor, y: Tensor) -> None:
+        logits = self(x)
+        accuracy.update(logits, y)
+        self.log(f"{name}/loss", cross_entropy(logits, y), batch_size=len(y), sync_dist=True)
+        self.log(f"{name}/acc", accuracy, batch_size=len(y))
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).softmax(1)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)

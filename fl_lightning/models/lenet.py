@@ -1,0 +1,38 @@
+"""LeNet as in the federated papers (McMahan et al., 2017; FedSMOO: Sun et al., 2023)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import max_pool2d
+
+from fl_lightning.errors import UserError
+
+
+class LeNet(nn.Module):
+    """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384, 192 and ``num_classes``
+    units.
+
+    Inputs ``(n, in_channels, input_size, input_size)``; 797,962 parameters for ten classes of 3x32x32.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int = 3, input_size: int = 32) -> None:
+        super().__init__()
+        side = ((input_size - 4) // 2 - 4) // 2
+        if side < 1:
+            raise UserError(
+                f"LeNet's input_size is {input_size}: give at least 16, or use MLP for smaller images."
+            )
+        self.conv1 = nn.Conv2d(in_channels, 64, 5)
+        self.conv2 = nn.Conv2d(64, 64, 5)
+        self.fc1 = nn.Linear(64 * side * side, 384)
+        self.fc2 = nn.Linear(384, 192)
+        self.fc3 = nn.Linear(192, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = max_pool2d(torch.relu(self.conv2(x)), 2)
+        x = torch.relu(self.fc1(x.flatten(1)))
+        x = torch.relu(self.fc2(x))
+        y: Tensor = self.fc3(x)
+        return y

@@ -1,0 +1,37 @@
+"""VGG-11 for 32x32 images."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class VGG11(nn.Module):
+    """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), no norms, and a small
+    head.
+
+    Inputs ``(n, 3, 32, 32)``; the head is 512-512-512-``num_classes``, as is usual for CIFAR (the federated
+    papers publish no definition): 9,750,922 parameters for ten classes.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for stage in ((64,), (128,), (256, 256), (512, 512), (512, 512)):
+            for width in stage:
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, num_classes)
+        )
+        for module in self.features:
+            if isinstance(module, nn.Conv2d):  # without norms, PyTorch's default initialisation hardly learns
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                assert module.bias is not None
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.classifier(self.features(x).flatten(1))
+        return y
