@@ -1,1 +1,53 @@
 """Federated-learning research inside PyTorch Lightning: one ``Trainer.fit`` is one federated run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, Scratch, ServerState, Upload
+    from fl_lightning.datamodules import InMemoryDataModule
+    from fl_lightning.errors import Diverged, UserError
+    from fl_lightning.module import FederatedModule
+    from fl_lightning.results import load
+    from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
+    from fl_lightning.strategies import FederatedStrategy
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"), "callback"),
+    **dict.fromkeys(("Cosine", "Exponential", "Schedule", "Steps"), "schedules"),
+    **dict.fromkeys(("Diverged", "UserError"), "errors"),
+    "FederatedModule": "module",
+    "FederatedStrategy": "strategies",
+    "InMemoryDataModule": "datamodules",
+    "load": "results",
+}
+
+__all__ = [
+    "ClientState",
+    "Coefficient",
+    "Cosine",
+    "Diverged",
+    "Exponential",
+    "FederatedCallback",
+    "FederatedModule",
+    "FederatedStrategy",
+    "InMemoryDataModule",
+    "Schedule",
+    "Scratch",
+    "ServerState",
+    "Steps",
+    "Upload",
+    "UserError",
+    "load",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Names are imported at first use: the command line's help must not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

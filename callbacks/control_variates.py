@@ -1,0 +1,52 @@
+"""SCAFFOLD: control variates.
+
+S. P. Karimireddy et al.: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (ICML 2020), Algorithm 1.
+Each local step follows g + c - c_i, where c_i estimates the client's mean gradient and c their mean over all clients.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.rounds import Clients, Server
+
+
+class ControlVariates(FederatedCallback):
+    """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i), and c ← c + (n/m) mean(c_i⁺ - c_i).
+
+    Args:
+        estimate: ``"displacement"`` (Option II, above) or ``"gradient"`` (Option I: c_i⁺ = ∇f_i(w^t), weight decay
+            included, one pass over the client's samples a round).
+    """
+
+    title = "SCAFFOLD"
+    c_i = ClientState(synchronised=True)
+    c = ServerState(sent=True, synchronised=True)
+    change = Upload()
+
+    def __init__(self, estimate: Literal["displacement", "gradient"] = "displacement") -> None:
+        super().__init__()
+        if estimate not in ("displacement", "gradient"):
+            raise UserError(
+                f"ControlVariates: estimate={estimate!r} is not known; accepted are 'displacement' and 'gradient'."
+                + suggest(str(estimate), ["displacement", "gradient"])
+            )
+        self.estimate = estimate
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
+        gradient += self.c - self.c_i[clients]
+
+    def on_local_end(self, clients: Clients) -> None:
+        if self.estimate == "gradient":
+            change = clients.full_gradient(clients.w) - self.c_i[clients]
+        else:
+            change = (clients.mean_gradient - self.c) * (clients.elapsed > 0)
+        self.c_i[clients] += change
+        self.change[clients] = change
+
+    def on_server_update(self, server: Server) -> None:
+        self.c += server.n / server.num_clients * self.change.mean()

@@ -1,0 +1,66 @@
+"""How far clients are from the server: the divergence of FedInit and FedSMOO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
+from fl_lightning.rounds import Clients, Server
+
+
+class DivergenceLogger(FederatedCallback):
+    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``.
+
+    participants: mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO, Table 2). all: (1/m) Σ_i ‖last_i - w⁺‖² with last_i the
+    client's latest x_{i,K}, w^0 if none (FedInit's Δ), from sums that are kept up so that a round reads its participants'
+    rows alone. update: ‖w⁺ - w‖². Under partial averaging w⁺ is the evaluated model in the first two.
+
+    Args:
+        all_clients: whether to keep what ``divergence/all`` needs, one vector a client; None: up to 1,000 clients.
+    """
+
+    moved = Upload(sent=False)
+    moved_squared = Upload(sent=False, shape=(), dtype=torch.float64)
+
+    def __init__(self, all_clients: bool | None = None) -> None:
+        super().__init__()
+        self.all_clients = all_clients
+        self.declare("last", ClientState(initial="initial_model", synchronised=False))
+        self.declare("change", Upload(sent=False, dtype=torch.float64))
+        self.declare("change_squared", Upload(sent=False, shape=(), dtype=torch.float64))
+        self.declare("sum", ServerState(synchronised=False, dtype=torch.float64))
+        self.declare("sum_squared", ServerState(synchronised=False, shape=(), dtype=torch.float64))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.all_clients is None:
+            self.all_clients = pl_module.cohort[1] <= 1000
+
+    def on_local_end(self, clients: Clients) -> None:
+        moved = clients.x - clients.w
+        self.moved[clients] = moved
+        self.moved_squared[clients] = clients.norm(moved)[:, 0].double() ** 2
+        if self.all_clients:
+            w0 = clients.initial_model
+            old, new = (self.last[clients] - w0).double(), (clients.x - w0).double()
+            self.change[clients] = new - old
+            self.change_squared[clients] = (new**2).sum(1) - (old**2).sum(1)
+            self.last[clients] = clients.x
+
+    def on_server_update(self, server: Server) -> None:
+        if self.all_clients:
+            self.sum += self.change.sum()
+            self.sum_squared += self.change_squared.sum()
+
+    def on_round_end(self, server: Server) -> None:
+        step = (server.evaluated - server.w_before).double()
+        mean = self.moved.mean().double()
+        participants = self.moved_squared.mean() - 2 * mean @ step + step @ step
+        server.log("divergence/participants", participants.clamp(min=0))
+        server.log("divergence/update", ((server.w - server.w_before).double() ** 2).sum())
+        if self.all_clients:
+            away = (server.evaluated - server.initial_model).double()
+            total = self.sum_squared - 2 * self.sum @ away
+            server.log("divergence/all", (total / server.num_clients + away @ away).clamp(min=0))

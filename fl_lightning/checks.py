@@ -1,0 +1,178 @@
+"""What cannot work is refused before training starts, with the reason and the way out."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import nn
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.strategies import FederatedStrategy
+
+REFUSED_HOOKS = {
+    "optimizer_step": "the local step belongs to the federated loop",
+    "optimizer_zero_grad": "the local step belongs to the federated loop",
+    "lr_scheduler_step": "client learning rates follow lr_decay",
+    "backward": "gradients are taken without .grad",
+    "on_before_zero_grad": "gradients are taken without .grad",
+    "on_before_backward": "gradients are taken without .grad",
+    "on_after_backward": "gradients are taken without .grad",
+    "on_before_optimizer_step": "gradients are taken without .grad",
+    "configure_gradient_clipping": "clip with clip_norm",
+}
+
+
+def check_learner(learner: Any) -> None:
+    """Refuse learners that the federated loop cannot honour.
+
+    Raises:
+        UserError: not a LightningModule, manual optimization, an own optimizer step or gradient hooks.
+    """
+    name = type(learner).__name__
+    bases = [c for c in type(learner).__mro__ if c.__name__ == "LightningModule"]
+    if not bases:
+        hint = f"wrap it: ImageClassifier({name}(), num_classes=10)" if isinstance(learner, nn.Module) else "pass one"
+        raise UserError(
+            f"learner: {name} is no LightningModule; accepted is any LightningModule of pytorch_lightning or "
+            f"lightning.pytorch, whose training_step gives the local loss; {hint}."
+        )
+    if not learner.automatic_optimization:
+        raise UserError(
+            f"learner: {name} uses manual optimization (automatic_optimization=False), whose steps cannot be run per "
+            "client. Let training_step return the loss and remove that line."
+        )
+    base: Any = bases[-1]
+    for hook, why in REFUSED_HOOKS.items():
+        for cls in type(learner).__mro__:
+            if cls is base:
+                break
+            if hook in vars(cls):
+                raise UserError(
+                    f"learner: {name} overrides {hook}, which a federated run cannot honour: {why}. Remove it, or "
+                    "write what it does as a FederatedCallback (on_local_gradient, on_local_step_end)."
+                )
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse Trainer settings that have no meaning when one epoch is one round.
+
+    Raises:
+        UserError: names the setting, its value and what to use.
+    """
+    quick = bool(trainer.fast_dev_run)
+    refused = [
+        ("max_steps", trainer.max_steps, trainer.max_steps == -1 or quick, "rounds are epochs: use max_epochs"),
+        ("min_steps", trainer.fit_loop.min_steps, not trainer.fit_loop.min_steps, "rounds are epochs: use min_epochs"),
+        (
+            "accumulate_grad_batches",
+            trainer.accumulate_grad_batches,
+            trainer.accumulate_grad_batches == 1,
+            "a round is one step of the server: use a larger data.batch_size",
+        ),
+        (
+            "gradient_clip_val",
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_val is None,
+            "clients clip with model.clip_norm",
+        ),
+        (
+            "val_check_interval",
+            trainer.val_check_interval,
+            trainer.val_check_interval in (None, 1.0),
+            "validation follows whole rounds: use check_val_every_n_epoch",
+        ),
+        (
+            "limit_train_batches",
+            trainer.limit_train_batches,
+            trainer.limit_train_batches in (None, 1.0) or quick,
+            "an epoch is one round: use model.local_steps or model.participation",
+        ),
+        (
+            "overfit_batches",
+            trainer.overfit_batches,
+            trainer.overfit_batches in (None, 0, 0.0),
+            "give the clients less data, or model.local_steps",
+        ),
+        (
+            "precision",
+            trainer.precision,
+            trainer.precision != "16-mixed",
+            "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or bf16-true",
+        ),
+    ]
+    for name, value, fine, instead in refused:
+        if not fine:
+            raise UserError(f"trainer.{name}={value!r} has no meaning in a federated run; {instead}.")
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
+        raise UserError(
+            f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
+            f"{type(trainer.strategy).__name__}, which would average gradients of different clients. "
+            "Use --trainer.strategy federated (in Python: strategy='federated')."
+        )
+
+
+def check_data(data: Any) -> None:
+    """Refuse data without clients.
+
+    Raises:
+        UserError: with the line that federates it.
+    """
+    if callable(getattr(data, "client_batches", None)):
+        return
+    given = type(data).__name__ if data is not None else "a DataLoader"
+    wrap = (
+        f"FromDataModule({given}(…), num_clients=100)"
+        if data is not None
+        else "FromDatasets(train, val=val, num_clients=100)"
+    )
+    raise UserError(
+        f"data: {given} has no clients. Federate it: trainer.fit(module, {wrap}) with "
+        "from fl_lightning.datamodules import FromDataModule, FromDatasets; or use InMemoryDataModule."
+    )
+
+
+def count_participants(participation: str | int | float, num_clients: int) -> int:
+    """n of m, rounded half up in exact arithmetic of the decimal form, at least one.
+
+    >>> [count_participants(p, 25) for p in ("all", 3, 0.1, 0.001)]
+    [25, 3, 3, 1]
+
+    Raises:
+        UserError: more than there are, none, or not a number.
+    """
+    accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
+    if participation == "all":
+        return num_clients
+    if isinstance(participation, bool) or not isinstance(participation, (int, float)):
+        hint = suggest(str(participation), ["all"])
+        raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
+    if isinstance(participation, int):
+        if not 1 <= participation <= num_clients:
+            raise UserError(
+                f"participation={participation} clients a round, but {num_clients} are registered; {accepted} "
+                f"(1 to {num_clients})."
+            )
+        return participation
+    if not 0 < participation <= 1:
+        raise UserError(f"participation={participation!r} is no fraction of clients; {accepted}.")
+    exact = Fraction(str(participation)) * num_clients
+    return max(1, int(exact + Fraction(1, 2)))
+
+
+def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    """Refuse a word that is not known."""
+    if value not in accepted:
+        known = ", ".join(repr(a) for a in accepted)
+        raise UserError(f"{name}={value!r} is not known; accepted are {known}.{suggest(str(value), accepted)}")
+
+
+def positive(name: str, value: float | None, whole: bool = False) -> None:
+    """Refuse what is not a number above 0 (``whole``: an integer)."""
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    if not number or (whole and int(value) != value):
+        kind = "an integer" if whole else "a number"
+        raise UserError(f"{name}={value!r} is not accepted; it has to be {kind} above 0.")

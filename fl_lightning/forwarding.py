@@ -1,0 +1,97 @@
+"""The learner's own hooks, run as if it were alone, on the global model."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+from torchmetrics import Metric
+
+HOOKS = (
+    "on_fit_end on_train_end on_train_epoch_start on_train_epoch_end on_validation_start on_validation_end "
+    "on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end "
+    "on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end "
+    "on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start "
+    "on_predict_batch_end"
+).split()
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+STEPS = ("validation_step", "test_step", "predict_step")
+
+
+class ForwardedHooks(pl.LightningModule):
+    """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
+
+    learner: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.learner(*args, **kwargs)
+
+    def adopt(self, learner: Any) -> None:
+        """Hide the steps that the learner does not have, so that Lightning skips their loops; take its transfer hooks."""
+        base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
+        for step in STEPS[:2]:
+            if getattr(type(learner), step) is getattr(base, step):
+                object.__setattr__(self, step, types.MethodType(getattr(pl.LightningModule, step), self))
+        self.transfers = [hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)]
+        for hook in self.transfers:
+            object.__setattr__(self, hook, getattr(learner, hook))
+
+    def local_batch(self, batch: Any) -> Any:
+        """A client's batch as the learner's own transfer hooks and the Trainer's precision make it."""
+        for hook in self.transfers:
+            extra = (self.device, 0) if hook == "transfer_batch_to_device" else (0,)
+            batch = getattr(self.learner, hook)(batch, *extra)
+        return self.trainer.precision_plugin.convert_input(batch)
+
+    def connect_learner(self) -> None:
+        """Give the learner this run's trainer, and let what it logs in evaluation arrive here."""
+        self.learner._trainer = self._trainer
+        shard = self.trainer.world_size > 1
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if shard and not isinstance(value, Metric):
+                kwargs["sync_dist"] = True
+            self.log(name, value, *args, **kwargs)
+
+        def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs |= {"sync_dist": True} if shard else {}
+            self.log_dict(dictionary, *args, **kwargs)
+
+        object.__setattr__(self.learner, "log", log)
+        object.__setattr__(self.learner, "log_dict", log_dict)
+
+    def release_learner(self) -> None:
+        """Undo :meth:`connect_learner`."""
+        self.learner._trainer = None
+        for name in ("log", "log_dict"):
+            self.learner.__dict__.pop(name, None)
+
+    def configure_callbacks(self) -> Any:
+        return self.learner.configure_callbacks()
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def hook(self: ForwardedHooks, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.learner, name)(*args, **kwargs)
+
+    hook.__name__ = name
+    return hook
+
+
+def _step(name: str) -> Callable[..., Any]:
+    def step(self: ForwardedHooks, *args: Any) -> Any:
+        own = getattr(self.learner, name)
+        code = own.__code__
+        variadic = bool(code.co_flags & 0x04)
+        return own(*(args if variadic else args[: code.co_argcount - 1]))
+
+    step.__name__ = name
+    return step
+
+
+for _name in HOOKS:
+    setattr(ForwardedHooks, _name, _forwarded(_name))
+for _name in STEPS:
+    setattr(ForwardedHooks, _name, _step(_name))

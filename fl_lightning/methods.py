@@ -1,0 +1,143 @@
+"""The callbacks of a run as one thing: who owns which hook, what is declared, and calling hooks with their rules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, Declaration, FederatedCallback, ServerState, Upload
+from fl_lightning.errors import UserError
+from fl_lightning.flat import Layout
+
+OWNED = {
+    "perturbation": "where the gradient is taken",
+    "on_loss_gradient": "how the loss gradient is mixed",
+    "transmit": "what clients send",
+    "aggregate": "how updates are combined",
+    "parts": "which part is averaged when",
+}
+SHARED = (
+    "on_round_start",
+    "on_local_start",
+    "on_local_gradient",
+    "on_local_step_end",
+    "on_local_end",
+    "on_server_update",
+    "on_round_end",
+)
+
+
+class Methods:
+    """The federated callbacks of a run.
+
+    Raises:
+        UserError: two callbacks of one class, or two owners of a hook that has one.
+    """
+
+    def __init__(self, callbacks: Sequence[FederatedCallback]) -> None:
+        self.callbacks = list(callbacks)
+        names = [type(c).__name__ for c in self.callbacks]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(
+                    f"method: {name} is given {names.count(name)} times; a run takes each callback once. Remove one "
+                    "(a config such as method/fedinit may bring it already)."
+                )
+        self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
+        self._owners: dict[str, Callable[..., Any]] = {}
+        for hook, what in OWNED.items():
+            owners = [c for c in self.callbacks if overrides(c, hook)]
+            if len(owners) > 1:
+                both = " and ".join(type(c).__name__ for c in owners)
+                raise UserError(
+                    f"method: {both} both decide {what} (the hook `{hook}`), which one callback of a run can do. "
+                    "Keep one of them."
+                )
+            if owners:
+                self._owners[hook] = getattr(owners[0], hook)
+        self.declared: dict[str, Declaration] = {
+            d.key(c): d for c in self.callbacks for d in c.declarations().values()
+        }
+
+    def __getitem__(self, hook: str) -> list[Callable[..., Any]]:
+        return self._hooks[hook]
+
+    def owner(self, hook: str) -> Callable[..., Any] | None:
+        return self._owners.get(hook)
+
+    def run(self, hook: str, argument: object) -> None:
+        """Call a hook that returns nothing, on every callback that has it."""
+        for call in self._hooks[hook]:
+            returned = call(argument)
+            if returned is not None:
+                raise _returned(call, returned, "nothing")
+
+    def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
+        """Call a hook that takes a gradient: changed in place, or returned."""
+        returned = call(clients, gradient)
+        if returned is None:
+            return gradient
+        return checked_rows(call, returned, gradient)
+
+    def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
+        owner = self.owner("parts")
+        return owner(layout) if owner else []
+
+    def sent_to_clients(self) -> dict[str, ServerState]:
+        return {k: d for k, d in self.declared.items() if isinstance(d, ServerState) and d.sent}
+
+    def sent_by_clients(self) -> dict[str, Upload]:
+        """Uploads that are counted; a derived one only where clients do not start from w."""
+        moved = bool(self["on_local_start"])
+        return {
+            k: d
+            for k, d in self.declared.items()
+            if isinstance(d, Upload) and (d.sent is True or (d.sent == "derived" and moved))
+        }
+
+    def client_states(self) -> list[str]:
+        return [k for k, d in self.declared.items() if isinstance(d, ClientState)]
+
+    def reads(self, *attributes: str) -> str | None:
+        """The class whose client hooks name one of these attributes of ``clients``, if any does."""
+        for callback in self.callbacks:
+            for hook in (*SHARED, *OWNED):
+                code = getattr(inspect.unwrap(getattr(type(callback), hook)), "__code__", None)
+                if code is not None and overrides(callback, hook) and set(attributes) & set(code.co_names):
+                    return type(callback).__name__
+        return None
+
+    def fingerprint(self) -> dict[str, str]:
+        """Stateful callbacks and their plain arguments, to compare with a checkpoint's."""
+        return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
+
+    def title(self) -> str:
+        """The methods' names, without those that only measure."""
+        methods = [c for c in self.callbacks if not type(c).__name__.endswith("Logger")]
+        names = [c.title or type(c).__name__ for c in methods]
+        return " + ".join(names) or "FedAvg"
+
+
+def arguments(callback: FederatedCallback) -> str:
+    """A callback's public attributes as text, for example ``beta=0.1``."""
+    return ", ".join(f"{k}={v!r}" for k, v in vars(callback).items() if not k.startswith("_") and not callable(v))
+
+
+def overrides(callback: FederatedCallback, hook: str) -> bool:
+    """Whether a callback has this hook: in its class, or put on the instance in ``__init__``."""
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(FederatedCallback, hook)
+
+
+def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
+    """What a hook returned, if it is a tensor of the shape of ``like``."""
+    if not isinstance(returned, Tensor) or returned.shape != like.shape:
+        raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
+    return returned
+
+
+def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
+    what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+    return TypeError(f"{getattr(call, '__qualname__', call)} returned {what}; it has to return {expected}")

@@ -1,0 +1,475 @@
+"""One ``Trainer.fit`` is one federated run, one epoch one round: ``training_step`` is the round."""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning import checks, client_optimizer, persistence
+from fl_lightning.aggregation import visiting_order
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.collect import Collector
+from fl_lightning.engines.local import Work
+from fl_lightning.engines.replica import Replica, buffer_values
+from fl_lightning.engines.sequential import Sequential
+from fl_lightning.flat import Layout, check_learner_parameters, flatten, tie, trainable
+from fl_lightning.forwarding import ForwardedHooks
+from fl_lightning.methods import Methods
+from fl_lightning.parts import Parts
+from fl_lightning.rounds import Round, Server
+from fl_lightning.sampling import generator
+from fl_lightning.schedules import Schedule
+from fl_lightning.server_step import conclude
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class FederatedModule(ForwardedHooks):
+    """Trains any LightningModule federatedly.
+
+    Args:
+        learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``: ``training_step`` gives the
+            local loss; evaluation and its hooks run as if it were alone, on the global model.
+        participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at least one).
+        sampling: ``"uniform"`` (a fixed number, without replacement) or ``"bernoulli"`` (each by its own coin).
+        local_epochs: of one client a round, may be fractional; without it and ``local_steps``: 5.
+        local_steps: of one client a round; wins over ``local_epochs``.
+        client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.
+        lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
+        clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
+        keep_optimizer_state: local optimizer state per client, instead of fresh every round.
+        server_optimizer: ``params -> optimizer`` over the global vector, its gradient minus the aggregated update;
+            None: SGD with learning rate 1.
+        server_lr_decay: as ``lr_decay``, for the server.
+        weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
+        buffers: ``"average"`` (floating-point buffers weighted by p_i, integer ones the maximum) or ``"keep"``.
+        on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
+        init_from: a checkpoint or exported file whose weights to start from.
+        engine: ``"sequential"`` or ``"auto"``.
+        clients_at_once: clients of a group; for engines that stack clients.
+        workers: threads or streams; for engines with several.
+        capture: CUDA graphs; for engines on a GPU.
+        seed: None: that of ``seed_everything``; none there either: drawn, and kept in the checkpoint.
+        strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
+
+    Raises:
+        UserError: for each argument, learner or Trainer setting that cannot work, before training starts.
+    """
+
+    def __init__(
+        self,
+        learner: nn.Module,
+        *,
+        participation: str | int | float = 0.1,
+        sampling: str = "uniform",
+        local_epochs: float | None = None,
+        local_steps: int | None = None,
+        client_optimizer: OptimizerFactory | None = None,
+        lr_decay: float | Schedule = 1.0,
+        clip_norm: float | None = None,
+        keep_optimizer_state: bool = False,
+        server_optimizer: OptimizerFactory | None = None,
+        server_lr_decay: float | Schedule = 1.0,
+        weighting: str = "uniform",
+        buffers: str = "average",
+        on_nonfinite: str = "stop",
+        init_from: str | None = None,
+        engine: str = "auto",
+        clients_at_once: str | int = "auto",
+        workers: str | int = "auto",
+        capture: str | bool = "auto",
+        seed: int | None = None,
+        strict_resume: bool = True,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        checks.check_learner(learner)
+        checks.count_participants(participation, 2**62)
+        checks.one_of("sampling", sampling, ("uniform", "bernoulli"))
+        checks.positive("local_epochs", local_epochs)
+        checks.positive("local_steps", local_steps, whole=True)
+        checks.positive("clip_norm", clip_norm)
+        checks.one_of("weighting", weighting, ("uniform", "samples"))
+        checks.one_of("buffers", buffers, ("average", "keep"))
+        checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
+        checks.one_of("engine", engine, ("auto", "sequential"))
+        self.learner: Any = learner
+        self.adopt(learner)
+        self.participation, self.sampling = participation, sampling
+        self.local_epochs, self.local_steps = local_epochs, local_steps
+        self.client_optimizer, self.lr_decay, self.clip_norm = client_optimizer, lr_decay, clip_norm
+        self.keep_optimizer_state = keep_optimizer_state
+        self.server_optimizer, self.server_lr_decay = server_optimizer, server_lr_decay
+        self.weighting, self.buffer_policy, self.on_nonfinite = weighting, buffers, on_nonfinite
+        self.init_from, self.engine, self.seed, self.strict_resume = init_from, engine, seed, strict_resume
+        self.clients_at_once, self.workers, self.capture = clients_at_once, workers, capture
+        self.notes: list[str] = []
+        self.engine_facts: dict[str, str] = {}
+        self.learner_config: dict[str, Any] = {}
+        self.stop_requested = False
+        self.methods = Methods([])
+        self.server_states: dict[str, Tensor] = {}
+        self.initial_vector: Tensor | None = None
+        self.resume_from: dict[str, Any] | None = None
+        self.known_indices: dict[Any, Any] = {}
+        self._drawn_seed: int | None = None
+        self._layout: Layout | None = None
+        self._w: Tensor | None = None
+        self._evaluated: Tensor | None = None
+        self._ready = False
+
+    # What the run is -------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """``{parameter name: (slice, shape)}`` of the global vector."""
+        self.build()
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def global_vector(self) -> Tensor:
+        """The server's model w ``(D,)``."""
+        self.build()
+        assert self._w is not None
+        return self._w
+
+    @property
+    def evaluated_vector(self) -> Tensor:
+        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        return self.global_vector if self._evaluated is None else self._evaluated
+
+    @property
+    def run_seed(self) -> int:
+        """The seed that all draws of this run are functions of."""
+        if self.seed is not None:
+            return self.seed
+        if os.environ.get("PL_GLOBAL_SEED"):
+            return int(os.environ["PL_GLOBAL_SEED"])
+        if self._drawn_seed is None:
+            self._drawn_seed = secrets.randbelow(2**31)
+            if self._trainer is not None:
+                self._drawn_seed = self.trainer.strategy.broadcast(self._drawn_seed)
+            self.note(f"no seed was given: seed={self._drawn_seed} was drawn; give it to repeat or resume this run")
+        return self._drawn_seed
+
+    @property
+    def cohort(self) -> tuple[int, int]:
+        """(n, m): clients a round, and registered."""
+        m = int(self.data.num_clients)
+        return checks.count_participants(self.participation, m), m
+
+    def participants(self, t: int) -> tuple[int, ...]:
+        """Who is sampled in round t, ascending; the same in every process and after every resume."""
+        n, m = self.cohort
+        draw = generator(self.run_seed, "participants", t)
+        if self.sampling == "bernoulli":
+            n = max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
+        return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
+
+    def steps(self, t: int, i: int) -> int:
+        """K_i: local steps of client i in round t."""
+        if self.local_steps is not None:
+            return self.local_steps
+        epochs = Fraction(str(5 if self.local_epochs is None else self.local_epochs))
+        batches, whole = int(self.data.batches_per_epoch(i)), int(epochs)
+        return whole * batches + -int(-((epochs - whole) * batches) // 1)
+
+    @property
+    def data(self) -> Any:
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
+    def describe(self) -> str:
+        """What runs, in one line."""
+        n, m = self.cohort
+        group = self._client.param_groups[0]
+        local = f"{self.local_steps} steps" if self.local_steps else f"{self.local_epochs or 5:g} epochs"
+        decay = "" if self.lr_decay == 1.0 else f" × {_decay(self.lr_decay)}"
+        server = self._server.param_groups[0]
+        return " · ".join(
+            [
+                self.methods.title(),
+                f"{n} of {m} clients",
+                local,
+                f"{type(self._client).__name__} {group['lr']:g}{decay}",
+                f"server {type(self._server).__name__} {self._server_rates[0]:g}",
+                *([self.engine_facts["engine"]] if self.engine_facts else []),
+            ]
+        )
+
+    def note(self, text: str) -> None:
+        """Warn now, and again in the run card and the closing table."""
+        if text not in self.notes:
+            self.notes.append(text)
+            rank_zero_warn(text)
+
+    def export(self, path: str | Path | None = None) -> Any:
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
+        trainer, self.learner._trainer = self.learner._trainer, None
+        try:
+            learner = copy.deepcopy(self.learner)
+        finally:
+            self.learner._trainer = trainer
+        for name in ("log", "log_dict"):
+            learner.__dict__.pop(name, None)
+        tie([p for _, p in trainable(learner)], [v.clone() for v in self.layout.views(self.evaluated_vector.detach())])
+        if path is not None:
+            parameters = self.learner_config or {k: v for k, v in learner.hparams.items() if persistence.plain(v)}
+            torch.save(
+                {"state_dict": learner.state_dict(), "hyper_parameters": parameters, "pytorch-lightning_version": "2.6"},
+                path,
+            )
+        return learner
+
+    # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            checks.check_trainer(self.trainer)
+            checks.check_data(self.data)
+            checks.count_participants(self.participation, int(self.data.num_clients))
+            self.methods = Methods([c for c in self.trainer.callbacks if isinstance(c, FederatedCallback)])  # type: ignore[attr-defined]
+            persistence.atomic_checkpoints(self.trainer)
+        self.connect_learner()
+        self.learner.setup(stage)
+
+    def configure_model(self) -> None:
+        self.learner.configure_model()
+        self.build()
+        if self.trainer.state.fn == "fit" and self.init_from is not None:
+            weights = persistence.load_weights(self.init_from)
+            persistence.check_weights(self, weights)
+            self.learner.load_state_dict(weights)
+
+    def configure_optimizers(self) -> Optimizer:
+        self.build(again=True)
+        given = (self.server_optimizer or _sgd)([self.global_vector])  # type: ignore[list-item]
+        self._server = given
+        self._server_rates = [float(g["lr"]) for g in given.param_groups]
+        if self.client_optimizer is not None:
+            self._client = self.client_optimizer([p for _, p in trainable(self.learner)])
+        else:
+            self._client, scheduler = client_optimizer.from_learner(self.learner)
+            if scheduler:
+                self.note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
+        if isinstance(self._client, torch.optim.LBFGS):
+            raise checks.UserError(
+                "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
+                "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
+            )
+        return given
+
+    def on_fit_start(self) -> None:
+        self.build(again=True)
+        w = self.global_vector
+        self.client_rows = persistence.new_rows(self)
+        if any(getattr(d, "initial", None) == "initial_model" for d in self.methods.declared.values()):
+            self.initial_vector = w.detach().clone()
+        if self.resume_from is not None:
+            persistence.resume(self, self.resume_from)
+        parts = self.methods.parts(self.layout)
+        self.parts = Parts(parts, self.layout.size, w.device) if parts else None
+        self.refuse_undeclared_synchronisation()
+        rates = client_optimizer.differing_groups(self._client)
+        if rates and self.methods.reads("lr", "mean_gradient", "elapsed"):
+            raise checks.UserError(rates)
+        self._rates = rates
+        if self.local_steps is not None and self.local_epochs is not None:
+            self.note(f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}")
+        if self.participation == 1 and isinstance(self.participation, int):
+            self.note("participation=1 is one client a round; for all of them give 'all' or 1.0")
+        self._sizes = self.data.client_sizes()
+        x = torch.empty(1, self.layout.size, dtype=w.dtype, device=w.device)
+        replica = Replica(self.learner, self.layout, x, self.forward_context, self.local_batch)
+        optimizer = ClientOptimizer(self._client, self.learner, x, replica.g, self.layout)
+        decay = client_optimizer.weight_decays(self._client)[0]
+        work = Work(self.data, self.methods, self.run_seed, self.clip_norm, self.keep_optimizer_state, decay)
+        self._engine = Sequential(work, replica, optimizer)
+        self.engine_facts = {"engine": "sequential", "threads": str(torch.get_num_threads())}
+        self.learner.on_fit_start()
+
+    def refuse_undeclared_synchronisation(self) -> None:
+        """Under partial averaging each state has to say what happens to coordinates that are not averaged."""
+        if self.parts is None:
+            return
+        for key, declared in self.methods.declared.items():
+            if getattr(declared, "synchronised", False) is None:
+                raise checks.UserError(
+                    f"method: {key} does not say what partial averaging does to it, so the two cannot run together. "
+                    "Declare synchronised=True (kept where a part is not averaged) or False."
+                )
+
+    def on_train_start(self) -> None:
+        for logger in self.trainer.loggers:
+            if self.current_epoch and hasattr(logger, "resume"):
+                logger.resume(self.current_epoch)
+        self._ready = True
+        self.learner.on_train_start()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """One round."""
+        began = time.perf_counter()
+        device = self.global_vector.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            metrics = self.run_round(self.current_epoch)
+        metrics["time/round"] = time.perf_counter() - began
+        self.report(metrics, self.current_epoch)
+
+    def run_round(self, t: int) -> dict[str, float]:
+        ids = list(self.participants(t))
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        factor, server_factor = _factor(self.lr_decay, t), _factor(self.server_lr_decay, t)
+        w = self.global_vector.detach()
+        sizes = {i: int(self._sizes[i]) for i in ids}
+        self.client_rows.fetch(ids)
+        round = Round(
+            t=t,
+            ids=ids,
+            steps={i: self.steps(t, i) for i in ids},
+            sizes=sizes,
+            weights={i: float(sizes[i]) if self.weighting == "samples" else 1.0 for i in ids},
+            num_clients=int(self.data.num_clients),
+            w=w,
+            w0=w if self.initial_vector is None else self.initial_vector,
+            lr=torch.tensor(self._client_rate() * factor, dtype=torch.float64, device=w.device),
+            layout=self.layout,
+            read=self.client_rows.read,
+            server_states=self.server_states,
+            parts=self.parts,
+            rates=self._rates,
+            optimizer_rows=[n for n in self.client_rows.store.names() if n.startswith("optimizer.")],
+        )
+        for callback in self.methods.callbacks:
+            callback._bound_round = round
+        for group, rate in zip(self._server.param_groups, self._server_rates, strict=True):
+            group["lr"] = rate * server_factor
+        self.methods.run("on_round_start", Server(round, w))
+        round.at_server = False
+        own = ids[rank::world]
+        buffers = buffer_values(self.learner)
+        collector = Collector(
+            round=round,
+            methods=self.methods,
+            leaves=len(own),
+            uniform=self.weighting == "uniform",
+            average_buffers=self.buffer_policy == "average",
+            buffers=buffers,
+            keep_optimizer_state=self.keep_optimizer_state,
+            averaged=None if self.parts is None else self.parts.averaged(t),
+        )
+        leaves = [(leaf, own[leaf]) for leaf in visiting_order(len(own))]
+        done = 0
+
+        def finish(leaf: int, clients: Any, optimizer: ClientOptimizer, replica: Replica) -> None:
+            nonlocal done
+            collector(leaf, clients, optimizer, replica)
+            done += 1
+            for watch in self._watchers():
+                watch(self.trainer, self, done, len(own))
+
+        self._engine.run(round, leaves, factor, buffers, self.evaluated_vector.detach(), finish)
+        metrics = conclude(self, round, collector)
+        metrics["client_lr"] = self._client_rate() * factor
+        return metrics
+
+    def _watchers(self) -> list[Callable[..., None]]:
+        return [c.on_client_end for c in self.trainer.callbacks if hasattr(c, "on_client_end")]  # type: ignore[attr-defined]
+
+    def _client_rate(self) -> float:
+        return float(self._client.param_groups[0]["lr"])
+
+    def report(self, metrics: dict[str, float], t: int) -> None:
+        """To every logger at step t, and to what monitors."""
+        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=t)
+
+    def on_validation_start(self) -> None:
+        self._validation_began = time.perf_counter()
+        self.learner.on_validation_start()
+
+    def on_validation_end(self) -> None:
+        self.learner.on_validation_end()
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+
+    def teardown(self, stage: str) -> None:
+        self.learner.teardown(stage)
+        self.release_learner()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._ready:
+            persistence.save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.build()
+        persistence.load(self, checkpoint)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The learner's own, under its own names."""
+        return self.learner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.learner.load_state_dict(state_dict, strict=strict)
+
+    # The global vector -----------------------------------------------------------------------------------------------
+
+    def build(self, again: bool = False) -> None:
+        """Lay the learner's parameters out in one vector and tie them to it; ``again``: after it may have moved."""
+        if self._w is not None and not again:
+            return
+        parameters = [p for _, p in trainable(self.learner)]
+        if self._layout is None or [s for _, s in self._layout.values()] != [p.shape for p in parameters]:
+            check_learner_parameters(self.learner)
+            self._layout, self._w, self._evaluated = Layout(self.learner), None, None
+        first = parameters[0]
+        tied = self._w is not None and first.data_ptr() == self.evaluated_vector.data_ptr()
+        if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
+            flat = flatten([p.detach() for p in parameters])
+            if self._w is None:
+                self._w = flat.clone().requires_grad_(True)
+            else:
+                self._w.data = flat
+            self._evaluated = None
+        tie(parameters, self._layout.views(self.evaluated_vector.detach()))
+
+    def set_evaluated(self, vector: Tensor | None) -> None:
+        """Evaluate and export ``vector`` (None: w)."""
+        if vector is None and self._evaluated is None:
+            return
+        self._evaluated = vector
+        tie([p for _, p in trainable(self.learner)], self.layout.views(self.evaluated_vector.detach()))
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Gradients on, and autocast where the Trainer's precision asks for it, around the learner alone."""
+        if self.trainer.precision != "bf16-mixed":
+            return torch.enable_grad()
+        stack = ExitStack()
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(self.global_vector.device.type, dtype=torch.bfloat16, cache_enabled=False))
+        return stack
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def _factor(decay: float | Schedule, t: int) -> float:
+    return float(decay(t) if isinstance(decay, Schedule) else decay**t)
+
+
+def _decay(decay: float | Schedule) -> str:
+    return repr(decay) if isinstance(decay, Schedule) else f"{decay:g}^t"

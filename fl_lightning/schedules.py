@@ -1,0 +1,58 @@
+"""Values that change from round to round: for learning rates and for every method's coefficient."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+
+class Schedule(ABC):
+    """A function of the round t = 0, 1, …; a learning rate is multiplied by it, a coefficient is it.
+
+    >>> [Exponential(0.5)(t) for t in range(3)]
+    [1.0, 0.5, 0.25]
+    """
+
+    @abstractmethod
+    def __call__(self, round: int) -> float: ...
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class Exponential(Schedule):
+    """``gamma ** t``."""
+
+    def __init__(self, gamma: float) -> None:
+        self.gamma = gamma
+
+    def __call__(self, round: int) -> float:
+        return float(self.gamma**round)
+
+
+class Cosine(Schedule):
+    """From 1 to ``end`` over ``rounds`` rounds along half a cosine, then ``end``."""
+
+    def __init__(self, rounds: int, end: float = 0.0) -> None:
+        self.rounds, self.end = rounds, end
+
+    def __call__(self, round: int) -> float:
+        if round >= self.rounds:
+            return self.end
+        return self.end + (1 - self.end) * (1 + math.cos(math.pi * round / self.rounds)) / 2
+
+
+class Steps(Schedule):
+    """The value of the latest of the given rounds; 1 before the first.
+
+    >>> [Steps({0: 1.0, 2: 0.1})(t) for t in range(4)]
+    [1.0, 1.0, 0.1, 0.1]
+    """
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.values = {int(t): float(v) for t, v in values.items()}
+
+    def __call__(self, round: int) -> float:
+        past = [t for t in self.values if t <= round]
+        return self.values[max(past)] if past else 1.0
