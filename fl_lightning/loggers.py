@@ -1,0 +1,141 @@
+"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities import rank_zero_only
+
+from fl_lightning.errors import UserError
+from fl_lightning.segments import written_aside
+
+Row = dict[str, str]
+
+
+class MetricsCSV(Logger):
+    """Writes ``metrics.csv`` in ``save_dir``: first column ``round``, then others in the order they first come.
+
+    What is logged for one round becomes one row; floats are written so that they read back exactly. The row
+    is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so that a run that
+    was killed and resumed leaves the same file (its ``time/`` columns aside).
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(save_dir) / "metrics.csv"
+        self._columns: list[str] | None = None  # None: the file has not been looked at
+        self._round = -1  # of the last row, which may still grow
+        self._row: Row = {}
+        self._start = 0  # first byte of the last row
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml has them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add ``metrics`` to the row of round ``step`` (None: the last one)."""
+        # Lightning adds "epoch" to what it logs: it is the round
+        values = {key: _text(value) for key, value in metrics.items() if key not in ("epoch", "round")}
+        if not values:
+            return
+        columns = self._open()
+        step = max(self._round, 0) if step is None else int(step)
+        new = [key for key in values if key not in columns]
+        if step < self._round or new:
+            rows = {int(row["round"]): row for row in self._read()[1]}
+            rows.setdefault(step, {"round": str(step)}).update(values)
+            self._rewrite([*columns, *new], [rows[key] for key in sorted(rows)])
+            return
+        if step > self._round:
+            self._start += len(self._line(self._row, columns)) if self._row else 0
+            self._round, self._row = step, {"round": str(step)}
+        self._row.update(values)
+        line = self._line(self._row, columns)
+        try:
+            with open(self.path, "r+b") as file:
+                file.seek(self._start)
+                file.write(line)
+                file.truncate()
+        except OSError as error:
+            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
+
+    @rank_zero_only
+    def resume(self, round: int) -> None:
+        """Keep only what was logged before ``round``."""
+        if not self.path.exists():
+            return
+        columns, rows = self._read()
+        rows = [row for row in rows if int(row["round"]) < round]
+        self._rewrite([c for c in columns if c == "round" or any(row.get(c) for row in rows)], rows)
+
+    def _open(self) -> list[str]:
+        """The columns; at first use, those of the file that is there."""
+        if self._columns is None:
+            columns, rows = self._read() if self.path.exists() else (["round"], [])
+            self._rewrite(columns, rows)
+        assert self._columns is not None
+        return self._columns
+
+    def _read(self) -> tuple[list[str], list[Row]]:
+        return read_rows(self.path)
+
+    def _rewrite(self, columns: list[str], rows: list[Row]) -> None:
+        lines = [self._line(row, columns) for row in rows]
+        head = self._line({column: column for column in columns}, columns)
+        with written_aside(self.path) as file:
+            file.write(head + b"".join(lines))
+        self._columns = columns
+        self._row = rows[-1] if rows else {}
+        self._round = int(self._row["round"]) if rows else -1
+        self._start = len(head) + sum(map(len, lines[:-1]))
+
+    @staticmethod
+    def _line(row: Row, columns: list[str]) -> bytes:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow([row.get(column, "") for column in columns])
+        return text.getvalue().encode()
+
+
+def read_rows(path: Path) -> tuple[list[str], list[Row]]:
+    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line cut by a kill.
+
+    UserError if it is missing or no such file.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
+    lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
+    columns, rows = (lines[0], lines[1:]) if lines else (["round"], [])
+    for number, row in enumerate(rows, start=2):
+        if columns[0] != "round" or len(row) != len(columns) or not row[0].isdecimal():
+            raise UserError(
+                f"{path}, line {number}: not a row of metrics (a round, then {len(columns) - 1} values). "
+                "Mend or remove the file."
+            )
+    return columns, [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _text(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return repr(float(value)) if not isinstance(value, int) else str(int(value))
