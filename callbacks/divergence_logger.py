@@ -35,14 +35,13 @@ class DivergenceLogger(FederatedCallback):
         self.declare("sum_squared", ServerState(synchronised=False, shape=(), dtype=torch.float64))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if self.all_clients is None:
-            self.all_clients = pl_module.cohort[1] <= 1000
+        self._every_client = pl_module.cohort[1] <= 1000 if self.all_clients is None else self.all_clients
 
     def on_local_end(self, clients: Clients) -> None:
         moved = clients.x - clients.w
         self.moved[clients] = moved
         self.moved_squared[clients] = clients.norm(moved)[:, 0].double() ** 2
-        if self.all_clients:
+        if self._every_client:
             w0 = clients.initial_model
             old, new = (self.last[clients] - w0).double(), (clients.x - w0).double()
             self.change[clients] = new - old
@@ -50,7 +49,7 @@ class DivergenceLogger(FederatedCallback):
             self.last[clients] = clients.x
 
     def on_server_update(self, server: Server) -> None:
-        if self.all_clients:
+        if self._every_client:
             self.sum += self.change.sum()
             self.sum_squared += self.change_squared.sum()
 
@@ -60,7 +59,7 @@ class DivergenceLogger(FederatedCallback):
         participants = self.moved_squared.mean() - 2 * mean @ step + step @ step
         server.log("divergence/participants", participants.clamp(min=0))
         server.log("divergence/update", ((server.w - server.w_before).double() ** 2).sum())
-        if self.all_clients:
+        if self._every_client:
             away = (server.evaluated - server.initial_model).double()
             total = self.sum_squared - 2 * self.sum @ away
             server.log("divergence/all", (total / server.num_clients + away @ away).clamp(min=0))
