@@ -87,7 +87,11 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
         keys = sorted(k for k, (_, d) in present.items() if d == dtype)
         mine = torch.cat(
             [
-                (total[k] if total and k in total else torch.zeros(present[k][0], dtype=dtype, device=device)).reshape(-1)
+                (
+                    total[k]
+                    if total and k in total
+                    else torch.zeros(present[k][0], dtype=dtype, device=device)
+                ).reshape(-1)
                 for k in keys
             ]
         )
@@ -98,7 +102,7 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
             if shapes[rank]:
                 leaves[rank].update(
                     (k, part.view(present[k][0]).clone())
-                    for k, part in zip(keys, vector.split(sizes), strict=True)
+                    for k, part in zip(keys, torch.split(vector, sizes), strict=True)
                     if k in shapes[rank]
                 )
     tree = TreeSum(world)
@@ -108,4 +112,8 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
 
 
 def _collective_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )

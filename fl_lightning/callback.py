@@ -6,6 +6,7 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -220,8 +221,8 @@ class Coefficient:
         return callback._round.coefficient(value) if isinstance(value, Schedule) else value
 
     def __set__(self, callback: FederatedCallback, value: float | Schedule) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number or isinstance(value, Schedule)) or (number and not -float("inf") < value < float("inf")):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and not isinstance(value, Schedule):
             raise UserError(
                 f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are a finite number or a "
                 f"schedule, for example {self.name}=0.1 or Exponential(0.99)."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import pytorch_lightning as pl
 from torch import nn
 
 from fl_lightning.errors import UserError, suggest
@@ -55,7 +54,7 @@ def check_learner(learner: Any) -> None:
                 )
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
+def check_trainer(trainer: Any) -> None:
     """Refuse Trainer settings that have no meaning when one epoch is one round.
 
     Raises:
@@ -63,8 +62,18 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """
     quick = bool(trainer.fast_dev_run)
     refused = [
-        ("max_steps", trainer.max_steps, trainer.max_steps == -1 or quick, "rounds are epochs: use max_epochs"),
-        ("min_steps", trainer.fit_loop.min_steps, not trainer.fit_loop.min_steps, "rounds are epochs: use min_epochs"),
+        (
+            "max_steps",
+            trainer.max_steps,
+            trainer.max_steps == -1 or quick,
+            "rounds are epochs: use max_epochs",
+        ),
+        (
+            "min_steps",
+            trainer.fit_loop.min_steps,
+            not trainer.fit_loop.min_steps,
+            "rounds are epochs: use min_epochs",
+        ),
         (
             "accumulate_grad_batches",
             trainer.accumulate_grad_batches,

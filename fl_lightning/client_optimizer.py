@@ -14,9 +14,19 @@ from fl_lightning.errors import UserError
 from fl_lightning.flat import Layout, trainable
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-ELEMENTWISE = (
-    "SGD Adam AdamW Adagrad RMSprop Adadelta Adamax NAdam RAdam Rprop ASGD".split()
-)
+ELEMENTWISE = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+    "ASGD",
+]
 
 
 class ClientOptimizer:
@@ -26,7 +36,9 @@ class ClientOptimizer:
     those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
     """
 
-    def __init__(self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout) -> None:
+    def __init__(
+        self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout
+    ) -> None:
         self.x, self.gradient = x, gradient
         self.views: list[nn.Parameter] = []
         group = optimizer.param_groups[0]
@@ -41,7 +53,8 @@ class ClientOptimizer:
             parameter = nn.Parameter(x.view(-1), requires_grad=False)
             parameter.grad = gradient.view(-1)
             options = {k: v for k, v in group.items() if k not in ("params", "initial_lr")}
-            self.optimizer: Optimizer = type(optimizer)([{"params": [parameter], **options}], lr=group["lr"])
+            build: Any = type(optimizer)
+            self.optimizer: Optimizer = build([{"params": [parameter], **options}], lr=group["lr"])
         else:
             names = {id(p): name for name, p in trainable(learner)}
             views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
@@ -95,7 +108,9 @@ class ClientOptimizer:
                 if isinstance(value, Tensor):
                     rows[f"optimizer.{j}.{name}"] = value.detach().clone()
                 elif isinstance(value, (int, float)):
-                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(value, dtype=torch.float64)
+                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(
+                        value, dtype=torch.float64
+                    )
                 elif value is not None:
                     raise UserError(
                         f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s state {name!r}, a "
@@ -137,7 +152,9 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 def weight_decays(optimizer: Optimizer) -> list[float]:
     """λ of each parameter group where it is part of the gradient; 0 where the optimizer decouples it (AdamW)."""
     return [
-        0.0 if isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay") else float(g.get("weight_decay", 0))
+        0.0
+        if isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay")
+        else float(g.get("weight_decay", 0))
         for g in optimizer.param_groups
     ]
 

@@ -71,7 +71,9 @@ class Collector:
             rows |= self.round.parts.end(clients, 0)
         return rows
 
-    def _finished(self, clients: Clients, client: int, update: Tensor, traffic: Tensor, replica: Replica) -> Leaf:
+    def _finished(
+        self, clients: Clients, client: int, update: Tensor, traffic: Tensor, replica: Replica
+    ) -> Leaf:
         weight, wide = self.round.weights[client], self.round.wide
         values: Leaf = {"weight": torch.tensor(float(weight), dtype=torch.float64)}
         if self.round.parts is not None:

@@ -9,13 +9,30 @@ from typing import Any
 import pytorch_lightning as pl
 from torchmetrics import Metric
 
-HOOKS = (
-    "on_fit_end on_train_end on_train_epoch_start on_train_epoch_end on_validation_start on_validation_end "
-    "on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end "
-    "on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end "
-    "on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start "
-    "on_predict_batch_end"
-).split()
+HOOKS = [
+    "on_fit_end",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_start",
+    "on_test_end",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_predict_start",
+    "on_predict_end",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+]
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STEPS = ("validation_step", "test_step", "predict_step")
 
@@ -34,7 +51,9 @@ class ForwardedHooks(pl.LightningModule):
         for step in STEPS[:2]:
             if getattr(type(learner), step) is getattr(base, step):
                 object.__setattr__(self, step, types.MethodType(getattr(pl.LightningModule, step), self))
-        self.transfers = [hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)]
+        self.transfers = [
+            hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)
+        ]
         for hook in self.transfers:
             object.__setattr__(self, hook, getattr(learner, hook))
 

@@ -46,7 +46,9 @@ class Methods:
                     f"method: {name} is given {names.count(name)} times; a run takes each callback once. Remove one "
                     "(a config such as method/fedinit may bring it already)."
                 )
-        self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
+        self._hooks = {
+            hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED
+        }
         self._owners: dict[str, Callable[..., Any]] = {}
         for hook, what in OWNED.items():
             owners = [c for c in self.callbacks if overrides(c, hook)]
@@ -123,7 +125,9 @@ class Methods:
 
 def arguments(callback: FederatedCallback) -> str:
     """A callback's public attributes as text, for example ``beta=0.1``."""
-    return ", ".join(f"{k}={v!r}" for k, v in vars(callback).items() if not k.startswith("_") and not callable(v))
+    return ", ".join(
+        f"{k}={v!r}" for k, v in vars(callback).items() if not k.startswith("_") and not callable(v)
+    )
 
 
 def overrides(callback: FederatedCallback, hook: str) -> bool:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,23 +15,23 @@ from fl_lightning import checks, client_optimizer, persistence
 from fl_lightning.aggregation import visiting_order
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.cohort import Cohort, decay_factor
 from fl_lightning.collect import Collector
 from fl_lightning.engines.local import Work
 from fl_lightning.engines.replica import Replica, buffer_values
 from fl_lightning.engines.sequential import Sequential
-from fl_lightning.flat import Layout, check_learner_parameters, flatten, tie, trainable
-from fl_lightning.forwarding import ForwardedHooks
+from fl_lightning.errors import UserError
+from fl_lightning.flat import trainable
 from fl_lightning.methods import Methods
 from fl_lightning.parts import Parts
 from fl_lightning.rounds import Round, Server
-from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule
 from fl_lightning.server_step import conclude
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class FederatedModule(ForwardedHooks):
+class FederatedModule(Cohort):
     """Trains any LightningModule federatedly.
 
     Args:
@@ -125,114 +119,7 @@ class FederatedModule(ForwardedHooks):
         self.initial_vector: Tensor | None = None
         self.resume_from: dict[str, Any] | None = None
         self.known_indices: dict[Any, Any] = {}
-        self._drawn_seed: int | None = None
-        self._layout: Layout | None = None
-        self._w: Tensor | None = None
-        self._evaluated: Tensor | None = None
         self._ready = False
-
-    # What the run is -------------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        """``{parameter name: (slice, shape)}`` of the global vector."""
-        self.build()
-        assert self._layout is not None
-        return self._layout
-
-    @property
-    def global_vector(self) -> Tensor:
-        """The server's model w ``(D,)``."""
-        self.build()
-        assert self._w is not None
-        return self._w
-
-    @property
-    def evaluated_vector(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
-        return self.global_vector if self._evaluated is None else self._evaluated
-
-    @property
-    def run_seed(self) -> int:
-        """The seed that all draws of this run are functions of."""
-        if self.seed is not None:
-            return self.seed
-        if os.environ.get("PL_GLOBAL_SEED"):
-            return int(os.environ["PL_GLOBAL_SEED"])
-        if self._drawn_seed is None:
-            self._drawn_seed = secrets.randbelow(2**31)
-            if self._trainer is not None:
-                self._drawn_seed = self.trainer.strategy.broadcast(self._drawn_seed)
-            self.note(f"no seed was given: seed={self._drawn_seed} was drawn; give it to repeat or resume this run")
-        return self._drawn_seed
-
-    @property
-    def cohort(self) -> tuple[int, int]:
-        """(n, m): clients a round, and registered."""
-        m = int(self.data.num_clients)
-        return checks.count_participants(self.participation, m), m
-
-    def participants(self, t: int) -> tuple[int, ...]:
-        """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        n, m = self.cohort
-        draw = generator(self.run_seed, "participants", t)
-        if self.sampling == "bernoulli":
-            n = max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
-        return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
-
-    def steps(self, t: int, i: int) -> int:
-        """K_i: local steps of client i in round t."""
-        if self.local_steps is not None:
-            return self.local_steps
-        epochs = Fraction(str(5 if self.local_epochs is None else self.local_epochs))
-        batches, whole = int(self.data.batches_per_epoch(i)), int(epochs)
-        return whole * batches + -int(-((epochs - whole) * batches) // 1)
-
-    @property
-    def data(self) -> Any:
-        return self.trainer.datamodule  # type: ignore[attr-defined]
-
-    def describe(self) -> str:
-        """What runs, in one line."""
-        n, m = self.cohort
-        group = self._client.param_groups[0]
-        local = f"{self.local_steps} steps" if self.local_steps else f"{self.local_epochs or 5:g} epochs"
-        decay = "" if self.lr_decay == 1.0 else f" × {_decay(self.lr_decay)}"
-        server = self._server.param_groups[0]
-        return " · ".join(
-            [
-                self.methods.title(),
-                f"{n} of {m} clients",
-                local,
-                f"{type(self._client).__name__} {group['lr']:g}{decay}",
-                f"server {type(self._server).__name__} {self._server_rates[0]:g}",
-                *([self.engine_facts["engine"]] if self.engine_facts else []),
-            ]
-        )
-
-    def note(self, text: str) -> None:
-        """Warn now, and again in the run card and the closing table."""
-        if text not in self.notes:
-            self.notes.append(text)
-            rank_zero_warn(text)
-
-    def export(self, path: str | Path | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
-        trainer, self.learner._trainer = self.learner._trainer, None
-        try:
-            learner = copy.deepcopy(self.learner)
-        finally:
-            self.learner._trainer = trainer
-        for name in ("log", "log_dict"):
-            learner.__dict__.pop(name, None)
-        tie([p for _, p in trainable(learner)], [v.clone() for v in self.layout.views(self.evaluated_vector.detach())])
-        if path is not None:
-            parameters = self.learner_config or {k: v for k, v in learner.hparams.items() if persistence.plain(v)}
-            torch.save(
-                {"state_dict": learner.state_dict(), "hyper_parameters": parameters, "pytorch-lightning_version": "2.6"},
-                path,
-            )
-        return learner
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -266,7 +153,7 @@ class FederatedModule(ForwardedHooks):
             if scheduler:
                 self.note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
         if isinstance(self._client, torch.optim.LBFGS):
-            raise checks.UserError(
+            raise UserError(
                 "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
                 "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
             )
@@ -285,7 +172,7 @@ class FederatedModule(ForwardedHooks):
         self.refuse_undeclared_synchronisation()
         rates = client_optimizer.differing_groups(self._client)
         if rates and self.methods.reads("lr", "mean_gradient", "elapsed"):
-            raise checks.UserError(rates)
+            raise UserError(rates)
         self._rates = rates
         if self.local_steps is not None and self.local_epochs is not None:
             self.note(f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}")
@@ -307,7 +194,7 @@ class FederatedModule(ForwardedHooks):
             return
         for key, declared in self.methods.declared.items():
             if getattr(declared, "synchronised", False) is None:
-                raise checks.UserError(
+                raise UserError(
                     f"method: {key} does not say what partial averaging does to it, so the two cannot run together. "
                     "Declare synchronised=True (kept where a part is not averaged) or False."
                 )
@@ -331,7 +218,7 @@ class FederatedModule(ForwardedHooks):
     def run_round(self, t: int) -> dict[str, float]:
         ids = list(self.participants(t))
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        factor, server_factor = _factor(self.lr_decay, t), _factor(self.server_lr_decay, t)
+        factor, server_factor = decay_factor(self.lr_decay, t), decay_factor(self.server_lr_decay, t)
         w = self.global_vector.detach()
         sizes = {i: int(self._sizes[i]) for i in ids}
         self.client_rows.fetch(ids)
@@ -418,41 +305,6 @@ class FederatedModule(ForwardedHooks):
         self.build()
         persistence.load(self, checkpoint)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The learner's own, under its own names."""
-        return self.learner.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return self.learner.load_state_dict(state_dict, strict=strict)
-
-    # The global vector -----------------------------------------------------------------------------------------------
-
-    def build(self, again: bool = False) -> None:
-        """Lay the learner's parameters out in one vector and tie them to it; ``again``: after it may have moved."""
-        if self._w is not None and not again:
-            return
-        parameters = [p for _, p in trainable(self.learner)]
-        if self._layout is None or [s for _, s in self._layout.values()] != [p.shape for p in parameters]:
-            check_learner_parameters(self.learner)
-            self._layout, self._w, self._evaluated = Layout(self.learner), None, None
-        first = parameters[0]
-        tied = self._w is not None and first.data_ptr() == self.evaluated_vector.data_ptr()
-        if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
-            flat = flatten([p.detach() for p in parameters])
-            if self._w is None:
-                self._w = flat.clone().requires_grad_(True)
-            else:
-                self._w.data = flat
-            self._evaluated = None
-        tie(parameters, self._layout.views(self.evaluated_vector.detach()))
-
-    def set_evaluated(self, vector: Tensor | None) -> None:
-        """Evaluate and export ``vector`` (None: w)."""
-        if vector is None and self._evaluated is None:
-            return
-        self._evaluated = vector
-        tie([p for _, p in trainable(self.learner)], self.layout.views(self.evaluated_vector.detach()))
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Gradients on, and autocast where the Trainer's precision asks for it, around the learner alone."""
         if self.trainer.precision != "bf16-mixed":
@@ -465,11 +317,3 @@ class FederatedModule(ForwardedHooks):
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
-
-
-def _factor(decay: float | Schedule, t: int) -> float:
-    return float(decay(t) if isinstance(decay, Schedule) else decay**t)
-
-
-def _decay(decay: float | Schedule) -> str:
-    return repr(decay) if isinstance(decay, Schedule) else f"{decay:g}^t"

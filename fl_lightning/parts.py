@@ -29,9 +29,13 @@ class Parts:
         self.periods: list[int | None] = []
         for mask, period in parts:
             if period is not None and (isinstance(period, bool) or int(period) != period or period < 1):
-                raise UserError(f"periods: {period!r} is no number of rounds; accepted are integers from 1, or 'never'.")
+                raise UserError(
+                    f"periods: {period!r} is no number of rounds; accepted are integers from 1, or 'never'."
+                )
             if mask.shape != (size,) or mask.dtype != torch.bool or bool((covered & mask.cpu()).any()):
-                raise UserError("parts: each part is a (D,) bool mask, and no coordinate lies in two of them.")
+                raise UserError(
+                    "parts: each part is a (D,) bool mask, and no coordinate lies in two of them."
+                )
             covered |= mask.cpu()
             if period != 1 and bool(mask.any()):
                 self.masks.append(mask.to(device))

@@ -17,10 +17,18 @@ if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
 KEY = "federated"
-COMPARED = (
-    "participation sampling local_epochs local_steps lr_decay clip_norm keep_optimizer_state server_lr_decay weighting "
-    "buffer_policy"
-).split()
+COMPARED = [
+    "participation",
+    "sampling",
+    "local_epochs",
+    "local_steps",
+    "lr_decay",
+    "clip_norm",
+    "keep_optimizer_state",
+    "server_lr_decay",
+    "weighting",
+    "buffer_policy",
+]
 
 
 def state_folder(module: FederatedModule) -> Path:
@@ -53,9 +61,9 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         store.collect(folder, [index, *indices_on_disk(module)])
     w, at = module.global_vector.detach(), module.evaluated_vector
     folders = [str(folder.resolve())]
-    callback = module.trainer.checkpoint_callback
-    if getattr(callback, "dirpath", None):
-        folders.insert(0, os.path.relpath(folder, callback.dirpath))  # type: ignore[union-attr]
+    directory = getattr(module.trainer.checkpoint_callback, "dirpath", None)
+    if directory:
+        folders.insert(0, os.path.relpath(str(folder), str(directory)))
     checkpoint[KEY] = {
         "version": 1,
         "seed": module.run_seed,
@@ -66,7 +74,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "folders": folders,
         "arguments": arguments(module),
         "methods": module.methods.fingerprint(),
-        "partition": str(getattr(module.trainer.datamodule, "partition_hash", "")),
+        "partition": str(getattr(module.data, "partition_hash", "")),
         "engine": module.engine_facts,
         "loggers": [type(logger).__name__ for logger in module.trainer.loggers],
     }
@@ -172,7 +180,7 @@ def check_same(module: FederatedModule, held: dict[str, Any]) -> None:
             differing.append(f"method {name}: {before.get(name, 'absent')} then, {methods.get(name, 'absent')} now")
     if held["seed"] != module.run_seed:
         differing.append(f"seed: {held['seed']} then, {module.run_seed} now")
-    partition = str(getattr(module.trainer.datamodule, "partition_hash", ""))
+    partition = str(getattr(module.data, "partition_hash", ""))
     if held["partition"] and held["partition"] != partition:
         differing.append(f"data's partition: {held['partition']} then, {partition} now")
     if differing:
@@ -205,7 +213,7 @@ def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
     """
     from fl_lightning.checkpoint import AtomicCheckpointIO
 
-    loaded = AtomicCheckpointIO().load_checkpoint(path, map_location="cpu")
+    loaded = AtomicCheckpointIO().load_checkpoint(path)
     weights = loaded.get("state_dict", loaded)
     if not isinstance(weights, dict) or not all(isinstance(v, torch.Tensor) for v in weights.values()):
         raise UserError(f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported file.")

@@ -67,7 +67,10 @@ class Round:
         kind = self.w.dtype if dtype is None else dtype
         if initial == "zeros":
             return torch.zeros(size, dtype=kind, device=self.w.device)
-        value = self.w0 if initial == "initial_model" else self.w if initial == "current_model" else initial(self.w)  # type: ignore[operator]
+        if initial == "initial_model":
+            value = self.w0
+        else:
+            value = initial(self.w) if callable(initial) else self.w
         return value.to(kind).expand(size)
 
     def coefficient(self, schedule: Schedule) -> Tensor:
@@ -224,7 +227,8 @@ class Clients:
 
     def norm(self, v: Tensor) -> Tensor:
         """‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
-        return torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        return norm
 
     def full_gradient(self, x: Tensor) -> Tensor:
         """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight decay included."""

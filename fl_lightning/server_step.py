@@ -64,7 +64,9 @@ def agree(module: FederatedModule, collector: Collector) -> set[int]:
     if clients and module.on_nonfinite == "stop":
         raise Diverged(diverged_text(collector.round.t, f"the update of client {clients[0]}"))
     if clients:
-        module.note(f"round {collector.round.t}: clients {clients} were left out, their updates are not finite")
+        module.note(
+            f"round {collector.round.t}: clients {clients} were left out, their updates are not finite"
+        )
     return set(clients)
 
 
@@ -133,7 +135,11 @@ def commit(module: FederatedModule, round: Round, server: Server) -> None:
             mask = averaged.cpu()
             for client, row in by_client.items():
                 old = round.read(key, client)
-                old = round.initial(declaration.initial, declaration.shape, declaration.dtype).cpu() if old is None else old
+                old = (
+                    round.initial(declaration.initial, declaration.shape, declaration.dtype).cpu()
+                    if old is None
+                    else old
+                )
                 by_client[client] = torch.where(mask, row, old)
         rows[key] = by_client
     module.client_rows.commit(rows, round.ids)
@@ -144,7 +150,9 @@ def traffic(module: FederatedModule, round: Round, server: Server) -> dict[str, 
     """Parameters and bytes of this round, all participants together (methods.md's table, in numbers)."""
     counts = round.total.get("traffic")
     if counts is None:
-        return dict.fromkeys(("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0)
+        return dict.fromkeys(
+            ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0
+        )
     count = [int(c) for c in counts]
     size = round.w.element_size()
     down, down_bytes = count[MISSING], count[MISSING] * size
