@@ -1,0 +1,298 @@
+"""The oracle: every federated method and composition in NumPy float64, one vector of D numbers a model.
+
+Plain loops over clients and steps, written from the papers' algorithms and from nothing of the package, so
+that a wrong implementation cannot agree with it. § n is the section of the methods page that a block follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
+
+__all__ = ["Config", "Quadratic", "Round", "Schedule", "TwoLayer", "local_steps", "run", "vectors"]
+
+Mask = npt.NDArray[np.bool_]
+Coefficient = float | Callable[[int], float]  # a number, or a function of the round
+
+
+@dataclass(frozen=True)
+class Config:
+    """One field a component; None is "not there". They compose as the callbacks do."""
+
+    lr: float = 0.1
+    lr_decay: Coefficient = 1.0  # a number: lr * lr_decay ** t; a function: lr * lr_decay(t)
+    weight_decay: float = 0.0
+    momentum: float = 0.0  # of the client's SGD
+    keep_momentum: bool = False  # over rounds
+    clip_norm: float | None = None
+    weighting: str = "uniform"  # or "samples"
+    # ("sgd", lr), ("sgdm", lr, momentum) or ("adam" | "yogi" | "adagrad", lr, b1, b2, tau)
+    server: tuple[Any, ...] = ("sgd", 1.0)
+    server_lr_decay: Coefficient = 1.0
+    beta: Coefficient | None = None  # relaxed initialization
+    aggregate: str = "models"  # or "updates": its second rule
+    mu: Coefficient | None = None  # FedProx
+    scaffold: str | None = None  # "displacement" or "gradient"
+    feddyn: Coefficient | None = None  # penalty a
+    alpha: Coefficient | None = None  # FedCM
+    sam: Coefficient | None = None  # radius
+    fedsmoo: Coefficient | None = None  # radius of the corrected perturbation; FedSMOO is this and feddyn
+    parts: Sequence[tuple[Mask, int | None]] = ()  # (coordinates, period; None: never averaged)
+    fednova: bool = False
+    topk: float | None = None  # fraction that is sent, with error feedback
+
+
+@dataclass
+class Round:
+    """What there is after a round. clients[name][i] is a row, absent before it is first written."""
+
+    w: Vector
+    evaluated: Vector
+    clients: dict[str, dict[int, Vector]]
+    server: dict[str, Vector]
+    x: dict[int, Vector]  # x_{i,K} of the participants
+    start: dict[int, Vector]  # x_{i,0}
+    clipped_steps: int
+    down: dict[int, int]  # numbers sent to each participant
+    up: dict[int, int]
+    metrics: dict[str, float]
+
+
+def at(value: Coefficient, t: int) -> float:
+    return float(value(t)) if callable(value) else float(value)
+
+
+def decayed(base: float, decay: Coefficient, t: int) -> float:
+    return base * (float(decay(t)) if callable(decay) else float(decay) ** t)
+
+
+def exact_ceil(share: float, whole: int) -> int:
+    return math.ceil(Fraction(str(share)) * whole)
+
+
+def to_length(v: Vector, length: float) -> Vector:
+    norm = float(np.linalg.norm(v))
+    return length * v / norm if norm > 0 else np.zeros_like(v)
+
+
+def vectors(config: Config) -> tuple[int, int, int]:
+    """Vectors of D down, up, and kept by a client beside what it keeps of parts (§ 12)."""
+    ri, scaffold, smoo = config.beta is not None, config.scaffold is not None, config.fedsmoo is not None
+    feddyn, fedcm = config.feddyn is not None, config.alpha is not None
+    updates = ri and config.aggregate == "updates"
+    down = 1 + scaffold + fedcm + smoo
+    up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates)
+    return down, up, ri + scaffold + feddyn + smoo + (config.topk is not None)
+
+
+def server_step(
+    w: Vector, d: Vector, rule: tuple[Any, ...], lr: float, state: dict[str, Vector]
+) -> tuple[Vector, dict[str, Vector]]:
+    kind = rule[0]
+    if kind == "sgd":
+        return w + lr * d, {}
+    if kind == "sgdm":
+        m = rule[2] * state.get("m", np.zeros_like(w)) + d
+        return w + lr * m, {"m": m}
+    # § 3, Reddi et al., 2021, Algorithm 2: m from 0, v from tau^2, no bias correction.
+    b1, b2, tau = rule[2:]
+    m = b1 * state.get("m", np.zeros_like(w)) + (1 - b1) * d
+    v = state.get("v", np.full_like(w, tau**2))
+    if kind == "adagrad":
+        v = v + d**2
+    elif kind == "yogi":
+        v = v - (1 - b2) * d**2 * np.sign(v - d**2)
+    elif kind == "adam":
+        v = b2 * v + (1 - b2) * d**2
+    else:
+        raise ValueError(f"server rule {kind!r}")
+    return w + lr * m / (np.sqrt(v) + tau), {"m": m, "v": v}
+
+
+def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule) -> list[Round]:
+    """Rounds 0 … rounds - 1 from w0; entry t holds what there is after round t (its `w` is w^{t+1})."""
+    cfg, D, m = config, len(w0), len(schedule.sizes)
+    if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
+        raise ValueError("FedSMOO, FedNova and top-k are not defined with partial averaging")
+    if cfg.sam is not None and cfg.fedsmoo is not None:
+        raise ValueError("two perturbations")
+    zeros = np.zeros(D)
+    w0 = np.array(w0, dtype=np.float64)
+    w = w0.copy()
+    optimizer: dict[str, Vector] = {}
+    c, lam, s, Delta = zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy()
+    c_i: dict[int, Vector] = {}
+    lambda_i: dict[int, Vector] = {}
+    mu_i: dict[int, Vector] = {}
+    e_i: dict[int, Vector] = {}
+    momentum_i: dict[int, Vector] = {}
+    last_i: dict[int, Vector] = {}
+    # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K since.
+    valid: dict[int, Mask] = {}
+    origin: dict[int, Vector] = {}
+    elapsed: dict[int, Vector] = {}
+    sent = {"down": 0, "up": 0}
+    history: list[Round] = []
+
+    for t in range(rounds):
+        cohort = sorted(schedule.rounds[t])
+        n = len(cohort)
+        eta = decayed(cfg.lr, cfg.lr_decay, t)
+        total = sum(schedule.sizes[i] for i in cohort)
+        p = {i: schedule.sizes[i] / total if cfg.weighting == "samples" else 1.0 / n for i in cohort}
+        K = {i: len(schedule.rounds[t][i]) for i in cohort}
+        averaged = np.ones(D, dtype=bool)
+        for part, period in cfg.parts:
+            averaged[part] = period is not None and (t + 1) % period == 0
+        x_0: dict[int, Vector] = {}
+        x_K: dict[int, Vector] = {}
+        u: dict[int, Vector] = {}
+        mean_c_change, U, mean_velocity = zeros.copy(), zeros.copy(), zeros.copy()
+        clipped = 0
+        down, up = {}, {}
+        vectors_down, vectors_up, _ = vectors(cfg)
+
+        for i in cohort:
+            # The start: w, with the parts that the client keeps (§ 11); relaxed initialization (§ 10).
+            kept = valid.get(i, np.zeros(D, dtype=bool))
+            x = np.where(kept, last_i.get(i, w0), w)
+            if cfg.beta is not None:
+                x = x + at(cfg.beta, t) * (x - last_i.get(i, w0))
+            x_0[i] = x.copy()
+            origin[i] = np.where(kept, origin.get(i, zeros), x_0[i])
+            elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * K[i]
+            down[i] = vectors_down * int((~kept).sum())
+            up[i] = vectors_up * int(averaged.sum())
+
+            buffer = momentum_i.get(i, zeros) if cfg.keep_momentum else zeros
+            dual = mu_i.get(i, zeros)  # FedSMOO's mu_i
+            e = zeros
+            for batch in schedule.rounds[t][i]:
+                # § 1, a local step: (1) the gradient of the loss, (2) at a perturbed point (§ 8, § 9)
+                g = problem.gradient(x, i, batch)
+                if cfg.sam is not None:  # FedSAM, § 8
+                    g = problem.gradient(x + to_length(g, at(cfg.sam, t)), i, batch)
+                if cfg.fedsmoo is not None:  # FedSMOO, § 9
+                    e = to_length(g - dual - s, at(cfg.fedsmoo, t))
+                    dual = dual + e - s
+                    g = problem.gradient(x + e, i, batch)
+                # (3) mixing: FedCM, § 7
+                if cfg.alpha is not None:
+                    g = at(cfg.alpha, t) * g + (1 - at(cfg.alpha, t)) * Delta
+                # (4) corrections: FedProx, § 4; SCAFFOLD, § 5; FedDyn, § 6
+                correction = zeros
+                if cfg.mu is not None:
+                    correction = correction + at(cfg.mu, t) * (x - w)
+                if cfg.scaffold is not None:
+                    correction = correction + c - c_i.get(i, zeros)
+                if cfg.feddyn is not None:
+                    correction = correction - lambda_i.get(i, zeros) + at(cfg.feddyn, t) * (x - w)
+                g = g + correction
+                # (5) clipping
+                if cfg.clip_norm is not None:
+                    norm = float(np.linalg.norm(g))
+                    if norm > cfg.clip_norm:
+                        clipped += 1
+                        g = g * (cfg.clip_norm / norm)
+                # (6) SGD: weight decay, momentum
+                buffer = cfg.momentum * buffer + g + cfg.weight_decay * x
+                x = x - eta * buffer
+            x_K[i] = x
+            if cfg.keep_momentum:
+                momentum_i[i] = buffer
+
+            # The end of the client's round; c_i and lambda_i of a part move only when it is averaged.
+            moved = np.divide(origin[i] - x, elapsed[i], out=np.zeros(D), where=elapsed[i] > 0)
+            mean_velocity += moved / n  # § 7: - (x_{i,K} - o_i) / h_i, 0 where h_i = 0
+            if cfg.scaffold is not None:  # § 5
+                old = c_i.get(i, zeros)
+                if cfg.scaffold == "displacement":
+                    new = old - c + moved
+                elif cfg.scaffold == "gradient":
+                    new = problem.gradient(w, i, schedule.data[i] if len(schedule.data) else None)
+                    new = new + cfg.weight_decay * w
+                else:
+                    raise ValueError(f"scaffold {cfg.scaffold!r}")
+                new = np.where(averaged & (elapsed[i] > 0), new, old)
+                mean_c_change += (new - old) / n
+                c_i[i] = new
+            if cfg.feddyn is not None:  # § 6
+                old = lambda_i.get(i, zeros)
+                lambda_i[i] = np.where(averaged, old - at(cfg.feddyn, t) * (x - w), old)
+            if cfg.fedsmoo is not None:  # § 9
+                mu_i[i] = dual
+                U += (dual - e) / n
+            # What is sent: x_{i,K} - w; under RI's second rule what moved; its largest entries under top-k.
+            u[i] = x - origin[i] if cfg.beta is not None and cfg.aggregate == "updates" else x - w
+            if cfg.topk is not None:
+                k = exact_ceil(cfg.topk, D)
+                v = u[i] + e_i.get(i, zeros)
+                largest = np.argsort(-np.abs(v), kind="stable")[:k]
+                u[i] = zeros.copy()
+                u[i][largest] = v[largest]
+                e_i[i] = v - u[i]
+                up[i] += k - D
+
+        new_w = w
+        evaluated = history[-1].evaluated if history else w0
+        if cohort:
+            # The aggregate. FedNova (Wang et al., 2020): every client's update per unit of its own work.
+            if cfg.fednova:
+                rho = cfg.momentum
+                tau = {i: sum((1 - rho**j) / (1 - rho) for j in range(1, K[i] + 1)) for i in cohort}
+                d = sum(p[i] * tau[i] for i in cohort) * sum((p[i] * u[i] / tau[i] for i in cohort), zeros)
+            else:
+                d = sum((p[i] * u[i] for i in cohort), zeros)
+            # The methods' server rules; quantities of a part that is not averaged do not move.
+            if cfg.scaffold is not None:
+                c = c + (n / m) * mean_c_change
+            if cfg.feddyn is not None:
+                a = at(cfg.feddyn, t)
+                change = (a / m) * sum((x_K[i] - w for i in cohort), zeros)
+                lam = np.where(averaged, lam - change, lam)
+                d = d - lam / a
+            if cfg.alpha is not None:
+                Delta = np.where(averaged, mean_velocity, Delta)
+            if cfg.fedsmoo is not None:
+                s = to_length(U, at(cfg.fedsmoo, t))
+            d = np.where(averaged, d, 0.0)
+            lr = decayed(cfg.server[1], cfg.server_lr_decay, t)
+            stepped, state = server_step(w, d, cfg.server, lr, optimizer)
+            fresh = {"m": 0.0, "v": cfg.server[-1] ** 2}
+            optimizer = {
+                name: np.where(averaged, row, optimizer.get(name, np.full(D, fresh[name])))
+                for name, row in state.items()
+            }
+            new_w = np.where(averaged, stepped, w)
+            evaluated = np.where(averaged, new_w, sum((p[i] * x_K[i] for i in cohort), zeros))
+            # Averaging throws away all clients' copies of a part; participants wrote the others.
+            for i in cohort:
+                last_i[i] = x_K[i]
+                valid[i] = np.ones(D, dtype=bool)
+            valid = {i: kept & ~averaged for i, kept in valid.items()}
+
+        metrics = {"divergence/update": float(np.sum((new_w - w) ** 2)), "client_lr": eta}
+        everyone = [last_i.get(i, w0) for i in range(m)]
+        metrics["divergence/all"] = float(np.mean([np.sum((x - evaluated) ** 2) for x in everyone]))
+        if cohort:
+            centre = sum(x_K.values(), zeros) / n
+            metrics["divergence/participants"] = float(np.mean([np.sum((x - evaluated) ** 2) for x in x_K.values()]))
+            metrics["consensus/total"] = float(np.mean([np.sum((x - centre) ** 2) for x in x_K.values()]))
+        sent["down"] += sum(down.values())
+        sent["up"] += sum(up.values())
+        for way, count in (*sent.items(), ("total", sum(sent.values()))):
+            metrics[f"communication/{way}_parameters"] = count
+        w = new_w
+        rows = {"c_i": c_i, "lambda_i": lambda_i, "mu_i": mu_i, "e_i": e_i, "momentum_i": momentum_i}
+        rows |= {"last_i": last_i, "origin": origin, "elapsed": elapsed}
+        clients = {name: dict(table) for name, table in rows.items()}  # rows are replaced, never changed
+        server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer
+        history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
+    return history
