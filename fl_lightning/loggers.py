@@ -20,7 +20,7 @@ Row = dict[str, str]
 
 
 class MetricsCSV(Logger):
-    """Writes ``metrics.csv`` in ``save_dir``: first column ``round``, then others in the order they first come.
+    """Writes ``metrics.csv`` in ``save_dir``: first column ``round``, then others as they first come.
 
     What is logged for one round becomes one row; floats are written so that they read back exactly. The row
     is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so that a run that
@@ -117,7 +117,7 @@ class MetricsCSV(Logger):
 
 
 def read_rows(path: Path) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line cut by a kill.
+    """Columns and rows of a metrics.csv, values as text ("" where missing), without a line cut by a kill.
 
     UserError if it is missing or no such file.
     """

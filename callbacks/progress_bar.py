@@ -1,0 +1,179 @@
+"""One bar over the rounds of a run, and the closing table."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+
+from fl_lightning.callbacks.run_card import Tally, closing_table
+
+_SHOWN = (
+    ("loss", "train/loss", "{:.4f}"),
+    ("accuracy", "val/acc", "{:.4f}"),
+    ("Δ", "divergence/participants", "{:.3g}"),
+)
+_PAUSE = 0.1  # seconds between two drawings
+_LINES = 20  # of a run whose output is not a terminal
+
+
+class FederatedProgressBar(ProgressBar):
+    """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02 left``.
+
+    On a terminal it is drawn again at most ten times a second; elsewhere (a file, a pipe) some twenty plain lines
+    a run are printed. After the fit the closing table and the run's warnings follow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._bar: Tqdm | None = None  # only on a terminal
+        self._reset(0, None)
+
+    def _reset(self, first: int, total: int | None) -> None:
+        self._first, self._done, self._total = first, first, total
+        self._began, self._drawn = time.monotonic(), -math.inf
+        self._printed = first  # rounds done at the last plain line
+        self._clients = self._values = ""
+        self._tally = Tally()
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        Tqdm.write(" ".join(map(str, args)), **kwargs)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not trainer.is_global_zero:
+            self.disable()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        rounds = trainer.max_epochs
+        self._reset(trainer.current_epoch, rounds if rounds is not None and rounds > 0 else None)
+        self._open(self._total, self._first)
+
+    def on_client_end(self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int) -> None:
+        """Called by the module: ``done`` of this process's ``total`` clients of the round are ready."""
+        if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
+            self._clients = f" · clients {done}/{total}"
+            self._draw(self._done + 1)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._enabled:
+            return
+        self._tally.add(trainer)
+        self._done = trainer.current_epoch + 1
+        self._clients = ""
+        if self._bar is not None:
+            self._read(trainer)
+            if time.monotonic() - self._drawn >= _PAUSE or self._done == self._total:
+                self._draw(self._done)
+            return
+        every = math.ceil((self._total - self._first) / _LINES) if self._total is not None else 50
+        if (self._done - self._first) % max(every, 1) == 0 or self._done == self._total:
+            self._line(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._enabled or self._done == self._first:
+            return self._close()
+        if self._bar is not None:
+            self._read(trainer)
+            self._draw(self._done)
+        elif self._printed != self._done:  # stopped early: the last round is said all the same
+            self._line(trainer)
+        self._close()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._enabled:
+            rows = closing_table(self._tally.metrics(trainer), trainer, pl_module)
+            width = max(len(what) for what, _ in rows)
+            self.print("\n".join(["", *(f"  {what:<{width}}  {value}" for what, value in rows), ""]))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._evaluation("validate", trainer.num_val_batches)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == "validate":
+            self._batch()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._evaluated()
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._evaluation("test", trainer.num_test_batches)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._batch()
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._evaluated()
+
+    def _evaluation(self, what: str, batches: list[int | float]) -> None:
+        total = sum(batches)
+        self._reset(0, int(total) if math.isfinite(total) else None)
+        self._what = what
+        self._open(self._total, 0)
+
+    def _batch(self) -> None:
+        self._done += 1
+        if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
+            self._draw(self._done, f"{self._what} {self._of(self._done)} batches")
+
+    def _evaluated(self) -> None:
+        text = f"{self._what} {self._of(self._done)} batches"
+        if self._bar is not None:
+            self._draw(self._done, text)
+        elif self._enabled:
+            print(text, file=sys.stderr, flush=True)
+        self._close()
+
+    def _open(self, total: int | None, first: int) -> None:
+        self._close()
+        if self._enabled and sys.stderr.isatty():
+            shape = "{desc} |{bar:10}| {elapsed} · {remaining} left" if total is not None else "{desc} · {elapsed}"
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # 0 in some containers: it would draw nothing
+            width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
+            self._bar = Tqdm(total=total, initial=first, bar_format=shape, file=sys.stderr, **width)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _of(self, number: int) -> str:
+        return f"{number}/{self._total}" if self._total is not None else str(number)
+
+    def _read(self, trainer: pl.Trainer) -> None:
+        metrics = trainer.callback_metrics
+        shown = [f" · {label} {form.format(float(metrics[key]))}" for label, key, form in _SHOWN if key in metrics]
+        self._values = "".join(shown)
+
+    def _draw(self, number: int, text: str | None = None) -> None:
+        if self._bar is not None:
+            self._bar.n = self._done
+            self._bar.set_description_str(text or f"round {self._of(number)}{self._clients}{self._values}")
+            self._drawn = time.monotonic()
+
+    def _line(self, trainer: pl.Trainer) -> None:
+        self._read(trainer)
+        left = ""
+        if self._total is not None:
+            each = (time.monotonic() - self._began) / max(self._done - self._first, 1)
+            left = f" · {Tqdm.format_interval(each * (self._total - self._done))} left"
+        self._printed = self._done
+        print(f"round {self._of(self._done)}{self._values}{left}", file=sys.stderr, flush=True)

@@ -1,0 +1,185 @@
+"""``card.md``: what a run was and what came out, in its folder and in TensorBoard; the closing table."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.loggers import MetricsCSV
+from fl_lightning.results import Metrics
+from fl_lightning.segments import written_aside
+
+_SHOWN = (
+    "val/acc", "train/loss", "divergence/participants", "time/round",
+    "communication/total_parameters", "communication/total_bytes",
+)  # fmt: skip
+
+
+class RunCard(pl.Callback):
+    """Writes ``card.md`` and ``partition.png`` in the run's folder, and both to TensorBoard.
+
+    The card says what ran, with which methods, data, seed, versions and machine; after the fit, also the closing
+    table. A resumed run writes it anew.
+    """
+
+    def __init__(self) -> None:
+        self._card: str | None = None
+        self._tally = Tally()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._card, self._tally = None, Tally()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._card is not None or not trainer.is_global_zero:  # here, as all know folder and loggers by now
+            return
+        self._card = _card(trainer, pl_module)
+        path = Path(trainer.default_root_dir) / "card.md"
+        new = trainer.current_epoch == 0 or not path.exists()
+        _write(path, self._card)
+        boards = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if new:
+            for board in boards:
+                board.add_text("run card", self._card, 0)
+        plot = getattr(getattr(trainer, "datamodule", None), "plot_partition", None)
+        image = path.with_name("partition.png")
+        if plot is not None and not image.exists():
+            _draw(plot(), image, boards)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tally.add(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._card is not None:
+            rows = closing_table(self._tally.metrics(trainer), trainer, pl_module)
+            _write(Path(trainer.default_root_dir) / "card.md", self._card + _section("Result", rows))
+
+
+class Tally:
+    """What a run logged: from metrics.csv where the run writes one, else as it was seen go by."""
+
+    def __init__(self) -> None:
+        self._rounds: list[int] = []
+        self._columns: dict[str, list[float]] = {name: [] for name in _SHOWN}
+
+    def add(self, trainer: pl.Trainer) -> None:
+        """Note the round that ends."""
+        if _csv(trainer) is None:
+            metrics = trainer.callback_metrics
+            self._rounds.append(trainer.current_epoch)
+            for name, column in self._columns.items():
+                column.append(float(metrics[name]) if name in metrics else math.nan)
+
+    def metrics(self, trainer: pl.Trainer) -> Metrics:
+        """The table so far."""
+        path = _csv(trainer)
+        return Metrics(self._rounds, self._columns) if path is None else Metrics.read(path)
+
+
+def closing_table(metrics: Metrics, trainer: pl.Trainer, module: pl.LightningModule) -> list[tuple[str, str]]:
+    """What came out of a run, as (what, value): only what was logged. The module's notes come last."""
+    folder = Path(trainer.default_root_dir)
+    rows = [("rounds", str(trainer.current_epoch))]
+    best, at = metrics.best("val/acc")
+    if at >= 0:
+        rows.append(("accuracy", f"last {metrics.last('val/acc'):.4f}, best {best:.4f} (round {at})"))
+    for label, name, form in [
+        ("training loss", "train/loss", "{:.4f}"),
+        ("divergence Δ", "divergence/participants", "{:.4g}"),
+    ]:
+        if not math.isnan(metrics.last(name)):
+            rows.append((label, form.format(metrics.last(name))))
+    if not math.isnan(seconds := metrics.median("time/round")):
+        rows.append(("seconds per round", f"{seconds:.3g} (median)"))
+    parameters, nbytes = (metrics.last(f"communication/total_{unit}") for unit in ("parameters", "bytes"))
+    if not math.isnan(parameters):
+        rows.append(("communicated", f"{_short(parameters)} parameters, {_short(nbytes)}B"))
+    rows.append(("results in", str(folder)))
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        rows.append(("curves", f"tensorboard --logdir {folder}"))
+    return rows + [("note", note) for note in getattr(module, "notes", [])]
+
+
+def _csv(trainer: pl.Trainer) -> Path | None:
+    paths = (logger.path for logger in trainer.loggers if isinstance(logger, MetricsCSV))
+    return next((path for path in paths if path.exists()), None)
+
+
+def _short(count: float) -> str:
+    """1234567 → "1.23 M"."""
+    for factor, unit in [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]:
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} "
+
+
+def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
+    head = describe() if describe is not None else type(module).__name__
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    methods = [(type(c).__name__, _arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
+    run = [("rounds", str(trainer.max_epochs)), ("seed", str(getattr(module, "run_seed", "not set")))]
+    card = getattr(data, "card", None)
+    versions = [(name, _version(name)) for name in ("fl-lightning", "torch", "pytorch-lightning")]
+    versions.append(("python", platform.python_version()))
+    machine = [
+        ("device", torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()),
+        ("processes", str(trainer.world_size)),
+        *((str(k), str(v)) for k, v in getattr(module, "engine_facts", {}).items()),
+    ]
+    return f"# {head}\n" + "".join(
+        _section(title, rows)
+        for title, rows in [
+            ("Run", run), ("Callbacks", methods), ("Data", list(card().items()) if card is not None else []),
+            ("Versions", versions), ("Machine", machine),
+        ]
+    )  # fmt: skip
+
+
+def _arguments(callback: Any) -> str:
+    names = [name for name in inspect.signature(type(callback)).parameters if hasattr(callback, name)]
+    return ", ".join(f"{name}={getattr(callback, name)!r}" for name in names)
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {what} | {' '.join(str(value).split()).replace('|', '&#124;')} |" for what, value in rows]
+    return "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *lines, ""])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "not installed"
+
+
+def _processor() -> str:
+    return f"{platform.processor() or platform.machine()} ({torch.get_num_threads()} threads)"
+
+
+def _write(path: Path, text: str) -> None:
+    with written_aside(path, durable=False) as file:
+        file.write(text.encode())
+
+
+def _draw(figure: Any, path: Path, boards: list[Any]) -> None:
+    """The figure as PNG and in TensorBoard, without pyplot and its global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    with written_aside(path, durable=False) as file:
+        canvas.print_png(file)
+    canvas.draw()
+    for board in boards:
+        board.add_image("partition", np.asarray(canvas.buffer_rgba())[..., :3], 0, dataformats="HWC")
