@@ -190,8 +190,9 @@ class FederatedDataModule(pl.LightningDataModule):
         known = self._given if self._given is not None else self._clients
         if len(known):
             return len(known)
+        own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        if count is None:
+        if count is None or own_groups:  # known when the data are
             self._ready()
             return len(self._clients)
         return count

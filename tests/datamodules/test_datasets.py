@@ -1,0 +1,210 @@
+"""The named data sets: real ones where they are at hand, small false ones, missing and damaged files."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning.cli import LightningArgumentParser
+
+from fl_lightning.datamodules import (
+    CIFAR10,
+    CIFAR100,
+    IID,
+    MNIST,
+    SVHN,
+    Digits,
+    Dirichlet,
+    FashionMNIST,
+    FederatedDataModule,
+    HumanActivity,
+    human_activity,
+)
+from fl_lightning.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "train", "test"),
+    [
+        (MNIST, (1, 28, 28), 60_000, 10_000),
+        (FashionMNIST, (1, 28, 28), 60_000, 10_000),
+        (CIFAR10, (3, 32, 32), 50_000, 10_000),
+        (HumanActivity, (9, 128), 7_352, 2_947),
+    ],
+)
+def test_real_data(real_data, kind, shape, train, test):
+    options = {} if kind is HumanActivity else {"augment": False, "partition": Dirichlet(0.1)}
+    data = kind(real_data, seed=0, **options)
+    assert data.num_clients == (21 if kind is HumanActivity else 100)
+    sizes = data.client_sizes()
+    assert sizes.sum() == train and data.num_classes == (6 if kind is HumanActivity else 10)
+    assert sum(len(y) for _, y in data.test_dataloader()) == test
+    x = torch.cat([b[0] for b in data.val_dataloader()])
+    assert x.shape == (test, *shape) and x.dtype == torch.float32
+    axes = (0, 2) if kind is HumanActivity else (0, 2, 3)
+    assert x.mean(axes).abs().max() < 0.15 and (x.std(axes) - 1).abs().max() < 0.15
+    batch, labels = next(data.client_batches(20, 0, 1))
+    assert batch.shape == (50, *shape) and labels.dtype == torch.int64
+
+
+def test_real_images_are_the_right_way_up(real_data):
+    """The nearest class mean recognises them only if pixels and labels belong together."""
+    for data, least in ((MNIST(real_data), 0.8), (CIFAR10(real_data, augment=False), 0.25)):
+        data.setup()
+        x, y = data.train_set.x[:20_000].float().flatten(1), data.train_set.y[:20_000]
+        means = torch.stack([x[y == c].mean(0) for c in range(10)])
+        test = data.test_set
+        guess = torch.cdist(test.x.float().flatten(1), means).argmin(1)
+        assert (guess == test.y).float().mean() > least
+
+
+def test_digits_are_split_by_class_whatever_the_seed():
+    one, other = Digits(seed=0), Digits(seed=1)
+    one.setup(), other.setup()
+    assert torch.equal(one.test_set.x, other.test_set.x) and one.train_set.x.max() == 16
+    counts = np.bincount(one.test_set.labels), np.bincount(one.train_set.labels)
+    assert np.abs(counts[0] / (counts[0] + counts[1]) - 0.2).max() < 0.01
+    x = torch.cat([b[0] for b in one.val_dataloader()])
+    assert abs(x.mean()) < 0.05 and abs(x.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("kind", [MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN, HumanActivity])
+def test_missing_data_say_what_is_expected(tmp_path, kind):
+    with pytest.raises(UserError) as caught:
+        kind(tmp_path / "nowhere").setup()
+    message = str(caught.value)
+    assert all(word in message for word in ("data.root is", "nowhere", "expected as", "--data.download true"))
+    assert len(message) <= 600 and "\n" not in message and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", [MNIST, CIFAR10, CIFAR100, SVHN])
+def test_damaged_data_name_the_file(tmp_path, kind):
+    data = kind(tmp_path)
+    (tmp_path / data.folder).mkdir(parents=True, exist_ok=True)
+    for name in data.files:
+        (tmp_path / data.folder / name).write_bytes(b"\x00\x00\x08\x01nonsense")
+    with pytest.raises(UserError, match=f"{data.files[0]}.*damaged"):
+        data.setup()
+
+
+def test_truncated_real_file_is_named(real_data, tmp_path):
+    for kind, name in (
+        (MNIST, "train-labels-idx1-ubyte"),
+        (MNIST, "t10k-images-idx3-ubyte"),
+        (CIFAR10, "data_batch_3"),
+    ):
+        folder = tmp_path / kind.folder
+        shutil.copytree(real_data / kind.folder, folder)
+        (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+        with pytest.raises(UserError, match=f"{name}.*damaged"):
+            kind(tmp_path).setup()
+        shutil.rmtree(folder)
+
+
+def false_har(root, layout, rng):
+    """Four training windows of subjects 1, 3, 3, 5 and two for testing; returns the training signals."""
+    signals = {}
+    for part, subjects in (("train", [1, 3, 3, 5]), ("test", [2, 2])):
+        folder = root / "UCI HAR Dataset" / part
+        (folder / "Inertial Signals").mkdir(parents=True)
+        n = len(subjects)
+        np.savetxt(folder / f"subject_{part}.txt", subjects, "%d")
+        np.savetxt(folder / f"y_{part}.txt", [1, 6, 2, 3][:n], "%d")
+        np.savetxt(folder / f"X_{part}.txt", rng.uniform(-1, 1, (n, 561)))
+        signals[part] = rng.normal(3, 2, (n, 9, 128)).astype(np.float32)
+        if layout == "compact":
+            np.save(folder / "Inertial Signals" / f"signals_{part}.npy", signals[part])
+        else:
+            names = ["body_acc_x", "body_acc_y", "body_acc_z", "body_gyro_x", "body_gyro_y", "body_gyro_z"]
+            for c, name in enumerate([*names, "total_acc_x", "total_acc_y", "total_acc_z"]):
+                np.savetxt(folder / "Inertial Signals" / f"{name}_{part}.txt", signals[part][:, c], "%.9e")
+    return signals
+
+
+@pytest.mark.parametrize("layout", ["compact", "text"])
+def test_human_activity_reads_both_layouts(tmp_path, layout):
+    signals = false_har(tmp_path, layout, np.random.default_rng(0))
+    data = HumanActivity(tmp_path)
+    assert [data.client_indices(i).tolist() for i in range(data.num_clients)] == [[0], [1, 2], [3]]
+    data.setup()
+    assert data.num_clients == 3 and data.train_set.labels.tolist() == [0, 5, 1, 2]
+    train = signals["train"].astype(np.float64)
+    mean, std = train.mean((0, 2))[:, None], train.std((0, 2))[:, None]
+    for part, got in (("train", data.train_set), ("test", data.test_set)):
+        np.testing.assert_allclose(got.x.numpy(), (signals[part] - mean) / std, rtol=1e-4, atol=1e-5)
+    inside = HumanActivity(tmp_path / "UCI HAR Dataset", features="features", num_clients=2, partition=IID())
+    inside.setup()
+    assert inside.train_set.x.shape == (4, 561) and inside.num_clients == 2
+
+
+def test_human_activity_holds_out_of_every_group(tmp_path):
+    false_har(tmp_path, "compact", np.random.default_rng(0))
+    data = HumanActivity(tmp_path, val_fraction=0.25, seed=1)
+    data.setup()
+    used = [data.client_indices(i).tolist() for i in range(data.num_clients)]
+    subjects = [1, 3, 3, 5]
+    assert sum(map(len, used)) == 3 and all(len({subjects[k] for k in c}) == 1 for c in used)
+
+
+def test_human_activity_refusals(tmp_path):
+    false_har(tmp_path, "text", np.random.default_rng(0))
+    folder = tmp_path / "UCI HAR Dataset" / "train"
+    with pytest.raises(UserError, match=r"num_clients is 100.*ByGroup has 3"):
+        HumanActivity(tmp_path, num_clients=100).setup()
+    with pytest.raises(UserError, match="augment"):
+        HumanActivity(tmp_path, augment=True)
+    (folder / "Inertial Signals" / "body_gyro_y_train.txt").write_text("1 2\n3 4\n")
+    with pytest.raises(UserError, match="body_gyro_y_train.txt.*damaged"):
+        HumanActivity(tmp_path).setup()
+    (folder / "X_train.txt").unlink()
+    with pytest.raises(UserError, match="X_train.txt"):
+        HumanActivity(tmp_path, features="features").setup()
+    (folder / "subject_train.txt").write_text("one\n")
+    with pytest.raises(UserError, match="subject_train.txt.*damaged"):
+        HumanActivity(tmp_path).setup()
+
+
+def test_human_activity_downloads_a_zip_in_a_zip(tmp_path, monkeypatch):
+    false_har(tmp_path / "made", "compact", np.random.default_rng(0))
+    shutil.make_archive(str(tmp_path / "inner"), "zip", tmp_path / "made")
+    with zipfile.ZipFile(tmp_path / "outer.zip", "w") as outer:
+        outer.write(tmp_path / "inner.zip", "UCI HAR Dataset.zip")
+    monkeypatch.setattr(human_activity, "URL", (tmp_path / "outer.zip").as_uri())
+    assert HumanActivity(tmp_path / "got", download=True).client_sizes().tolist() == [1, 2, 1]
+    monkeypatch.setattr(human_activity, "URL", (tmp_path / "none.zip").as_uri())
+    with pytest.raises(UserError, match="could not be downloaded"):
+        HumanActivity(tmp_path / "again", download=True).client_sizes()
+
+
+def test_failed_download_is_one_paragraph(tmp_path, monkeypatch):
+    def offline(self, train, download=False):
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr(CIFAR10, "_open", offline)
+    with pytest.raises(UserError, match="download is true.*no network at all"):
+        CIFAR10(tmp_path, download=True).client_sizes()
+
+
+@pytest.mark.parametrize("kind", ["Digits", "MNIST", "CIFAR10", "HumanActivity"])
+def test_command_line_builds_and_prints_them(kind):
+    parser = LightningArgumentParser()
+    parser.add_subclass_arguments(FederatedDataModule, "data")
+    partition = "fl_lightning.datamodules.Dirichlet"
+    bias = {"class_path": "fl_lightning.datamodules.ClientBias", "init_args": {"std": 0.2}}
+    init = {
+        "partition": {"class_path": partition, "init_args": {"alpha": 0.3}},
+        "num_clients": 7,
+        "biases": [bias],
+    }
+    config = parser.parse_object({"data": {"class_path": f"fl_lightning.datamodules.{kind}", "init_args": init}})
+    assert parser.parse_string(parser.dump(config)) == config
+    build = getattr(parser, "instantiate", parser.instantiate_classes)  # its name before jsonargparse 4.49
+    data = build(config).data
+    assert type(data).__name__ == kind and data.num_clients == 7
+    assert repr(data.partition) == "Dirichlet(alpha=0.3)" and repr(data.biases) == "(ClientBias(std=0.2),)"
+    plain = parser.parse_args(["--data", f"fl_lightning.datamodules.{kind}", "--data.partition", "IID"])
+    assert parser.parse_string(parser.dump(plain)) == plain
+    assert build(plain).data.biases == ()
