@@ -1,4 +1,4 @@
-"""Configs of fl_lightning."""
+"""The packaged configs: ``fl-lightning configs`` lists them, ``-c NAME`` takes one."""
 
 if __name__ == "configs":
     raise ImportError("this is fl_lightning.configs: import it by that name")

@@ -1,0 +1,49 @@
+# Everything runs in .venv, made at first use. PYTHON: which Python (>= 3.10) to make it with.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := $(BIN)/fl-lightning
+DEMO := runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format
+
+help:  ## these lines
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python >= 3.10 is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# torch and torchvision come together in one pip call: builds of different origin do not fit each other
+.venv/installed: .venv/bin/python setup.cfg pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+.venv/installed-dev: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: .venv/installed  ## train federatedly on real images (FedInit on skewed digits) and show what came out
+	@rm -rf $(DEMO)
+	$(RUN) fit -c base -c data/digits -c method/fedinit --data.partition Dirichlet --data.partition.alpha 0.1 \
+	  --model.participation 0.5 --trainer.default_root_dir $(DEMO)
+	@$(BIN)/python -c "import csv; a = float(list(csv.DictReader(open('$(DEMO)/metrics.csv')))[-1]['val/acc']); \
+	print(f'accuracy after the last round: {a:.3f} (at least 0.900 is expected)'); raise SystemExit(not a >= 0.9)"
+	@echo "Look at $(DEMO): card.md, metrics.csv, partition.png, checkpoints/; or $(BIN)/tensorboard --logdir $(DEMO)"
+
+test: .venv/installed-test  ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: .venv/installed-dev  ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-dev  ## put the code in form
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

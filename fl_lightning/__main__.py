@@ -1,0 +1,105 @@
+"""``fl-lightning``: what answers at once answers here; the rest is imported when it is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from fl_lightning.errors import UserError, suggest
+
+COMMANDS = {
+    "fit": "train federatedly: -c base -c data/digits -c method/fedinit, or a run's folder to go on with",
+    "validate": "evaluate a run's last checkpoint on the validation data",
+    "test": "evaluate a run's last checkpoint on the test data",
+    "predict": "write a run's predictions to a file",
+    "export": "write a run's global model as one file of plain PyTorch",
+    "partition": "show who has which data: a table, its hash, partition.png and partition.npz",
+    "configs": "list the packaged configs, or print one",
+}
+
+
+def usage() -> str:
+    """The help of the whole command line."""
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: fl-lightning COMMAND [RUN] [-c CONFIG ...] [--trainer.max_epochs 500 ...]",
+            "",
+            "Federated learning on PyTorch Lightning: one fit is one run, one epoch is one round.",
+            "",
+            *lines,
+            "",
+            "  -c NAME     a YAML file, or a packaged config (`fl-lightning configs`); several merge, left to right",
+            "  RUN         a run's folder: stands for its config and its last checkpoint",
+            "  --help      after a command: every option of it",
+            "  --debug     show the traceback of an error (also FL_DEBUG=1)",
+            "  --version   this program's version",
+            "",
+            "Example: fl-lightning fit -c base -c data/digits -c method/fedinit --trainer.max_epochs 20",
+        ]
+    )
+
+
+def _configs(names: Sequence[str]) -> str:
+    from fl_lightning.compose import packaged, summary
+
+    available = packaged()
+    if not names:
+        width = max(map(len, available), default=0)
+        return "\n".join(f"{n:<{width}}  {summary(f.read_text('utf-8'))}" for n, f in available.items())
+    name = names[0].removesuffix(".yaml")
+    if name not in available:
+        raise UserError(
+            f"configs {names[0]}: not a packaged config.{suggest(name, available) or ' `fl-lightning configs` lists them.'}"
+        )
+    return available[name].read_text("utf-8").rstrip("\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and give its exit status.
+
+    0 done · 2 something to mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round.
+    Exceptions of the user's own code are raised as they are (status 1).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or os.environ.get("FL_DEBUG", "") not in ("", "0")
+    arguments = [a for a in arguments if a != "--debug"]
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(usage())
+            return 0
+        command, rest = arguments[0], arguments[1:]
+        if command == "--version":
+            from importlib.metadata import version
+
+            print(f"fl-lightning {version('fl-lightning')}")
+            return 0
+        if command not in COMMANDS:
+            raise UserError(
+                f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: {', '.join(COMMANDS)}."
+            )
+        if command == "configs":
+            if "-h" in rest or "--help" in rest:
+                print("usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print the one called NAME.")
+            else:
+                print(_configs(rest))
+            return 0
+        from fl_lightning.compose import prepare
+
+        prepared = prepare(command, rest)  # names and YAML are checked before anything heavy is imported
+        sys.path.insert(0, os.getcwd())  # so that `my_learner.Lit` in the current directory is found
+        from fl_lightning.cli import run
+
+        return run(command, prepared, debug=debug)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"fl-lightning: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""From ``-c NAME …`` and ``--method…`` to one configuration: a plain dict, made without heavy imports.
+
+Configs merge from left to right. Dicts merge key by key, anything else is replaced, ``key+:`` appends to the
+list ``key``. A later ``class_path`` brings its own ``init_args``: those of the class before it do not linger.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fl_lightning.errors import UserError, suggest
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "method", "ckpt_path", "monitor")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number, as everyone but YAML 1.1 thinks."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Read YAML.
+
+    >>> parse_yaml("[1e-3, 2, x]")
+    [0.001, 2, 'x']
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
+# --------------------------------------------------------------------------- names
+
+
+def packaged() -> dict[str, Traversable]:
+    """Every packaged config: name without ``.yaml`` → file, in the order in which they are used."""
+
+    def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                yield from walk(entry, f"{prefix}{entry.name}/")
+            elif entry.name.endswith(".yaml"):
+                yield prefix + entry.name.removesuffix(".yaml"), entry
+
+    order = ["base", "data", "model", "method", "experiment", "trainer", "logger", "debug"]
+    found = dict(walk(files("fl_lightning.configs"), ""))
+    return {
+        name: found[name]
+        for name in sorted(found, key=lambda n: ([*order, n.split("/")[0]].index(n.split("/")[0]), n))
+    }
+
+
+def summary(text: str) -> str:
+    """The first comment line of a config: what it is."""
+    first = text.split("\n", 1)[0]
+    return first.lstrip("# ").rstrip() if first.startswith("#") else ""
+
+
+def read(name: str) -> dict[str, Any]:
+    """The config called ``name``: a file that exists, else a packaged one. A directory is never a config."""
+    if Path(name).is_file():
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"-c {name}: this file cannot be read ({error}).") from None
+    elif (entry := packaged().get(name.removesuffix(".yaml"))) is not None:
+        text = entry.read_text(encoding="utf-8")
+    else:
+        hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
+        what = "a folder, not a config" if Path(name).is_dir() else "neither a file nor a packaged config"
+        raise UserError(f"-c {name}: this is {what}.{hint}")
+    try:
+        document = parse_yaml(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise UserError(f"-c {name}{where}: not valid YAML: {problem}.") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise UserError(
+            f"-c {name}: a config is a mapping with the keys {', '.join(TOP_LEVEL)}; "
+            f"this file holds {type(document).__name__} {str(document)[:60]!r}."
+        )
+    for key in document:
+        if str(key).removesuffix("+") not in TOP_LEVEL:
+            raise UserError(
+                f"-c {name}: the key {key!r} is not known.{suggest(key, TOP_LEVEL)} "
+                f"Accepted at the top of a config: {', '.join(TOP_LEVEL)}."
+            )
+    return document
+
+
+# --------------------------------------------------------------------------- merging
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [] if value is None else [value]
+
+
+def merge(base: Any, update: Any) -> Any:
+    """``update`` over ``base``; neither is changed.
+
+    >>> merge({"a": {"x": 1, "y": 2}, "l": [1]}, {"a": {"y": 3}, "l+": [2]})
+    {'a': {'x': 1, 'y': 3}, 'l': [1, 2]}
+    >>> merge({"class_path": "A", "init_args": {"a": 1}}, {"class_path": "B"})
+    {'class_path': 'B'}
+    """
+    if not isinstance(update, dict):
+        return update
+    if isinstance(base, str) and "init_args" in update and "class_path" not in update:
+        base = {"class_path": base}
+    if not isinstance(base, dict) or update.get("class_path", base.get("class_path")) != base.get("class_path"):
+        base = {}
+    merged = dict(base)
+    for key, value in update.items():
+        if isinstance(key, str) and key.endswith("+"):
+            merged[key[:-1]] = _as_list(merged.get(key[:-1])) + _as_list(value)
+        else:
+            merged[key] = merge(merged.get(key), value)
+    return merged
+
+
+def class_name(item: Any) -> str:
+    """The bare class name of a method given as ``Name``, ``package.Name`` or ``{class_path: …}``."""
+    path = item.get("class_path", "?") if isinstance(item, dict) else str(item)
+    return str(path).rsplit(".", 1)[-1]
+
+
+@dataclass
+class Command:
+    """A command line taken apart: ``config`` from every ``-c``, and the options that go over it."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
+    method_options: list[tuple[str, str]] = field(default_factory=list)  # ("beta", "0.1"); "" is the list itself
+    names: list[str] = field(default_factory=list)  # of the configs, as given
+    notes: list[str] = field(default_factory=list)  # lines to tell the user
+    run: Path | None = None  # a run's folder, where one was given
+    output: str | None = None  # -o
+
+    def add_config(self, name: str) -> None:
+        """Merge the config ``name`` over what there is."""
+        document = read(name)
+        before, after = _as_list(self.config.get("method")), _as_list(document.get("method"))
+        if "method" in document and before and [*map(class_name, before)] != [*map(class_name, after)]:
+            old, new = ", ".join(map(class_name, before)), ", ".join(map(class_name, after))
+            self.notes.append(f"{name} replaces the method list ({old}) by ({new})")
+        self.config = merge(self.config, document)
+        self.names.append(name)
+
+
+def _from_environment(command: str) -> Iterator[str]:
+    """``FL_TRAINER__MAX_EPOCHS=5`` (or ``FL_FIT__TRAINER__…``) as ``--trainer.max_epochs=5``."""
+    for name, value in sorted(os.environ.items()):
+        key = name.removeprefix("FL_").removeprefix(f"{command.upper()}__").lower().split("__")
+        if name.startswith("FL_") and key[0] in (*TOP_LEVEL, "config"):
+            yield f"--{'.'.join(key)}={value}"
+
+
+def prepare(command: str, argv: list[str]) -> Command:
+    """Sort the arguments of ``command`` into configs, method options and the rest, and read the configs."""
+    prepared = Command()
+    argv = list(argv)
+    if argv and not argv[0].startswith("-"):
+        prepared.run = Path(argv.pop(0))
+        if not (prepared.run / "config.yaml").is_file():
+            raise UserError(
+                f"{command} {prepared.run}: not a run's folder (it has no config.yaml). "
+                f"Give the folder of a run, or configs: fl-lightning {command} -c base -c data/digits."
+            )
+        prepared.add_config(str(prepared.run / "config.yaml"))
+        prepared.config["ckpt_path"] = "last"
+        prepared.config["trainer"] = {
+            **(prepared.config.get("trainer") or {}),
+            "default_root_dir": str(prepared.run),
+        }
+    arguments = iter([*_from_environment(command), *argv])
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if re.match(r"-[co][^=]", argument):
+            flag, equals, value = argument[:2], "=", argument[2:]
+        method = re.fullmatch(r"--method(?:(\+)|\.(.+))?", flag)
+        if method is None and flag not in ("-c", "--config", "-o", "--output"):
+            prepared.options.append(argument)
+            continue
+        if not equals:
+            value = next(arguments, "")
+        if not value:
+            raise UserError(f"{flag} needs a value.")
+        if method is not None:
+            prepared.method_options.append((method[1] or method[2] or "", value))
+        elif flag in ("-c", "--config"):
+            prepared.add_config(value)
+        else:
+            prepared.output = value
+    return prepared

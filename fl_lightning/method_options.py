@@ -1,0 +1,136 @@
+"""``--method…`` applied to the method list, and short class names made whole."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, TypeVar
+
+import fl_lightning.callbacks
+import fl_lightning.datamodules
+import fl_lightning.models
+import fl_lightning.schedules
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.compose import Command, class_name, parse_yaml
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.parsing_errors import listed, parameters, subclasses
+
+T = TypeVar("T")
+
+
+def _ours() -> dict[str, str]:
+    """Bare name → class path, of what this package exports."""
+    modules = (fl_lightning.callbacks, fl_lightning.datamodules, fl_lightning.models, fl_lightning.schedules)
+    return {
+        name: f"{module.__name__}.{name}"
+        for module in modules
+        for name in dir(module)
+        if isinstance(getattr(module, name), type) and getattr(module, name).__module__.startswith("fl_lightning.")
+    }
+
+
+def full_paths(tree: T) -> T:
+    """``class_path: MLP`` → ours, where torchvision has an MLP too; also as the value of an option of the learner."""
+    ours = _ours()
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(item) for item in node]
+        if isinstance(node, dict):
+            return {
+                key: ours.get(value, value) if key == "class_path" and isinstance(value, str) else walk(value)
+                for key, value in node.items()
+            }
+        return node
+
+    if isinstance(tree, list):
+        options = list(tree)
+        for position, option in enumerate(options):
+            flag, equals, value = option.partition("=")
+            if flag.startswith("--model.learner") and equals and value in ours:
+                options[position] = f"{flag}={ours[value]}"
+            elif position and options[position - 1].startswith("--model.learner") and option in ours:
+                options[position] = ours[option]
+        return options  # type: ignore[return-value]
+    return walk(tree)  # type: ignore[no-any-return]
+
+
+def method_class(item: Any) -> type[FederatedCallback]:
+    """The class a method is given by; a message with what there is, where it cannot be found."""
+    path = item.get("class_path") if isinstance(item, dict) else item
+    known = subclasses(FederatedCallback)
+    if not isinstance(path, str):
+        raise UserError(f"method: {item!r} names no class. Accepted: {listed(sorted(known))}, or my_module.MyClass.")
+    if "." in path:
+        module, _, name = path.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise UserError(
+                f"method: {path!r} cannot be imported: {error}.{suggest(name, known)} "
+                f"Accepted: {listed(sorted(known))}, or my_module.MyClass."
+            ) from None
+    else:
+        cls = known.get(path)
+    if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
+        what = "is not a FederatedCallback" if cls is not None else "no such method"
+        raise UserError(
+            f"method: {path!r}: {what}.{suggest(path, known)} Accepted: {listed(sorted(known))}, or my_module.MyClass."
+        )
+    return cls
+
+
+def apply_method_options(command: Command) -> None:
+    """Bring ``command.config["method"]`` to a list of ``class_path`` and ``init_args``, options applied, checked."""
+    given = command.config.get("method")
+    items = [_whole(item) for item in (given if isinstance(given, list) else [given] if given else [])]
+    for key, text in command.method_options:
+        value = parse_yaml(text)
+        if key in ("", "+"):
+            new = [_whole(item) for item in (value if isinstance(value, list) else [value] if value else [])]
+            items = items + new if key else new
+        else:
+            _set(items, key, value)
+    for item in items:
+        cls = method_class(item)
+        item["class_path"] = f"{cls.__module__}.{cls.__qualname__}"
+        for name in item["init_args"]:
+            if name not in parameters(cls):
+                raise UserError(
+                    f"method.{name}: {cls.__name__} has no such argument.{suggest(name, parameters(cls))} "
+                    f"Accepted: {listed(parameters(cls)) or 'none'}."
+                )
+    command.config["method"] = items
+
+
+def _whole(item: Any) -> dict[str, Any]:
+    item = item if isinstance(item, dict) else {"class_path": item}
+    return {**item, "init_args": dict(item.get("init_args") or {})}
+
+
+def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
+    """Set ``key``, such as beta, in the one method that has it; ``Class.beta`` where several have it."""
+    name, _, rest = key.partition(".")
+    named = [item for item in items if class_name(item) == name]
+    if named and rest:
+        owners, (name, _, rest) = named, rest.partition(".")
+    else:
+        owners = [item for item in items if name in parameters(method_class(item))]
+    accepted = {p: class_name(item) for item in items for p in parameters(method_class(item))}
+    if not owners:
+        methods = ", ".join(map(class_name, items)) or "no method is given"
+        raise UserError(
+            f"--method.{key} {value}: no method of this run has {name!r} ({methods}).{suggest(name, accepted)} "
+            f"Accepted: {listed(f'--method.{p}' for p in accepted) or 'nothing; FedAvg has no settings'}."
+        )
+    if len(owners) > 1:
+        raise UserError(
+            f"--method.{key} {value}: {' and '.join(map(class_name, owners))} both have {name!r}. "
+            f"Say which: {', '.join(f'--method.{class_name(o)}.{key}' for o in owners)}."
+        )
+    arguments = owners[0]["init_args"]
+    if rest:  # --method.beta Exponential --method.beta.gamma 0.9
+        inner = arguments.get(name)
+        inner = inner if isinstance(inner, dict) else {"class_path": inner}
+        arguments[name] = {**inner, "init_args": {**(inner.get("init_args") or {}), rest: value}}
+    else:
+        arguments[name] = value

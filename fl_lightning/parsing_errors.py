@@ -1,0 +1,141 @@
+"""jsonargparse's messages, cut down to one paragraph: which option, which value, what is accepted."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser
+
+from fl_lightning.errors import suggest
+
+_INTERNAL = ("fl_lightning.callback", "fl_lightning.run_folder", "fl_lightning.signals")
+_NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "- Expected a path but", "Expected a path but")
+
+
+def parameters(cls: type) -> list[str]:
+    """Names of what ``cls(...)`` accepts, through ``**kwargs`` to the classes it inherits from."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        found = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names += [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if all(p.kind != p.VAR_KEYWORD for p in found):
+            break
+    return list(dict.fromkeys(names))
+
+
+def subclasses(base: type) -> dict[str, type]:
+    """Every imported public subclass of ``base`` by its bare name; ours win over others' of the same name."""
+    found: dict[str, type] = {}
+    waiting = list(base.__subclasses__())
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        ours = cls.__module__.startswith("fl_lightning.")
+        if not cls.__name__.startswith("_") and (ours or cls.__name__ not in found):
+            found[cls.__name__] = cls
+    return found
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names in a line, as many as a paragraph bears."""
+    line = ", ".join(names)
+    return line if len(line) <= 300 else line[:300].rsplit(", ", 1)[0] + ", …"
+
+
+def _plain_types(leaves: list[str]) -> str:
+    names = {"NoneType": "null", "str": "text", "bool": "true or false", "int": "a whole number", "float": "a number"}
+    types = [t for leaf in leaves for t in re.findall(r"Expected an? <class '(?:.*\.)?(\w+)'>", leaf)]
+    return " or ".join(dict.fromkeys(names.get(t, t) for t in types)) or "; ".join(leaves)
+
+
+def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict[str, type]) -> type | None:
+    """The class that stands at ``path`` in the config or, later, on the command line."""
+    node: Any = config
+    for key in path.split("."):
+        if isinstance(node, dict):
+            node = node.get("init_args", node).get(key) if isinstance(node.get("init_args", node), dict) else None
+    name = node.get("class_path") if isinstance(node, dict) else node
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        flag, equals, value = option.partition("=")
+        if flag == f"--{path}":
+            name = value if equals else following
+    return known.get(str(name).rsplit(".", 1)[-1])
+
+
+def one_paragraph(
+    message: str, parser: ArgumentParser, config: dict[str, Any], options: list[str], bases: dict[str, type]
+) -> str:
+    """Say ``message`` briefly. ``bases``: the type of class that an option named so (its last part) takes."""
+    known = {name: cls for base in bases.values() for name, cls in subclasses(base).items()}
+    keys = [o.removeprefix("--") for o in parser._option_string_actions if o.startswith("--")]
+
+    if match := re.match(r"[Uu]nrecognized arguments: (\S+)", message):
+        flag = match[1].split("=")[0]
+        hint = suggest(flag.removeprefix("--"), keys) if flag.startswith("--") else ""
+        return f"{flag}: no such option.{hint.replace(chr(39), '`--', 1).replace(chr(39), '`')} --help lists them all."
+    if match := re.match(r"Group '([\w.]+)' does not accept option '([^']+)'", message):
+        prefix, name = match.groups()
+        names = [k.removeprefix(f"{prefix}.") for k in keys if k.startswith(f"{prefix}.")]
+        return f"{prefix}.{name}: no such key.{suggest(name, names)} Accepted: {listed(names)}."
+    if match := re.match(r"the following arguments are required: (.*)", message):
+        return (
+            f"{match[1]} is not given. Add a config that sets it, such as -c base or -c data/digits, "
+            f"or the option --{match[1].split(',')[0]}."
+        )
+
+    path: list[str] = []
+    leaves: list[str] = []
+    value = None
+    for line in message.splitlines():
+        text = line.strip().removeprefix("- ")
+        if match := re.match(r'Parser key "([^"]+)"\s*:?\s*(.*)', text):
+            if leaves:  # another subtype's attempt
+                continue
+            path += [match[1]] if match[1] != "config" else []
+            text = match[2]
+        while match := re.match(r'Parser key "([^"]+)"\s*:?\s*(.*)', text):
+            path += [match[1]]
+            text = match[2]
+        if text.startswith("Given value:"):
+            nested = re.search(r"val='?(.*?)'?\)$", text)
+            value = nested[1] if nested else text.removeprefix("Given value:").strip()
+        elif text and not text.startswith(_NOISE):
+            leaves.append(text)
+    option = ".".join(path)
+    telling = [text for text in leaves if re.match(r"Option '|Expected a dot import|Problem with", text)]
+    leaf = (telling or leaves or message.splitlines())[0]
+
+    if match := re.match(r"Option '([^']+)' is not accepted", leaf):
+        cls = _class_at(option, config, options, known)
+        if cls is None:
+            return f"{option}.{match[1]}: no such option; give the class of {option} first."
+        names = parameters(cls)
+        return f"{option}.{match[1]}: {cls.__name__} has no such argument.{suggest(match[1], names)} Accepted: {listed(names)}."
+    if match := re.match(r"Expected a dot import path string: (.*)", leaf):
+        base = bases.get(option) or bases.get(option.rsplit(".", 1)[-1])
+        names = _choices(base) if base else []
+        accepted = f" Accepted: {listed(names)}, or a path such as my_module.MyClass." if names else ""
+        return f"{option}: there is no class {match[1]!r}.{suggest(match[1], names or known)}{accepted}"
+    if match := re.match(r"Problem with given class_path '([^']+)':", leaf):
+        reason = " ".join(leaves[leaves.index(leaf) + 1 :][:1]) or "it cannot be imported"
+        return f"{option}: {match[1]!r} cannot be used: {reason}.{suggest(match[1].rsplit('.', 1)[-1], known)}"
+    if match := re.match(r"Expected an? <class '[^']+'>\. Got value: (.*)", leaf):
+        return f"{option}: {match[1]!r} is not accepted; expected {_plain_types([leaf])}."
+    if re.match(r"Expected an? <class", leaf) and value is not None:
+        return f"{option}: {value!r} is not accepted; expected {_plain_types(leaves)}."
+    text = re.sub(r"\s+", " ", " ".join(leaves) or message)
+    return f"{option}: {text[:450]}" if option else text[:450]
+
+
+def _choices(base: type) -> list[str]:
+    """What to offer where a ``base`` is wanted: of networks and learners only ours, as torch has hundreds."""
+    found = subclasses(base)
+    if issubclass(base, torch.nn.Module):
+        found = {name: cls for name, cls in found.items() if cls.__module__.startswith("fl_lightning.models")}
+    return sorted(name for name, cls in found.items() if cls.__module__ not in _INTERNAL)

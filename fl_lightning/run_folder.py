@@ -1,0 +1,193 @@
+"""A run's folder: claimed when training starts, never before; config, loggers, checkpoints in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.loggers import MetricsCSV
+
+
+def numbered(stem: str) -> list[tuple[int, Path]]:
+    """The folders ``<stem>-<number>`` that exist, by number."""
+    parent, name = Path(stem).parent, Path(stem).name
+    found = [
+        (int(match[1]), entry)
+        for entry in (parent.iterdir() if parent.is_dir() else ())
+        if (match := re.fullmatch(re.escape(name) + r"-(\d+)", entry.name))
+    ]
+    return sorted(found)
+
+
+def next_free(stem: str) -> Path:
+    """The folder after the last of ``numbered(stem)``; not made."""
+    existing = numbered(stem)
+    return Path(f"{stem}-{existing[-1][0] + 1 if existing else 1}")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written to ``folder``."""
+    return any((folder / name).exists() for name in ("config.yaml", "checkpoints", "metrics.csv"))
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to, without making it."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "is not writable" if place.is_dir() else "is not a folder"
+        raise UserError(
+            f"--trainer.default_root_dir {folder}: {place} {why}. Give a folder that can be written to, for the run's "
+            f"config, metrics and checkpoints."
+        )
+
+
+class _Events(TensorBoardLogger):
+    """TensorBoard events right in the run's folder, whose config.yaml says what hparams.yaml would."""
+
+    def save(self) -> None:
+        self.experiment.flush()
+
+
+class RunFolder(pl.Callback):
+    """Claims the run's folder once everything else is known to work, and puts config, loggers and partition there.
+
+    Args:
+        folder: the run's folder.
+        stem: where the folder was not given: ``<stem>-<number>`` is claimed, the next free one.
+        config: text of config.yaml.
+        tensorboard: write TensorBoard events.
+    """
+
+    def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
+        self.folder, self.stem, self.config, self.tensorboard = folder, stem, config, tensorboard
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        folder: Path | str = self._claim() if trainer.is_global_zero else ""
+        self.folder = Path(trainer.strategy.broadcast(str(folder)))
+        trainer._default_root_dir = str(self.folder)
+        first_round = trainer.current_epoch
+        loggers: list[Logger] = [MetricsCSV(self.folder)]
+        if self.tensorboard:
+            purge = first_round or None
+            loggers.append(_Events(str(self.folder), name="", version="", purge_step=purge, default_hp_metric=False))
+        trainer.loggers = [*loggers, *trainer.loggers]
+        if trainer.is_global_zero:
+            self._partition(trainer, first=first_round == 0)
+            print(pl_module.describe() if hasattr(pl_module, "describe") else "", flush=True)
+            going_on = f", going on with round {first_round}" if first_round else ""
+            print(f"→ {self.folder}{going_on}", flush=True)
+
+    def _claim(self) -> Path:
+        """Make the folder (the next free one, where two runs start at once) and write its config."""
+        folder = self.folder
+        try:
+            while True:
+                try:
+                    folder.mkdir(parents=True, exist_ok=self.stem is None)
+                    break
+                except FileExistsError:
+                    if self.stem is None:
+                        raise
+                    folder = next_free(self.stem)
+            aside = folder / "config.yaml.new"
+            aside.write_text(self.config, encoding="utf-8")
+            aside.replace(folder / "config.yaml")
+        except OSError as error:
+            raise UserError(
+                f"--trainer.default_root_dir {folder}: cannot be written to ({error.strerror or error}). "
+                "Give another folder."
+            ) from None
+        return folder
+
+    def _partition(self, trainer: pl.Trainer, first: bool) -> None:
+        plot = getattr(getattr(trainer, "datamodule", None), "plot_partition", None)
+        path = self.folder / "partition.png"
+        if plot is None or (path.exists() and not first):
+            return
+        figure = plot()
+        figure.savefig(path)
+        for logger in trainer.loggers:
+            if isinstance(logger, _Events):
+                logger.experiment.add_figure("partition", figure, 0)
+
+
+class RunCheckpoint(Checkpoint):
+    """``last.ckpt`` after every round; ``best.ckpt`` is the same file, linked, whenever the metric improves.
+
+    Args:
+        run: tells the folder, known once training starts.
+        monitor: the metric; None: ``val/acc``, where the learner logs it. Lowest is best when it is a loss.
+    """
+
+    def __init__(self, run: RunFolder, monitor: str | None = None) -> None:
+        self.run, self.given, self.monitor = run, monitor is not None, monitor or "val/acc"
+        self.best: float | None = None
+        self.best_round = -1
+
+    @property
+    def state_key(self) -> str:
+        return "RunCheckpoint"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"monitor": self.monitor, "best": self.best, "best_round": self.best_round}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["monitor"] == self.monitor:
+            self.best, self.best_round = state_dict["best"], state_dict["best_round"]
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints are."""
+        return self.run.folder / "checkpoints"
+
+    @property
+    def dirpath(self) -> str:
+        """As ModelCheckpoint has it."""
+        return str(self.folder)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
+            self._link(trainer)  # a kill may have come between writing last.ckpt and linking best.ckpt
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        improved = self._improved(trainer)
+        trainer.save_checkpoint(self.folder / "last.ckpt")
+        if improved:
+            self._link(trainer)
+
+    def _improved(self, trainer: pl.Trainer) -> bool:
+        if self.monitor not in trainer.callback_metrics:
+            if self.given and trainer.fit_loop.epoch_loop.val_loop._has_run:
+                known = sorted(trainer.callback_metrics)
+                raise UserError(
+                    f"--monitor {self.monitor}: no metric has this name.{suggest(self.monitor, known)} "
+                    f"Logged so far: {', '.join(known)}."
+                )
+            return False
+        value = float(trainer.callback_metrics[self.monitor])
+        better = self.best is None or (value < self.best if "loss" in self.monitor else value > self.best)
+        if better and value == value:
+            self.best, self.best_round = value, trainer.current_epoch
+            return True
+        return False
+
+    def _link(self, trainer: pl.Trainer) -> None:
+        last, best, aside = (self.folder / name for name in ("last.ckpt", "best.ckpt", "best.ckpt.new"))
+        if not trainer.is_global_zero or not last.exists():
+            return
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(last, aside)
+        except OSError:  # a file system without links
+            aside.write_bytes(last.read_bytes())
+        aside.replace(best)
+

@@ -1,0 +1,48 @@
+"""SIGTERM, SIGINT and SIGHUP end a run after its round: validated, with a checkpoint, and the status says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+
+
+class GracefulStop(pl.Callback):
+    """Asks the module to stop after this round; a second Ctrl-C stops at once.
+
+    ``received`` is the signal's number, or None. The module agrees with the other processes once a round.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._module: Any = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # here, because Lightning's own handlers are in place by now: they would lose the round
+        self._module = pl_module
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None:
+            os.write(2, f"\n{signal.Signals(number).name}: stopping after this round\n".encode())
+        self.received = number
+        self._module.stop_requested = True
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._restore()

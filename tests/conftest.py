@@ -1,0 +1,32 @@
+"""One thread, the oracles in reach, and ``cli``: real processes of the command line without its seconds of imports."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zygote import Cli, Zygote
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """One process that has imported everything and forks for each command."""
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def cli(zygote: Zygote, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """``cli("fit", "-c", "base", …)`` runs fl-lightning in ``tmp_path``; ``cli.start(…)`` does not wait for it."""
+    runner = Cli(zygote, tmp_path, tmp_path_factory.mktemp("commands"))
+    yield runner
+    runner.kill_all()
