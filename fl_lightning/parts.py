@@ -86,6 +86,8 @@ class Parts:
 
     def end(self, clients: Clients, row: int) -> dict[str, Tensor]:
         """The rows that a client keeps after a round."""
+        if not self.masks:
+            return {}
         elapsed = clients.total_elapsed().expand_as(clients.x)[row]
         first = torch.stack([elapsed[mask][0] for mask in self.masks])
         return {

@@ -54,6 +54,7 @@ class Round:
     total: Leaf = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     at_server: bool = True
+    mean_gradient_read: bool = False
     _cache: dict[object, Tensor] = field(default_factory=dict)
 
     @property
@@ -223,6 +224,7 @@ class Clients:
     def mean_gradient(self) -> Tensor:
         """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed."""
         elapsed = self.elapsed
+        self._round.mean_gradient_read = True
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
 
     def norm(self, v: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation import sum_over_processes
 from fl_lightning.callback import ClientState, ServerState
+from fl_lightning.client_optimizer import is_plain_sgd
 from fl_lightning.collect import BUFFER_BYTES, DOWN_CLIENTS, MISSING, UP_BYTES, UP_PARAMETERS, Collector
 from fl_lightning.errors import Diverged
 from fl_lightning.rounds import Round, Server
@@ -32,8 +33,9 @@ def conclude(module: FederatedModule, round: Round, collector: Collector) -> dic
     server.averaged = collector.averaged
     if round.finished:
         aggregate = methods.owner("aggregate")
-        update = aggregate(server) if aggregate else total["weighted"] / total["weight"].to(round.wide)
-        server.update = update.to(round.w.dtype)
+        server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
+        if aggregate:
+            server.update = aggregate(server).to(round.w.dtype)
         methods.run("on_server_update", server)
         if server.averaged is not None:
             server.update = torch.where(server.averaged, server.update, 0.0)
@@ -46,6 +48,7 @@ def conclude(module: FederatedModule, round: Round, collector: Collector) -> dic
     server.evaluated = module.evaluated_vector.detach()
     average_buffers(module, total)
     server.communication = traffic(module, round, server)
+    warn_of_mean_gradient(module, round)
     if round.finished:
         methods.run("on_round_end", server)
         commit(module, round, server)
@@ -75,6 +78,17 @@ def diverged_text(t: int, what: str) -> str:
         f"the run diverged: {what} in round {t} is not finite. Lower the client learning rate, set clip_norm (10 is "
         "common), or leave such clients out with on_nonfinite='skip'."
     )
+
+
+def warn_of_mean_gradient(module: FederatedModule, round: Round) -> None:
+    """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps' gradients."""
+    if not round.mean_gradient_read:
+        return
+    what = "a method of this run takes displacement / (η K) for the mean gradient of the local steps, which it is not"
+    if not is_plain_sgd(module._client):
+        module.note(f"{what} with {type(module._client).__name__} other than plain SGD (10 × with momentum 0.9)")
+    if float(round.total.get("log:clipped_steps", 0)) > 0:
+        module.note(f"{what} while clipping is active (clip_norm={module.clip_norm:g})")
 
 
 def step_server_optimizer(module: FederatedModule, server: Server) -> None:
