@@ -138,13 +138,14 @@ class Upload(Declaration):
     """Given by each participant in ``on_local_end``: ``self.name[clients] = …``; the server reads sums of it.
 
     Args:
-        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K}, w and K_i, so it is counted
-            only where a method changes where clients start. False: never counted.
+        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0} and K_i, so it is
+            counted only where clients start elsewhere than w and the displacement is not what they send.
+            ``"derived from x"``: from x_{i,K} and w, counted only where x_{i,K} is not what they send. False: never.
     """
 
     def __init__(
         self,
-        sent: bool | Literal["derived"] = True,
+        sent: bool | Literal["derived", "derived from x"] = True,
         shape: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -254,6 +255,9 @@ class FederatedCallback(pl.Callback):
 
     title: ClassVar[str] = ""
     """The method's name in the field, for the line that says what runs; empty: the class name."""
+
+    sends: ClassVar[Literal["x", "displacement", ""]] = ""
+    """What the server can compute from what ``transmit`` sends: x_{i,K}, x_{i,K} - x_{i,0}, or neither."""
 
     _declared: dict[str, Declaration]
     _bound_round: Round | None

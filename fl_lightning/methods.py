@@ -50,6 +50,7 @@ class Methods:
             hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED
         }
         self._owners: dict[str, Callable[..., Any]] = {}
+        self._sends: str = "x"
         for hook, what in OWNED.items():
             owners = [c for c in self.callbacks if overrides(c, hook)]
             if len(owners) > 1:
@@ -60,6 +61,8 @@ class Methods:
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
+                if hook == "transmit":
+                    self._sends = owners[0].sends
         self.declared: dict[str, Declaration] = {
             d.key(c): d for c in self.callbacks for d in c.declarations().values()
         }
@@ -92,12 +95,15 @@ class Methods:
         return {k: d for k, d in self.declared.items() if isinstance(d, ServerState) and d.sent}
 
     def sent_by_clients(self) -> dict[str, Upload]:
-        """Uploads that are counted; a derived one only where clients do not start from w."""
-        moved = bool(self["on_local_start"])
+        """Uploads that are counted; those derived from what is sent anyway are not (methods.md, section 12)."""
+        known = {self._sends}
+        if self._sends and not self["on_local_start"]:  # clients start from w: one gives the other
+            known = {"x", "displacement"}
+        source = {"derived": "displacement", "derived from x": "x"}
         return {
             k: d
             for k, d in self.declared.items()
-            if isinstance(d, Upload) and (d.sent is True or (d.sent == "derived" and moved))
+            if isinstance(d, Upload) and d.sent and source.get(str(d.sent)) not in known
         }
 
     def client_states(self) -> list[str]:
