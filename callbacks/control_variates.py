@@ -6,8 +6,9 @@ Each local step follows g + c - c_i, where c_i estimates the client's mean gradi
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import pytorch_lightning as pl
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
@@ -50,3 +51,10 @@ class ControlVariates(FederatedCallback):
 
     def on_server_update(self, server: Server) -> None:
         self.c += server.n / server.num_clients * self.change.mean()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.weighting == "samples":
+            pl_module.note(
+                "ControlVariates: its fixed point is the optimum of the uniform mean over clients, also with "
+                "weighting='samples'."
+            )

@@ -15,8 +15,8 @@ class DivergenceLogger(FederatedCallback):
     """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``.
 
     participants: mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO, Table 2). all: (1/m) Σ_i ‖last_i - w⁺‖² with last_i the
-    client's latest x_{i,K}, w^0 if none (FedInit's Δ), from sums that are kept up so that a round reads its participants'
-    rows alone. update: ‖w⁺ - w‖². Under partial averaging w⁺ is the evaluated model in the first two.
+    client's latest x_{i,K}, w^0 if none (FedInit's Δ), from sums that are kept up so that a round reads its
+    participants' rows alone. update: ‖w⁺ - w‖². Under partial averaging w⁺ is the evaluated model in the first two.
 
     Args:
         all_clients: whether to keep what ``divergence/all`` needs, one vector a client; None: up to 1,000 clients.

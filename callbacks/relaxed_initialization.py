@@ -30,6 +30,7 @@ class RelaxedInitialization(FederatedCallback):
 
     title = "FedInit"
     neutral = {"beta": 0.0}
+    sends = "displacement"  # with aggregate="updates", the one that transmits
     beta = Coefficient()
     last = ClientState(initial="initial_model", synchronised=False)
 
@@ -58,6 +59,6 @@ class RelaxedInitialization(FederatedCallback):
         beta, (n, m) = vars(self)["beta"], pl_module.cohort  # type: ignore[misc]
         if self.rule == "models" and n < m and not isinstance(beta, Schedule) and beta >= n / (m - n):
             pl_module.note(  # type: ignore[operator]
-                f"RelaxedInitialization: beta={beta:g} with {n} of {m} clients a round amplifies a constant drift without "
-                f"bound; it stays bounded below n/(m - n) = {n / (m - n):.3g}, or with aggregate='updates'."
+                f"RelaxedInitialization: beta={beta:g} with {n} of {m} clients a round amplifies a constant drift "
+                f"without bound; it stays bounded below n/(m - n) = {n / (m - n):.3g}, or with aggregate='updates'."
             )

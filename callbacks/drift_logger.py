@@ -1,0 +1,38 @@
+"""How far clients drift in a round, and whether in one direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from fl_lightning.callback import FederatedCallback, Upload
+from fl_lightning.rounds import Clients, Server
+
+
+class DriftLogger(FederatedCallback):
+    """Logs ``drift/norm``, the mean over S_t of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs of clients.
+
+    u_i = x_{i,K} - w^t; under partial averaging the evaluated model stands for w^t. No cosine if fewer than two moved.
+    """
+
+    direction = Upload(sent=False, dtype=torch.float64)
+    length = Upload(sent=False, shape=(), dtype=torch.float64)
+    moving = Upload(sent=False, shape=(), dtype=torch.float64)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._reference = pl_module.evaluated_vector.detach()
+
+    def on_local_end(self, clients: Clients) -> None:
+        update = (clients.x - self._reference).double()
+        norm = clients.norm(update)
+        self.direction[clients] = update / torch.where(norm > 0, norm, 1.0)
+        self.length[clients] = norm[:, 0]
+        self.moving[clients] = (norm[:, 0] > 0).double()
+
+    def on_round_end(self, server: Server) -> None:
+        server.log("drift/norm", self.length.mean())
+        together, n = self.direction.sum(), self.moving.sum()
+        if n > 1:
+            server.log("drift/cosine", (together @ together - n) / (n * (n - 1)))

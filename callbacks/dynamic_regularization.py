@@ -1,0 +1,58 @@
+"""FedDyn: dynamic regularization.
+
+D. A. E. Acar et al.: Federated Learning Based on Dynamic Regularization (ICLR 2021). With penalty a (their α, FedSMOO's
+1/β), each client minimises f_i(x) - ⟨λ_i, x⟩ + (a/2)‖x - w‖²; its dual λ_i tends to its gradient at the optimum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, ServerState, Upload
+from fl_lightning.errors import UserError
+from fl_lightning.rounds import Clients, Server
+from fl_lightning.schedules import Schedule
+
+
+class DynamicRegularization(FederatedCallback):
+    """g ← g - λ_i + a (x - w); λ_i ← λ_i - a (x_{i,K} - w), λ ← λ - (a/m) Σ (x_{i,K} - w); d ← d - λ/a.
+
+    Anchored at w^t under relaxed initialization too. λ is the mean of all λ_i at all times while a is constant.
+
+    Args:
+        penalty: a > 0.
+    """
+
+    title = "FedDyn"
+    penalty = Coefficient()
+    lambda_i = ClientState(synchronised=True)
+    lambda_mean = ServerState(synchronised=True)
+    moved = Upload(sent="derived from x")
+
+    def __init__(self, penalty: float | Schedule = 0.1) -> None:
+        super().__init__()
+        self.penalty = penalty
+        if not isinstance(penalty, Schedule) and penalty <= 0:
+            raise UserError(f"DynamicRegularization: penalty={penalty!r} is not accepted; it has to be above 0.")
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
+        gradient += self.penalty * (clients.x - clients.w) - self.lambda_i[clients]
+
+    def on_local_end(self, clients: Clients) -> None:
+        moved = clients.x - clients.w
+        self.lambda_i[clients] -= self.penalty * moved
+        self.moved[clients] = moved
+
+    def on_server_update(self, server: Server) -> None:
+        self.lambda_mean -= self.penalty / server.num_clients * self.moved.sum()
+        server.update -= self.lambda_mean / self.penalty
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.weighting == "samples":
+            pl_module.note(
+                "DynamicRegularization: its fixed point is the optimum of the uniform mean over clients, "
+                "also with weighting='samples'."
+            )

@@ -1,0 +1,63 @@
+"""FedSMOO's perturbation: sharpness-aware minimization of the global loss.
+
+Y. Sun et al.: Dynamic Regularized Sharpness Aware Minimization in Federated Learning (ICML 2023), Algorithm 1. Each
+client's perturbation is corrected towards a common one, s. FedSMOO is this together with DynamicRegularization.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, Scratch, ServerState, Upload
+from fl_lightning.errors import UserError
+from fl_lightning.rounds import Clients, Server
+from fl_lightning.schedules import Schedule
+
+
+class GlobalSharpnessAwareMinimization(FederatedCallback):
+    """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e. s ← r U/‖U‖, U = mean(μ_i - e).
+
+    Not defined by the paper together with partial averaging, and refused.
+
+    Args:
+        radius: r; 0 is FedAvg.
+    """
+
+    title = "FedSMOO's perturbation"
+    neutral = {"radius": 0.0}
+    radius = Coefficient()
+    mu_i = ClientState(synchronised=False)
+    s = ServerState(sent=True, synchronised=False)
+    last = Scratch()
+    dual = Upload()
+
+    def __init__(self, radius: float | Schedule = 0.1) -> None:
+        super().__init__()
+        self.radius = radius
+
+    def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
+        q = gradient - self.mu_i[clients] - self.s
+        norm = clients.norm(q)
+        e = self.radius * q / torch.where(norm > 0, norm, 1.0)
+        self.mu_i[clients] += e - self.s
+        self.last[clients] = e
+        return e
+
+    def on_local_end(self, clients: Clients) -> None:
+        self.dual[clients] = self.mu_i[clients] - self.last[clients]
+
+    def on_server_update(self, server: Server) -> None:
+        mean = self.dual.mean()
+        norm = torch.linalg.vector_norm(mean)
+        self.s = self.radius * mean / torch.where(norm > 0, norm, 1.0)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if owner := pl_module.methods.owner("parts"):
+            raise UserError(
+                f"method: GlobalSharpnessAwareMinimization and {type(owner.__self__).__name__} cannot run together: "
+                "the paper does not say what the common perturbation is where a part is not averaged. Keep one of them."
+            )

@@ -1,0 +1,139 @@
+"""FedALS and FedPer: parts of the model that are averaged every so many rounds, or never.
+
+P. Gholami, H. Seferoglu: Improved Generalization of Federated Learning with Less Frequent Averaging of Representation
+Layers (2024), Algorithm 1: the head every round, the extractor every α rounds. M. G. Arivazhagan et al.: Federated
+Learning with Personalization Layers (2019): the head never. Keeping the clients' copies is the framework's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.flat import Layout
+
+LAYERS = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.MultiheadAttention,
+)
+Period = int | Literal["never"]
+
+
+class PartialAveraging(FederatedCallback):
+    """A part with period P is averaged at the end of round t when (t + 1) mod P = 0; else clients keep their copies.
+
+    What no pattern names is averaged every round. Without ``periods``, ``extractor`` and ``extractor_layers`` the
+    extractor is all layers but the last.
+
+    Args:
+        periods: patterns of parameter names (``fnmatch``: ``"head.*"``), each with its period in rounds or
+            ``"never"``; of several that match, the first counts.
+        period: α, of the extractor, where no ``periods`` are given; 1 is FedAvg.
+        extractor: patterns of the extractor's parameter names.
+        extractor_layers: instead: the first so many layers (convolutions, linear, embedding and attention blocks, as
+            registered; a norm belongs to the layer before it).
+
+    Raises:
+        UserError: a pattern that matches nothing, a period below 1, more layers than there are, two ways at once.
+    """
+
+    title = "FedALS"
+    neutral = {"period": 1}
+
+    def __init__(
+        self,
+        periods: dict[str, Period] | None = None,
+        period: Period = 10,
+        extractor: str | Sequence[str] | None = None,
+        extractor_layers: int | None = None,
+    ) -> None:
+        super().__init__()
+        given = {"periods": periods, "extractor": extractor, "extractor_layers": extractor_layers}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise UserError(f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one of them.")
+        for value in (period, *(periods or {}).values()):
+            if value != "never" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(
+                    f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, and 'never'."
+                )
+        self.periods, self.period, self.extractor, self.extractor_layers = periods, period, extractor, extractor_layers
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._learner = pl_module.learner
+        n, m = pl_module.cohort
+        longest = max([p for p in (self.periods or {"": self.period}).values() if p != "never"], default=1)
+        lost = (1 - n / m) * (longest - 1) / longest
+        if lost > 0:
+            pl_module.note(
+                f"PartialAveraging: with {n} of {m} clients a round and a period of {longest}, about {lost:.0%} of the "
+                "local work on that part never reaches the server: only the participants of the round in which it is "
+                "averaged send it."
+            )
+
+    def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
+        period_of: dict[str, Period] = {}
+        for pattern, period in self._patterns(layout).items():
+            matched = [name for name in layout if fnmatchcase(name, pattern)]
+            if not matched:
+                raise UserError(
+                    f"PartialAveraging: no trainable parameter is called {pattern!r}; they are {_some(layout)}."
+                    + suggest(pattern, list(layout))
+                )
+            period_of = {name: period for name in matched} | period_of
+        parts = []
+        for period in dict.fromkeys(p for p in period_of.values() if p != 1):
+            mask = torch.zeros(layout.size, dtype=torch.bool)
+            for name in [name for name, own in period_of.items() if own == period]:
+                mask[layout[name][0]] = True
+            parts.append((mask, None if period == "never" else int(period)))
+        return parts
+
+    def _patterns(self, layout: Layout) -> dict[str, Period]:
+        if self.periods is not None:
+            return self.periods
+        if self.extractor is not None:
+            patterns = [self.extractor] if isinstance(self.extractor, str) else self.extractor
+            return dict.fromkeys(patterns, self.period)
+        layers = layers_of(self._learner)
+        number = len(layers) - 1 if self.extractor_layers is None else self.extractor_layers
+        if not 0 <= number <= len(layers):
+            raise UserError(f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers.")
+        return dict.fromkeys([name for layer in layers[:number] for name in layer if name in layout], self.period)
+
+
+def layers_of(learner: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each layer; parameters of other modules belong to the last layer registered before."""
+    layers: list[list[str]] = []
+    early: list[str] = []
+    inside = "\0"
+    for name, module in learner.named_modules():
+        prefix = name + "." if name else ""
+        if name.startswith(inside):
+            continue
+        layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
+        own = [prefix + p for p, _ in module.named_parameters(recurse=layer)]
+        if layer:
+            layers.append(own)
+            inside = prefix or "\0"
+        else:
+            (layers[-1] if layers else early).extend(own)
+    if layers:
+        layers[0] = early + layers[0]
+    return layers or [early]
+
+
+def _some(layout: Layout) -> str:
+    names = list(layout)
+    return ", ".join(names[:4]) + (f", … ({len(names)})" if len(names) > 4 else "")

@@ -1,0 +1,124 @@
+"""Adaptive server optimizers: FedAdam, FedYogi, FedAdagrad.
+
+S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2. Not torch.optim.Adam and Adagrad: v starts
+at τ², τ is added to √v, and there is no bias correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError
+
+
+class _Adaptive(Optimizer):
+    """m ← β1 m + (1 - β1) d; v by the class; w ← w + η m / (√v + τ), where the gradient is -d."""
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, beta1: float, beta2: float, tau: float, bias_correction: bool
+    ) -> None:
+        name = type(self).__name__
+        for what, value, fine, accepted in (
+            ("lr", lr, lr >= 0, "from 0"),
+            ("beta1", beta1, 0 <= beta1 < 1, "from 0, below 1"),
+            ("beta2", beta2, 0 <= beta2 < 1, "from 0, below 1"),
+            ("tau", tau, tau > 0, "above 0"),
+        ):
+            if not fine:
+                raise UserError(f"{name}: {what}={value!r} is not accepted; it has to be a number {accepted}.")
+        super().__init__(
+            params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "bias_correction": bias_correction}
+        )
+        # state is there before the first step: partial averaging restores it where a part is not averaged
+        for group in self.param_groups:
+            for p in group["params"]:
+                v = 0.0 if bias_correction else tau**2
+                self.state[p] = {"m": torch.zeros_like(p), "v": torch.full_like(p, v, requires_grad=False)}
+                if bias_correction:
+                    self.state[p]["step"] = torch.zeros(())
+
+    @staticmethod
+    def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
+        """Move v in place, given d²."""
+        raise NotImplementedError
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m, v = self.state[p]["m"], self.state[p]["v"]
+                d = -p.grad
+                m.lerp_(d, 1 - group["beta1"])
+                self.second_moment(v, d**2, group["beta2"])
+                if group["bias_correction"]:
+                    k = self.state[p]["step"].add_(1)
+                    m, v = m / (1 - group["beta1"] ** k), v / (1 - group["beta2"] ** k)
+                p.addcdiv_(m, v.sqrt() + group["tau"], value=group["lr"])
+        return loss
+
+
+class FedAdam(_Adaptive):
+    """v ← β2 v + (1 - β2) d². The papers here use lr 0.1.
+
+    Args:
+        params: what to optimise.
+        lr: η_g.
+        betas: (β1, β2).
+        tau: τ, in √v + τ; also √v before the first step.
+        bias_correction: as torch.optim.Adam does it, with v from 0; not in the paper's Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        tau: float = 1e-3,
+        bias_correction: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas[0], betas[1], tau, bias_correction)
+
+    @staticmethod
+    def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
+        v.lerp_(squared, 1 - beta2)
+
+
+class FedYogi(FedAdam):
+    """v ← v - (1 - β2) d² sign(v - d²). Arguments as :class:`FedAdam`."""
+
+    @staticmethod
+    def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
+        v.sub_(squared * torch.sign(v - squared), alpha=1 - beta2)
+
+
+class FedAdagrad(_Adaptive):
+    """v ← v + d². The papers here use lr 0.1.
+
+    Args:
+        params: what to optimise.
+        lr: η_g.
+        beta1: β1; 0 is no momentum.
+        tau: τ, in √v + τ; also √v before the first step.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, beta1: float = 0.0, tau: float = 1e-3) -> None:
+        super().__init__(params, lr, beta1, 0.0, tau, False)
+
+    @staticmethod
+    def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
+        v.add_(squared)
