@@ -59,9 +59,7 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         if batch_size is not None and batch_size < 1:
-            raise UserError(
-                f"batch_size is {batch_size}: give at least 1, or null for the whole client in one batch."
-            )
+            raise UserError(f"batch_size is {batch_size}: give at least 1, or null for the whole client in one batch.")
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         if not 0 <= val_fraction < 1:
@@ -276,9 +274,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def _order(self, client: int, round: int, epoch: int, samples: int) -> Indices:
         return generator(self.run_seed, "order", round, client, epoch).permutation(samples)
 
-    def client_batches(
-        self, client: int, round: int, steps: int, device: torch.device = CPU
-    ) -> Iterator[Batch]:
+    def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
         size = self.batch_size or len(indices)

@@ -47,9 +47,7 @@ class FromDatasets(FederatedDataModule):
         indices = None
         if clients is not None:
             if val_fraction:
-                raise UserError(
-                    f"val_fraction is {val_fraction}, but clients are given: give a val Dataset instead."
-                )
+                raise UserError(f"val_fraction is {val_fraction}, but clients are given: give a val Dataset instead.")
             ends = np.cumsum([len(cast(Any, one)) for one in clients])
             indices = np.split(np.arange(ends[-1] if len(ends) else 0), ends[:-1])
             train = ConcatDataset(clients) if len(ends) and ends[-1] else train

@@ -61,9 +61,7 @@ class HumanActivity(FederatedDataModule):
             seed=seed,
         )
         if augment:
-            raise UserError(
-                "HumanActivity's augment is true, but there is no augmentation of signals: give false."
-            )
+            raise UserError("HumanActivity's augment is true, but there is no augmentation of signals: give false.")
         if features not in ("signals", "features"):
             raise UserError(f"HumanActivity's features is {features!r}: give 'signals' or 'features'.")
         self.root, self.download, self.features = Path(root), download, features
@@ -116,9 +114,7 @@ class HumanActivity(FederatedDataModule):
             shape: tuple[int, ...] = (561,)
         else:
             shape = (9, 128)
-            first = (
-                compact if compact.is_file() else folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
-            )
+            first = compact if compact.is_file() else folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
             if compact.is_file():
                 x = _read(compact, lambda f: np.load(f, allow_pickle=False))
             else:

@@ -179,9 +179,7 @@ class CIFAR10(ImageDataModule):
 
         kind = self._kind()
         sums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-        return next(
-            (n for n, md5 in sums if not check_integrity(str(self.root / self.folder / n), md5)), None
-        )
+        return next((n for n, md5 in sums if not check_integrity(str(self.root / self.folder / n), md5)), None)
 
 
 class CIFAR100(CIFAR10):
@@ -208,9 +206,7 @@ class SVHN(ImageDataModule):
         return SVHN(str(self.root), split="train" if train else "test", download=download)
 
     def _samples(self, dataset: Any) -> TensorSamples:
-        return TensorSamples(
-            np.ascontiguousarray(dataset.data), dataset.labels, self.scale, self.mean, self.std
-        )
+        return TensorSamples(np.ascontiguousarray(dataset.data), dataset.labels, self.scale, self.mean, self.std)
 
     def _broken(self) -> str | None:
         from torchvision.datasets import SVHN

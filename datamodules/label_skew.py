@@ -55,9 +55,7 @@ class _LabelSkew(Partition):
         sizes = np.broadcast_to(np.int64(size), (num_clients,))
         return LazyClients(sizes, draw, f"{self!r} {num_clients} {seed} {digest(labels)}")
 
-    def _without(
-        self, pool: Indices, counts: Indices, num_clients: int, size: int, seed: int
-    ) -> Sequence[Indices]:
+    def _without(self, pool: Indices, counts: Indices, num_clients: int, size: int, seed: int) -> Sequence[Indices]:
         classes = np.split(pool, np.cumsum(counts)[:-1])
         stocks = [generator(seed, "partition-stock", c).permutation(one) for c, one in enumerate(classes)]
         stock, used = counts.copy(), np.zeros_like(counts)
@@ -129,9 +127,7 @@ class Pathological(_LabelSkew):
     get samples of other classes, where their own are used up.
     """
 
-    def __init__(
-        self, classes: int, replacement: bool = False, samples_per_client: int | None = None
-    ) -> None:
+    def __init__(self, classes: int, replacement: bool = False, samples_per_client: int | None = None) -> None:
         if not (not isinstance(classes, bool | float) and classes >= 1):
             raise UserError(f"Pathological's classes is {classes!r}: give a whole number of at least 1.")
         _check_samples(self, samples_per_client)

@@ -215,8 +215,7 @@ class Saved(Partition):
             ) from None
         except Exception as error:  # NumPy raises many kinds for damaged files
             raise UserError(
-                f"The partition's file {self.path!r} is damaged, or was not written by save_partition "
-                f"({error})."
+                f"The partition's file {self.path!r} is damaged, or was not written by save_partition ({error})."
             ) from None
 
     @property
@@ -249,9 +248,7 @@ def check_client(client: int, indices: Any, total: int) -> None:
     """Raises UserError unless there is an index and all are whole numbers below ``total``."""
     array = np.asarray(indices)
     if array.ndim != 1 or len(array) == 0:
-        raise UserError(
-            f"Client {client} has no samples (indices of shape {array.shape}): give each at least one."
-        )
+        raise UserError(f"Client {client} has no samples (indices of shape {array.shape}): give each at least one.")
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:
         raise UserError(
             f"Client {client} has sample indices of type {array.dtype} from {array.min()} to {array.max()}: "

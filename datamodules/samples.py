@@ -58,9 +58,7 @@ class TensorSamples:
     ) -> None:
         self.x, self.y = torch.as_tensor(x), torch.as_tensor(y)
         if len(self.x) != len(self.y):
-            raise UserError(
-                f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a sample."
-            )
+            raise UserError(f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a sample.")
         if len(self.x) == 0:
             raise UserError("The data have no samples: give at least one.")
         if not self.y.is_floating_point():
@@ -153,8 +151,7 @@ class DatasetSamples:
             labels = np.asarray(labels)
             if labels.shape != (len(self),):
                 raise UserError(
-                    f"targets have the shape {labels.shape}: give one label for each of the {len(self)} "
-                    "samples."
+                    f"targets have the shape {labels.shape}: give one label for each of the {len(self)} samples."
                 )
             if labels.dtype.kind in "iub" and labels.min() >= 0:
                 self.labels = labels.astype(np.int64)

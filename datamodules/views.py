@@ -57,14 +57,11 @@ def partition_table(data: FederatedDataModule) -> str:
         rows = [[*row, str((line > 0).sum())] for row, line in zip(rows, counts, strict=True)]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
-        for line in [header, *rows]
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
     ]
     if len(sizes) > SHOWN_IN_TABLE:
         lines.append(f"… and {len(sizes) - SHOWN_IN_TABLE:,} more clients")
-    lines.append(
-        f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash {data.partition_hash}"
-    )
+    lines.append(f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash {data.partition_hash}")
     return "\n".join(lines)
 
 

@@ -19,9 +19,7 @@ class ImageClassifier(pl.LightningModule):
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """
 
-    def __init__(
-        self, network: nn.Module, num_classes: int, lr: float = 0.1, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, network: nn.Module, num_classes: int, lr: float = 0.1, weight_decay: float = 0.0) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = network

@@ -20,9 +20,7 @@ class LeNet(nn.Module):
         super().__init__()
         side = ((input_size - 4) // 2 - 4) // 2
         if side < 1:
-            raise UserError(
-                f"LeNet's input_size is {input_size}: give at least 16, or use MLP for smaller images."
-            )
+            raise UserError(f"LeNet's input_size is {input_size}: give at least 16, or use MLP for smaller images.")
         self.conv1 = nn.Conv2d(in_channels, 64, 5)
         self.conv2 = nn.Conv2d(64, 64, 5)
         self.fc1 = nn.Linear(64 * side * side, 384)

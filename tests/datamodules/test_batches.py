@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_epochs_are_reshuffled_whole_and_keep_the_short_batch():
     assert data.batches_per_epoch(0) == 3
     assert [len(b) for b in batches] == [3, 3, 2, 3, 3, 2, 3, 3]
     own = sorted(data.client_indices(0).tolist())
-    first, second = sum(batches[:3], []), sum(batches[3:6], [])
+    first, second = [*chain(*batches[:3])], [*chain(*batches[3:6])]
     assert sorted(first) == sorted(second) == own and first != second
     expected = data.client_indices(0)[data.order(0, 7, 1)]
     assert second == expected.tolist()
@@ -125,10 +126,13 @@ def test_crop_and_flip_of_whole_tensors_equal_a_slow_reference():
 def test_augmentation_is_for_training_alone_and_differs_between_epochs_and_rounds():
     data = Digits(partition=IID(), augment=True, batch_size=None, seed=0)
     plain = Digits(partition=IID(), batch_size=None, seed=0)
-    first, second = (x for x, _ in data.client_batches(0, 0, 2))
+    first = next(data.client_batches(0, 0, 2))[0]
     again = next(data.client_batches(0, 0, 1))[0]
     assert torch.equal(first, again)
-    assert not torch.equal(first.sort(0).values, second.sort(0).values)
+    alone = InMemoryDataModule((torch.rand(1, 3, 16, 16), torch.zeros(1)), clients=[[0]])
+    alone.augmentation = CropFlip()
+    drawn = [x for r in range(4) for x, _ in alone.client_batches(0, r, 4)]
+    assert len({x.numpy().tobytes() for x in drawn}) > 10
     assert not torch.equal(first, next(plain.client_batches(0, 0, 1))[0])
     for ours, theirs in ((data, plain),):
         assert torch.equal(next(ours.full_batches(0))[0][0], next(theirs.full_batches(0))[0][0])
@@ -174,6 +178,10 @@ def test_validation_is_val_then_held_out_then_test():
     held = sum(len(b[1]) for b in digits.val_dataloader())
     used = np.concatenate([digits.client_indices(i) for i in range(10)])
     assert held == round(0.25 * 1438) and len(np.unique(used)) == 1438 - held
+    images = [batch[0] for batch in digits.val_dataloader()]
+    images += [batch[0] for i in range(10) for batch, _ in digits.full_batches(i)]
+    whole = next(iter(digits.train_set.batches(np.arange(1438), 1438)))[0]
+    assert sorted(x.numpy().tobytes() for x in torch.cat(images)) == sorted(x.numpy().tobytes() for x in whole)
     assert sum(len(b[1]) for b in digits.test_dataloader()) == 359
     assert np.array_equal(digits.client_indices(0), Digits(val_fraction=0.25, seed=1).client_indices(0))
 
@@ -197,7 +205,7 @@ def test_evaluation_is_shared_by_whole_batches_where_there_are_enough(world):
         shares.append(torch.cat([x for x, _ in loader]).flatten().tolist())
         assert len(list(loader)) == len(loader)
     if world <= 5:
-        assert sorted(sum(shares, [])) == list(range(n))
+        assert sorted(chain(*shares)) == list(range(n))
     else:
         assert shares == [list(range(n))] * world
 

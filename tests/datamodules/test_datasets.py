@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import zipfile
 
@@ -59,6 +60,13 @@ def test_real_images_are_the_right_way_up(real_data):
         test = data.test_set
         guess = torch.cdist(test.x.float().flatten(1), means).argmin(1)
         assert (guess == test.y).float().mean() > least
+
+
+def test_real_cifar10_keeps_channels_rows_and_columns(real_data):
+    data = CIFAR10(real_data)
+    data.setup()
+    raw = pickle.loads((real_data / data.folder / "test_batch").read_bytes(), encoding="latin1")
+    assert np.array_equal(data.test_set.x[:50].flatten(1).numpy(), raw["data"][:50])  # red, green, blue rows
 
 
 def test_digits_are_split_by_class_whatever_the_seed():
@@ -157,13 +165,13 @@ def test_human_activity_refusals(tmp_path):
     with pytest.raises(UserError, match="augment"):
         HumanActivity(tmp_path, augment=True)
     (folder / "Inertial Signals" / "body_gyro_y_train.txt").write_text("1 2\n3 4\n")
-    with pytest.raises(UserError, match="body_gyro_y_train.txt.*damaged"):
+    with pytest.raises(UserError, match=r"body_gyro_y_train.txt.*damaged"):
         HumanActivity(tmp_path).setup()
     (folder / "X_train.txt").unlink()
-    with pytest.raises(UserError, match="X_train.txt"):
+    with pytest.raises(UserError, match=r"X_train.txt"):
         HumanActivity(tmp_path, features="features").setup()
     (folder / "subject_train.txt").write_text("one\n")
-    with pytest.raises(UserError, match="subject_train.txt.*damaged"):
+    with pytest.raises(UserError, match=r"subject_train.txt.*damaged"):
         HumanActivity(tmp_path).setup()
 
 
@@ -184,7 +192,7 @@ def test_failed_download_is_one_paragraph(tmp_path, monkeypatch):
         raise OSError("no network\nat all")
 
     monkeypatch.setattr(CIFAR10, "_open", offline)
-    with pytest.raises(UserError, match="download is true.*no network at all"):
+    with pytest.raises(UserError, match=r"download is true.*no network at all"):
         CIFAR10(tmp_path, download=True).client_sizes()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import pytorch_lightning as pl
@@ -32,11 +34,11 @@ def numbers(data, client, steps=1):
 
 def test_a_dataset_is_split_collated_and_evaluated():
     data = FromDatasets(Words(), test=Words(5, 100), partition=Dirichlet(100.0), num_clients=3, batch_size=3)
-    everything = sum((numbers(data, i, 2) for i in range(3)), [])
+    everything = chain(*(numbers(data, i, 2) for i in range(3)))
     assert sorted(everything) == list(range(12)) and data.num_classes == 3
     batches = list(data.full_batches(0))
     assert [n for _, n in batches] == [3, 1]
-    assert sum([b["number"].tolist() for b, _ in batches], []) == data.client_indices(0).tolist()
+    assert [*chain(*(b["number"].tolist() for b, _ in batches))] == data.client_indices(0).tolist()
     assert [b["number"].tolist() for b in data.val_dataloader()] == [[100, 101, 102, 103, 104]]
 
 
@@ -62,7 +64,7 @@ def test_labels_are_found_or_asked_for():
     tensors = FromDatasets(TensorDataset(torch.zeros(4, 1), torch.tensor([0, 1, 2, 1])), num_clients=2)
     assert tensors.num_classes == 3
     assert FromDatasets(Mute(), num_clients=2).num_classes is None
-    with pytest.raises(UserError, match="Dirichlet.*give targets"):
+    with pytest.raises(UserError, match=r"Dirichlet.*give targets"):
         FromDatasets(Mute(), num_clients=2, partition=Dirichlet(1.0)).setup()
     assert FromDatasets(Mute(), num_clients=2, partition=Dirichlet(1.0), targets=[0, 1] * 3).num_classes == 2
     groups = FromDatasets(Mute(), partition=ByGroup([1, 1, 2, 2, 2, 3]))

@@ -86,8 +86,11 @@ def test_learner_trains_and_logs_under_the_published_names():
 
 
 def test_importing_a_small_network_is_light():
-    code = "import sys; from fl_lightning.models import MLP; print('torchvision' in sys.modules,
-    'pytorch_lightning' in sys.modules)" out = subprocess.run([sys.executable, "-c", code],
-    capture_output=True, text=True, check=True) assert out.stdout.split() == ["False", "False"]
+    code = (
+        "import sys; from fl_lightning.models import MLP; "
+        "print('torchvision' in sys.modules, 'pytorch_lightning' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]
     with pytest.raises(ImportError):
         from fl_lightning.models import ResNet19  # noqa: F401
