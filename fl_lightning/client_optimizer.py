@@ -48,6 +48,7 @@ class ClientOptimizer:
             self.weight_decay = float(group["weight_decay"])
             self.base = [float(group["lr"])]
             self.rates = list(self.base)
+            self._views_of_x = layout.views(x.view(-1))
             return
         if flat:
             parameter = nn.Parameter(x.view(-1), requires_grad=False)
@@ -97,6 +98,13 @@ class ClientOptimizer:
         if gradient is not self.gradient:
             self.gradient.copy_(gradient)
         self.optimizer.step()
+
+    def step_each(self, gradients: Sequence[Tensor]) -> None:
+        """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without the copy into g."""
+        (lr,) = self.rates
+        if self.weight_decay:
+            self.x.mul_(1 - lr * self.weight_decay)
+        torch._foreach_add_(self._views_of_x, gradients, alpha=-lr)
 
     def state(self) -> dict[str, Tensor]:
         """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""

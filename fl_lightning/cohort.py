@@ -82,6 +82,8 @@ class Cohort(GlobalModel):
         n, m = self.cohort
         group = self._client.param_groups[0]
         local = f"{self.local_steps} steps" if self.local_steps else f"{self.local_epochs or 5:g} epochs"
+        facts = self.engine_facts
+        workers = facts.get("workers")
         decay = "" if self.lr_decay == 1.0 else f" × {_decay(self.lr_decay)}"
         return " · ".join(
             [
@@ -90,7 +92,7 @@ class Cohort(GlobalModel):
                 local,
                 f"{type(self._client).__name__} {group['lr']:g}{decay}",
                 f"server {type(self._server).__name__} {self._server_rates[0]:g}",
-                *([self.engine_facts["engine"]] if self.engine_facts else []),
+                *([f"{facts['engine']} × {workers}" if workers else facts["engine"]] if facts else []),
             ]
         )
 

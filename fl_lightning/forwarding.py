@@ -57,13 +57,6 @@ class ForwardedHooks(pl.LightningModule):
         for hook in self.transfers:
             object.__setattr__(self, hook, getattr(learner, hook))
 
-    def local_batch(self, batch: Any) -> Any:
-        """A client's batch as the learner's own transfer hooks and the Trainer's precision make it."""
-        for hook in self.transfers:
-            extra = (self.device, 0) if hook == "transfer_batch_to_device" else (0,)
-            batch = getattr(self.learner, hook)(batch, *extra)
-        return self.trainer.precision_plugin.convert_input(batch)
-
     def connect_learner(self) -> None:
         """Give the learner this run's trainer, and let what it logs in evaluation arrive here."""
         self.learner._trainer = self._trainer
@@ -86,9 +79,6 @@ class ForwardedHooks(pl.LightningModule):
         self.learner._trainer = None
         for name in ("log", "log_dict"):
             self.learner.__dict__.pop(name, None)
-
-    def configure_callbacks(self) -> Any:
-        return self.learner.configure_callbacks()
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from fl_lightning import checks, client_optimizer, persistence
 from fl_lightning.aggregation import visiting_order
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.cohort import Cohort, decay_factor
 from fl_lightning.collect import Collector
-from fl_lightning.engines.local import Work
-from fl_lightning.engines.replica import Replica, buffer_values
-from fl_lightning.engines.sequential import Sequential
+from fl_lightning.engines.choose import choose
+from fl_lightning.engines.replica import buffer_values
+from fl_lightning.engines.sequential import Engine
 from fl_lightning.errors import UserError
 from fl_lightning.flat import trainable
 from fl_lightning.methods import Methods
@@ -52,9 +51,10 @@ class FederatedModule(Cohort):
         buffers: ``"average"`` (floating-point buffers weighted by p_i, integer ones the maximum) or ``"keep"``.
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
         init_from: a checkpoint or exported file whose weights to start from.
-        engine: ``"sequential"`` or ``"auto"``.
+        engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
+            thread of a CPU, same bits whatever their number; ``"auto"``: the faster one, measured before round 0.
         clients_at_once: clients of a group; for engines that stack clients.
-        workers: threads or streams; for engines with several.
+        workers: threads of the concurrent engine; ``"auto"``: the process's cores.
         capture: CUDA graphs; for engines on a GPU.
         seed: None: that of ``seed_everything``; none there either: drawn, and kept in the checkpoint.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
@@ -99,7 +99,8 @@ class FederatedModule(Cohort):
         checks.one_of("weighting", weighting, ("uniform", "samples"))
         checks.one_of("buffers", buffers, ("average", "keep"))
         checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
-        checks.one_of("engine", engine, ("auto", "sequential"))
+        checks.one_of("engine", engine, ("auto", "sequential", "concurrent"))
+        checks.positive("workers", None if workers == "auto" else workers, whole=True)  # type: ignore[arg-type]
         self.learner: Any = learner
         self.adopt(learner)
         self.participation, self.sampling = participation, sampling
@@ -120,12 +121,17 @@ class FederatedModule(Cohort):
         self.resume_from: dict[str, Any] | None = None
         self.known_indices: dict[Any, Any] = {}
         self._ready = False
+        self._engine: Engine | None = None
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
+    def configure_callbacks(self) -> Any:
+        if self.trainer.state.fn == "fit":  # the first hook of a fit: before Lightning's own, terser refusals
+            checks.check_trainer(self.trainer)
+        return self.learner.configure_callbacks()
+
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            checks.check_trainer(self.trainer)
             checks.check_data(self.data)
             checks.count_participants(self.participation, int(self.data.num_clients))
             self.methods = Methods([c for c in self.trainer.callbacks if isinstance(c, FederatedCallback)])  # type: ignore[attr-defined]
@@ -179,14 +185,8 @@ class FederatedModule(Cohort):
         if self.participation == 1 and isinstance(self.participation, int):
             self.note("participation=1 is one client a round; for all of them give 'all' or 1.0")
         self._sizes = self.data.client_sizes()
-        x = torch.empty(1, self.layout.size, dtype=w.dtype, device=w.device)
-        replica = Replica(self.learner, self.layout, x, self.forward_context, self.local_batch)
-        optimizer = ClientOptimizer(self._client, self.learner, x, replica.g, self.layout)
-        decay = client_optimizer.weight_decays(self._client)[0]
-        work = Work(self.data, self.methods, self.run_seed, self.clip_norm, self.keep_optimizer_state, decay)
-        self._engine = Sequential(work, replica, optimizer)
-        self.engine_facts = {"engine": "sequential", "threads": str(torch.get_num_threads())}
         self.learner.on_fit_start()
+        self._engine, self.engine_facts = choose(self)
 
     def refuse_undeclared_synchronisation(self) -> None:
         """Under partial averaging each state has to say what happens to coordinates that are not averaged."""
@@ -260,14 +260,14 @@ class FederatedModule(Cohort):
         leaves = [(leaf, own[leaf]) for leaf in visiting_order(len(own))]
         done = 0
 
-        def finish(leaf: int, clients: Any, optimizer: ClientOptimizer, replica: Replica) -> None:
+        def tell() -> None:
             nonlocal done
-            collector(leaf, clients, optimizer, replica)
             done += 1
             for watch in self._watchers():
                 watch(self.trainer, self, done, len(own))
 
-        self._engine.run(round, leaves, factor, buffers, self.evaluated_vector.detach(), finish)
+        assert self._engine is not None
+        self._engine.run(round, leaves, factor, buffers, self.evaluated_vector.detach(), collector, tell)
         metrics = conclude(self, round, collector)
         metrics["client_lr"] = self._client_rate() * factor
         return metrics
@@ -296,6 +296,9 @@ class FederatedModule(Cohort):
     def teardown(self, stage: str) -> None:
         self.learner.teardown(stage)
         self.release_learner()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._ready:

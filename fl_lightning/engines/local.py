@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +27,23 @@ def local_steps(
     optimizer: ClientOptimizer,
     methods: Methods,
     clip_norm: float | None,
+    draws: bool = True,
 ) -> Tensor | None:
     """All local steps of the clients; returns in how many the clipping was active (None without clipping)."""
     perturb, mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
     corrections, step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
+    if optimizer.plain and perturb is None and mix is None and not corrections and clip_norm is None:
+        for step, batch in enumerate(batches):  # nobody asks for the gradient as one vector
+            optimizer.step_each(replica.gradients(batch, step))
+            for end in step_ends:
+                end(clients)
+        return None
     clipped: Tensor | None = None
     for step, batch in enumerate(batches):
         if perturb is None:
             gradient = replica.gradient(batch, step)
         else:
-            gradient = perturbed_gradient(replica, clients, batch, step, perturb)
+            gradient = perturbed_gradient(replica, clients, batch, step, perturb, draws)
         if mix is not None:
             gradient = methods.gradient(mix, clients, gradient)
         for correct in corrections:
@@ -51,21 +59,19 @@ def local_steps(
     return clipped
 
 
-def perturbed_gradient(replica: Replica, clients: Clients, batch: Any, step: int, perturb: Any) -> Tensor:
+def perturbed_gradient(
+    replica: Replica, clients: Clients, batch: Any, step: int, perturb: Any, draws: bool = True
+) -> Tensor:
     """The gradient at x + e, same batch and random numbers; x comes back from a copy, buffers from the first pass."""
     x = replica.x
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+    before = RandomState(x) if draws else None
     first = replica.gradient(batch, step)
     after = {name: buffer.clone() for name, buffer in replica.buffers.items()}
     e = checked_rows(perturb, perturb(clients, first), first)
     point = x.clone()
     x.add_(e)
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    np.random.set_state(before[2])
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, x.device)
+    if before is not None:
+        before.restore()
     try:
         return replica.gradient(batch, step, log=False)
     finally:
@@ -73,38 +79,63 @@ def perturbed_gradient(replica: Replica, clients: Clients, batch: Any, step: int
         replica.load_buffers(after)
 
 
+class RandomState:
+    """The process's generators as they are now: torch's (of the CPU, and of the device of ``x``), NumPy's, Python's."""
+
+    def __init__(self, x: Tensor | None = None) -> None:
+        self.torch, self.python = torch.get_rng_state(), random.getstate()
+        self.numpy: Any = np.random.get_state()
+        self.device = x.device if x is not None and x.is_cuda else None
+        self.cuda = torch.cuda.get_rng_state(self.device) if self.device is not None else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+        if self.cuda is not None and self.device is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+    def moved(self) -> bool:
+        """Whether anything was drawn since, on the CPU."""
+        now = RandomState()
+        return not (
+            torch.equal(self.torch, now.torch)
+            and self.python == now.python
+            and self.numpy[2:] == now.numpy[2:]
+            and bool((self.numpy[1] == now.numpy[1]).all())
+        )
+
+
 def seed_client(seed: int, round: int, client: int, purpose: str = "learner") -> None:
     """Random numbers drawn inside the learner are a function of (seed, round, client)."""
     draw = int(generator(seed, purpose, round, client).integers(2**63))
-    torch.manual_seed(draw)
+    torch.default_generator.manual_seed(draw)  # torch.manual_seed formats a stack trace for CUDA's queue: 1 ms
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(draw)
     np.random.seed(draw % 2**32)
     random.seed(draw)
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def random_state_kept(x: Tensor) -> Iterator[None]:
     """Leave the global random generators as they were."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    before = RandomState(x)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        before.restore()
 
 
 def full_gradient(work: Work, replica: Replica, clients: Clients, at: Tensor) -> Tensor:
-    """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers, randomness stay as they were."""
+    """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers, randomness stay as they are."""
     (client,) = clients.client_ids
     at = at.view(1, -1)
     buffers = {name: buffer.clone() for name, buffer in replica.buffers.items()}
     point, held = replica.x.clone(), replica.g.clone()
     total = torch.zeros_like(replica.x)
-    with random_state_kept():
-        seed_client(work.seed, clients.round, client, "full")
+    with random_state_kept(at) if work.draws else nullcontext():
+        if work.draws:
+            seed_client(work.seed, clients.round, client, "full")
         replica.x.copy_(at)
         try:
             for step, (batch, number) in enumerate(work.data.full_batches(client, device=replica.x.device)):
@@ -119,7 +150,10 @@ def full_gradient(work: Work, replica: Replica, clients: Clients, at: Tensor) ->
 
 @dataclass
 class Work:
-    """What local training needs besides the round: the same for all rounds of a run."""
+    """What local training needs besides the round: the same for all rounds of a run.
+
+    ``draws``: whether learner or data may draw from the process's random generators, which are then seeded a client.
+    """
 
     data: Any
     methods: Methods
@@ -127,36 +161,68 @@ class Work:
     clip_norm: float | None
     keep_optimizer_state: bool
     weight_decay: float
+    draws: bool = True
 
 
-def train_client(work: Work, replica: Replica, optimizer: ClientOptimizer, round: Round, client: int, factor: float,
-                 buffers: dict[str, Tensor]) -> Clients:
+def train_client(
+    work: Work,
+    replica: Replica,
+    optimizer: ClientOptimizer,
+    round: Round,
+    client: int,
+    factor: float,
+    buffers: dict[str, Tensor],
+    stop: threading.Event | None = None,
+) -> Clients:
     """One client's round in a replica, from the server's model and buffers to ``on_local_end``.
 
     Raises:
-        RuntimeError: from the learner or a method, with a note that names client and round.
+        Stopped: ``stop`` was set meanwhile.
+        Exception: from the learner, the data or a method, with a note that names round, client and step.
     """
     replica.x.copy_(round.w)
     replica.load_buffers(buffers)
     clients = Clients(round, [client], replica.x)
+    counted = Counted(work.data.client_batches(client, round.t, round.steps[client], device=replica.x.device), stop)
     try:
-        seed_client(work.seed, round.t, client)
+        if work.draws:
+            seed_client(work.seed, round.t, client)
         if round.parts is not None:
             round.parts.start(clients, round)
         work.methods.run("on_local_start", clients)
         clients.begin(moved=bool(work.methods["on_local_start"]) or round.parts is not None)
         optimizer.begin(factor, kept_optimizer_state(work, round, client))
-        batches = work.data.client_batches(client, round.t, round.steps[client], device=replica.x.device)
-        clipped = local_steps(replica, clients, batches, optimizer, work.methods, work.clip_norm)
+        clipped = local_steps(
+            replica, clients, iter(counted), optimizer, work.methods, work.clip_norm, work.draws
+        )
         for name, mean in replica.take_logs().items():
             clients.logs[name] = mean.reshape(1)
         if clipped is not None:
             clients.logs["clipped_steps"] = (clipped / round.steps[client]).reshape(1)
         work.methods.run("on_local_end", clients)
     except Exception as error:
-        error.add_note(f"in round {round.t}, client {client}") if hasattr(error, "add_note") else None
+        replica.logged = {}
+        if hasattr(error, "add_note"):
+            error.add_note(f"in round {round.t}, client {client}, local step {counted.step} (all counted from 0)")
         raise
     return clients
+
+
+class Stopped(Exception):
+    """Another client of the round failed, or the run was interrupted."""
+
+
+class Counted:
+    """Batches, with the number of the present one in ``step``; ends with :class:`Stopped` when ``stop`` is set."""
+
+    def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:
+        self.batches, self.stop, self.step = batches, stop, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.step, batch in enumerate(self.batches):  # noqa: B020
+            if self.stop is not None and self.stop.is_set():
+                raise Stopped
+            yield batch
 
 
 def kept_optimizer_state(work: Work, round: Round, client: int) -> dict[str, Tensor] | None:

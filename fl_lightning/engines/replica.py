@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.flat import Layout, flatten, tie, trainable
 
+Convert = Callable[[Any, Any], Any]
+SHIMS = ("log", "log_dict")
+
 
 class Replica:
     """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and what the learner logs meanwhile.
 
     Args:
-        learner: any LightningModule; its parameters are tied to ``x`` inside :meth:`tied`.
-        precision: context for forward passes (autocast), and how a batch's floats are converted.
+        learner: any LightningModule; its parameters are tied to ``x`` by :meth:`tied` or :meth:`attach`.
+        forward_context: around each forward pass: gradients on, and autocast where asked for.
+        convert: ``(learner, batch) -> batch``, from the learner's transfer hooks and the precision; None: as it is.
     """
 
     def __init__(
@@ -27,32 +32,51 @@ class Replica:
         learner: Any,
         layout: Layout,
         x: Tensor,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        convert: Callable[[Any], Any] = lambda batch: batch,
+        forward_context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
+        convert: Convert | None = None,
     ) -> None:
         self.learner, self.layout, self.x = learner, layout, x
         self.g = torch.zeros_like(x)
+        self._flat = self.g.view(-1)
         self.parameters = [p for _, p in trainable(learner)]
         self.buffers: dict[str, Tensor] = {n: b for n, b in learner.named_buffers() if b is not None}
-        self._forward_context, self._convert = forward_context, convert
-        accepted = inspect.signature(learner.training_step).parameters
+        self.forward_context, self.convert = forward_context, convert
+        self._step: Callable[..., Any] = learner.training_step
+        accepted = inspect.signature(self._step).parameters
         self._takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = False
         self.logged: dict[str, list[Tensor]] = {}
-        self._batch_hooks = {
-            hook: getattr(learner, hook)
-            for hook in ("on_train_batch_start", "on_train_batch_end")
+        self._batch_start, self._batch_end = (
+            getattr(learner, hook)
             if getattr(type(learner), hook).__qualname__.split(".")[0] not in ("ModelHooks", "LightningModule")
-        }
+            else None
+            for hook in ("on_train_batch_start", "on_train_batch_end")
+        )
+
+    def another(self) -> Replica:
+        """One with its own copy of the learner and its own x, for another thread."""
+        learner = self.learner
+        trainer, learner._trainer = learner._trainer, None
+        try:
+            copied = copy.deepcopy(learner)
+        finally:
+            learner._trainer = trainer
+        replica = Replica(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
+        replica.attach()
+        replica.follow(learner)
+        return replica
+
+    def attach(self) -> None:
+        """Make the learner's parameters views into x, and collect what it logs."""
+        tie(self.parameters, self.layout.views(self.x.view(-1)))
+        for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
+            object.__setattr__(self.learner, name, shim)
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
-        """Within, the learner's parameters are views into x, and its logs are collected; afterwards into ``rest``."""
-        tie(self.parameters, self.layout.views(self.x.view(-1)))
-        shims = {"log": self._log, "log_dict": self._log_dict}
-        before = {name: self.learner.__dict__.get(name) for name in shims}
-        for name, shim in shims.items():
-            object.__setattr__(self.learner, name, shim)
+        """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
+        before = {name: self.learner.__dict__.get(name) for name in SHIMS}
+        self.attach()
         try:
             yield
         finally:
@@ -62,18 +86,39 @@ class Replica:
                 else:
                     object.__setattr__(self.learner, name, value)
             tie(self.parameters, self.layout.views(rest))
-            for module in self.learner.modules():
-                if isinstance(module, Metric):
-                    module.reset()
+            self.reset()
 
-    def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
-        """∇ℓ(x; batch) ``(1, D)``; parameters that got none have 0. The returned storage is reused by the next call."""
+    def reset(self) -> None:
+        """Forget what was logged and what the learner's metrics gathered."""
+        self.logged = {}
+        for module in self.learner.modules():
+            if isinstance(module, Metric):
+                module.reset()
+
+    def follow(self, learner: nn.Module) -> None:
+        """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
+        for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
+            if isinstance(own, Metric):
+                continue
+            for name, value in theirs.__dict__.items():
+                if name == "_trainer" or (name not in SHIMS and _carries_over(value)):
+                    own.__dict__[name] = value if name == "_trainer" else copy.deepcopy(value)
+                elif isinstance(value, Tensor):
+                    own.__dict__[name] = value.detach()
+            for name, parameter in theirs._parameters.items():
+                twin = own._parameters.get(name)
+                if parameter is not None and twin is not None and not parameter.requires_grad:
+                    twin.data = parameter.data
+
+    def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
+        """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
         self.logging = log
-        batch = self._convert(batch)
-        if log and "on_train_batch_start" in self._batch_hooks:
-            self._batch_hooks["on_train_batch_start"](batch, step)
-        with self._forward_context():
-            output = self.learner.training_step(batch, step) if self._takes_index else self.learner.training_step(batch)
+        if self.convert is not None:
+            batch = self.convert(self.learner, batch)
+        if log and self._batch_start is not None:
+            self._batch_start(batch, step)
+        with self.forward_context():
+            output = self._step(batch, step) if self._takes_index else self._step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -81,14 +126,21 @@ class Replica:
                 "loss, a scalar tensor, or a dict with 'loss'"
             )
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
-        flatten(gradients, out=self.g.view(-1))
-        if log and "on_train_batch_end" in self._batch_hooks:
-            self._batch_hooks["on_train_batch_end"](output, batch, step)
+        if log and self._batch_end is not None:
+            self._batch_end(output, batch, step)
+        return gradients
+
+    def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
+        """∇ℓ(x; batch) ``(1, D)``. The returned storage is reused by the next call."""
+        flatten(self.gradients(batch, step, log), out=self._flat)
         return self.g
 
     def take_logs(self) -> dict[str, Tensor]:
         """Means over the steps since the last call, float64 scalars."""
-        means = {name: torch.stack(values).double().mean() for name, values in self.logged.items()}
+        means = {
+            name: torch.stack([v.reshape(()) for v in values]).double().mean()
+            for name, values in self.logged.items()
+        }
         self.logged = {}
         return means
 
@@ -103,12 +155,21 @@ class Replica:
             value = value._forward_cache if value._forward_cache is not None else value.compute()
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
-        self.logged.setdefault(name, []).append(value.detach().reshape(()))
+        self.logged.setdefault(name, []).append(value.detach())
 
     def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
         for name, value in items:
             self._log(name, value)
+
+
+def _carries_over(value: object) -> bool:
+    """Whether an attribute is plain data, which a copy of the learner can take over by value."""
+    if isinstance(value, (list, tuple, set)):
+        return all(_carries_over(v) for v in value)
+    if isinstance(value, dict):
+        return all(_carries_over(k) and _carries_over(v) for k, v in value.items())
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def buffer_values(learner: nn.Module) -> dict[str, Tensor]:

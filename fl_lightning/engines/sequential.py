@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,7 +12,33 @@ from fl_lightning.engines.local import Work, full_gradient, random_state_kept, t
 from fl_lightning.engines.replica import Replica
 from fl_lightning.rounds import Clients, Round
 
-Finish = Callable[[int, Clients, ClientOptimizer, Replica], None]
+Collect = Callable[[int, Clients, ClientOptimizer, Replica], None]
+
+
+class Engine(Protocol):
+    """Who trains a round's clients."""
+
+    def run(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        factor: float,
+        buffers: dict[str, Tensor],
+        rest: Tensor,
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
+        """Train the clients of ``leaves`` (position in the sum, client), from the server's model and ``buffers``.
+
+        Args:
+            factor: of the learning rates, this round.
+            rest: ``(D,)``: where the learner's parameters belong between rounds.
+            collect: takes what a client brings home, in the thread that trained it.
+            tell: called in the caller's thread after each client.
+        """
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 class Sequential:
@@ -21,15 +48,24 @@ class Sequential:
         self.work, self.replica, self.optimizer = work, replica, optimizer
 
     def run(
-        self, round: Round, leaves: list[tuple[int, int]], factor: float, buffers: dict[str, Tensor], rest: Tensor,
-        finish: Finish,
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        factor: float,
+        buffers: dict[str, Tensor],
+        rest: Tensor,
+        collect: Collect,
+        tell: Callable[[], None],
     ) -> None:
-        """Train the clients of ``leaves`` (position in the sum, client), telling ``finish`` of each."""
         round.full_gradient = lambda clients, at: full_gradient(self.work, self.replica, clients, at)
-        with self.replica.tied(rest), random_state_kept():
+        with self.replica.tied(rest), random_state_kept(rest):
             for leaf, client in leaves:
                 clients = train_client(
                     self.work, self.replica, self.optimizer, round, client, factor, buffers
                 )
-                finish(leaf, clients, self.optimizer, self.replica)
+                collect(leaf, clients, self.optimizer, self.replica)
+                tell()
             self.replica.load_buffers(buffers)
+
+    def close(self) -> None:
+        """Nothing to give back."""
