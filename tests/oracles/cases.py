@@ -20,8 +20,8 @@ def quadratics(seed: int = 0, m: int = M) -> Quadratic:
     return Quadratic(curvature, rng.normal(size=(m, D)))
 
 
-def constant(slopes: list[float]) -> Any:
-    """Client i's gradient is slopes[i] everywhere."""
+def constant(slopes: list[Any]) -> Any:
+    """Client i's gradient is slopes[i] everywhere: a number, or a vector."""
 
     class Constant:
         def gradient(self, w: Vector, client: int, batch: Any) -> Vector:

@@ -174,11 +174,14 @@ def test_fednova_with_momentum_divides_by_the_weight_of_each_gradient() -> None:
 
 
 def test_topk_loses_nothing_and_breaks_ties_by_index() -> None:
-    history = run(constant([1.0]), Config(lr=1.0, topk=0.3), 5, np.zeros(10), sampled(5, 1, [1]))
-    assert np.array_equal(history[0].w, [-1.0] * 3 + [0.0] * 7)
+    history = run(constant([1.0]), Config(lr=1.0, topk=0.3), 5, np.zeros(40), sampled(5, 1, [1]))
+    assert np.array_equal(history[0].w, [-1.0] * 12 + [0.0] * 28)
     for t, after in enumerate(history):
-        assert after.up == {0: 3} and after.down == {0: 10}
+        assert after.up == {0: 12} and after.down == {0: 40}
         assert np.allclose(after.w + after.clients["e_i"][0], -(t + 1.0))
+    uneven = np.tile([1.0, 2.0], 200)
+    largest = run(constant([uneven]), Config(lr=1.0, topk=0.3), 1, np.zeros(400), sampled(1, 1, [1]))[0]
+    assert np.array_equal(np.flatnonzero(largest.w), np.arange(1, 240, 2))
 
 
 def test_clipping_acts_on_the_corrected_gradient_before_weight_decay() -> None:
@@ -225,3 +228,45 @@ def test_divergences() -> None:
         assert after.metrics["divergence/participants"] == pytest.approx(spread)
         assert after.metrics["divergence/update"] == pytest.approx(np.sum((after.w - w) ** 2))
         w = after.w
+
+
+def test_clipping_begins_at_the_norm() -> None:
+    for clip, expected in ((0.9, -0.9), (1.0, -1.0), (1.1, -1.0)):
+        after = run(constant([1.0]), Config(lr=1.0, clip_norm=clip), 1, np.zeros(1), sampled(1, 1, [1]))[0]
+        assert after.w[0] == pytest.approx(expected) and after.clipped_steps == (clip < 1)
+
+
+def test_fedsmoo_by_hand() -> None:
+    # One number, a constant gradient 1 and radius 2, so that e is 2 or -2 with the sign of q = 1 - mu_i - s.
+    rounds = [{0: [None] * 2}, {0: [None]}, {0: [None]}]  # e: 2, -2; -2; 2
+    history = run(constant([1.0]), Config(fedsmoo=2.0), 3, np.zeros(1), Schedule(rounds, [1]))
+    assert [after.clients["mu_i"][0][0] for after in history] == [0.0, -4.0, 0.0]
+    assert [after.server["s"][0] for after in history] == [2.0, -2.0, -2.0]
+
+
+def test_feddyn_and_fedprox_pull_to_the_server_model_under_relaxed_initialization() -> None:
+    rounds = [{0: [None]}, {1: [None]}, {0: [None]}]
+    methods: list[dict[str, Any]] = [{"feddyn": 0.5}, {"mu": 0.5}]
+    for method in methods:
+        cfg = Config(lr=1.0, beta=0.1, **method)
+        first, second, third = run(constant([1.0, 2.0]), cfg, 3, np.zeros(1), Schedule(rounds, [1, 1]))
+        start = second.w + 0.1 * (second.w - first.x[0])
+        assert abs(second.w[0] - first.x[0][0]) > 0.5 and third.start[0] == pytest.approx(start)
+        dual = -0.5 * first.x[0] if "feddyn" in method else 0.0
+        assert third.x[0] == pytest.approx(start - (1.0 - dual + 0.5 * (start - second.w)))
+        if "feddyn" in method:
+            assert third.clients["lambda_i"][0] == pytest.approx(dual - 0.5 * (third.x[0] - second.w))
+            assert third.w == pytest.approx(third.x[0] - third.server["lambda"] / 0.5)
+
+
+def test_scaffold_gradient_is_of_the_whole_objective_with_weight_decay() -> None:
+    net, w, schedule = learning(1)
+    after = run(net, replace(REAL, scaffold="gradient"), 1, w, schedule)[0]
+    for i, row in after.clients["c_i"].items():
+        assert np.allclose(row, net.gradient(w, i, schedule.data[i]) + 0.01 * w)
+
+
+def test_server_momentum_and_decay_by_hand() -> None:
+    cfg = Config(lr=1.0, server=("sgdm", 0.5, 0.9), server_lr_decay=0.1)
+    history = run(constant([1.0]), cfg, 2, np.zeros(1), sampled(2, 1, [1]))
+    assert [after.w[0] for after in history] == pytest.approx([-0.5, -0.5 - 0.05 * 1.9])

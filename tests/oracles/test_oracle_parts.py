@@ -41,6 +41,22 @@ def test_parts_keep_only_copies_written_since_their_last_average() -> None:
     assert [after.up for after in history] == [{0: 2}, {1: 4}, {0: 2}, {0: 4, 1: 4}]
 
 
+def test_evaluated_parts_are_weighted_means() -> None:
+    cfg = Config(lr=1.0, parts=[(FIRST, 2)], weighting="samples")
+    schedule = Schedule([{0: [None], 1: [None]}], [3, 1])
+    after = run(constant([1.0, 2.0]), cfg, 1, np.zeros(D), schedule)[0]
+    assert np.allclose(after.evaluated, -1.25) and not after.w[:2].any()
+
+
+def test_updates_of_a_part_are_counted_since_its_last_average() -> None:
+    rounds = [{i: [None]} for i in (0, 0, 1, 1, 0, 0)]
+    cfg = Config(lr=1.0, beta=0.5, aggregate="updates", parts=[(FIRST, 2)])
+    history = run(constant([1.0, 2.0]), cfg, 6, np.zeros(D), Schedule(rounds, [1, 1]))
+    assert [after.w[0] for after in history] == [0, -2, -2, -6, -6, -8]
+    assert history[4].start[0][0] == -6 + 0.5 * (-6 - history[1].x[0][0])
+    assert history[5].start[0][0] == history[4].x[0][0]
+
+
 def test_server_optimizer_rests_on_parts_that_are_not_averaged() -> None:
     problem, cfg = quadratics(), Config(server=("adam", 0.1, 0.9, 0.99, 1e-3), parts=[(FIRST, 2)])
     history = run(problem, cfg, 3, np.ones(D), sampled(3, M, [2] * M))
