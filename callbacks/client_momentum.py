@@ -31,7 +31,8 @@ class ClientMomentum(FederatedCallback):
         self.alpha = alpha
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor:
-        return self.alpha * gradient + (1 - self.alpha) * self.delta
+        mixed: Tensor = self.alpha * gradient + (1 - self.alpha) * self.delta
+        return mixed
 
     def on_local_end(self, clients: Clients) -> None:
         self.velocity[clients] = clients.mean_gradient

@@ -42,7 +42,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
         q = gradient - self.mu_i[clients] - self.s
         norm = clients.norm(q)
-        e = self.radius * q / torch.where(norm > 0, norm, 1.0)
+        e: Tensor = self.radius * q / torch.where(norm > 0, norm, 1.0)
         self.mu_i[clients] += e - self.s
         self.last[clients] = e
         return e

@@ -31,4 +31,5 @@ class SharpnessAwareMinimization(FederatedCallback):
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
         norm = clients.norm(gradient)
-        return self.radius * gradient / torch.where(norm > 0, norm, 1.0)
+        e: Tensor = self.radius * gradient / torch.where(norm > 0, norm, 1.0)
+        return e

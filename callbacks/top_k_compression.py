@@ -1,7 +1,7 @@
 """Top-k compression with error feedback.
 
-S. U. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory (NeurIPS 2018), by rounds instead of steps: a client sends
-the k largest entries of its update and remembers the rest for its next round.
+S. U. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory (NeurIPS 2018), by rounds instead of steps: a client
+sends the k largest entries of its update and remembers the rest for its next round.
 """
 
 from __future__ import annotations

@@ -94,6 +94,7 @@ def fit(learner: pl.LightningModule, data: Any, callbacks: Sequence[Any], rounds
     """Train quietly on the CPU and record every round."""
     torch.set_num_threads(1)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    options.setdefault("engine", "sequential")
     module = FederatedModule(learner, seed=1, **options)
     start, record = module.global_vector.detach().numpy().copy(), Recorder()
     with warnings.catch_warnings():
