@@ -104,8 +104,6 @@ class ClientStore:
             before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
             self._dirty.update(new)  # one step: nothing can interrupt it half-way
             self._dirty_bytes += sum(row.nbytes for row in new.values()) - before
-            for key in new:
-                self._forget(key)
             self._shrink()
 
     def clients(self, name: str) -> IntArray:
@@ -127,9 +125,8 @@ class ClientStore:
         """
         folder = Path(folder)
         with self._lock:
-            moving = set(self._spilled)
-            if self._home is not None and self._home.resolve() != folder.resolve():
-                moving = self._segments()
+            elsewhere = self._home is not None and self._home.resolve() != folder.resolve()
+            moving = self._segments() if elsewhere else self._segments() & self._spilled
             self._bring(moving, folder)
             self._home, self._flushed = folder, True
             for name, (clients, where) in self._where.items():
@@ -269,8 +266,8 @@ class ClientStore:
                 self._where[name] = clients, np.where(old[at] == where, new[at], where)
             self._rows = {renamed.get(segment, segment): count for segment, count in self._rows.items()}
             self._sparse = {renamed.get(segment, segment) for segment in self._sparse}
-        self._spilled -= moving
-        if self._temporary is not None and not self._spilled:
+        self._spilled = set()
+        if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
 

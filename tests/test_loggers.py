@@ -32,6 +32,7 @@ def test_calls_of_one_round_make_one_row_and_columns_come_as_they_come(tmp_path:
     logger.log_metrics({"a": 3, "b": 1 / 3}, step=1)
     logger.log_metrics({"c,d": 4.0}, step=2)
     logger.log_metrics({"b": 0.2}, step=1)
+    logger.log_metrics({"a": 1 / 3}, step=2)
     logger.log_metrics({"a": 5}, step=2)
     logger.log_metrics({"a": 6})
     assert text(tmp_path) == 'round,b,a,"c,d"\n0,0.1,2,\n1,0.2,3,\n2,,6,4.0\n'

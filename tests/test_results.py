@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import results
+from fl_lightning.__main__ import main
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
@@ -221,3 +222,19 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
         run.metrics["val/ac"]
     with pytest.raises(UserError, match="no such folder"):
         results.load(tmp_path / "none")
+
+
+def test_a_real_run_gives_back_its_learner_and_partition(tmp_path: Path) -> None:
+    folder = str(tmp_path / "x")
+    fit = ["fit", "-c", "base", "-c", "data/digits", "-c", "method/scaffold", "--trainer.max_epochs", "1"]
+    assert main([*fit, "--trainer.default_root_dir", folder, "--seed_everything", "5"]) == 0
+    torch.manual_seed(1)
+    wanted = torch.rand(1)
+    torch.manual_seed(1)
+    run = results.load(folder)
+    learner, data = run.learner, run._built.datamodule
+    assert torch.rand(1) == wanted  # the caller's random numbers are left alone
+    indices = np.concatenate([run.partition[i] for i in range(len(run.partition))])
+    assert sorted(indices) == list(range(len(indices))) and len(indices) == sum(data.client_sizes())
+    right = [(learner(x).argmax(1) == y).float() for x, y in data.val_dataloader()]
+    assert float(torch.cat(right).mean()) == pytest.approx(run.metrics.last("val/acc"), abs=1e-6)

@@ -14,15 +14,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.store import ClientStore, Index, merge_indices
 
 torch.set_num_threads(1)
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
-DTYPES += [torch.complex64, torch.uint8]
 NAMES = {"A.c": (torch.float32, (3,)), "A.k": (torch.int64, ()), "B.m": (torch.bfloat16, (2, 2))}
 
 
@@ -93,63 +90,12 @@ def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:  # 
             agree(other, then)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)], ids=str)
-def test_rows_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel(), dtype.itemsize))
-    row = raw.to(torch.uint8).reshape(-1).view(dtype).reshape(shape)
-    store = ClientStore()
-    store.commit({"M.s": {7: row.clone(), 3: torch.zeros(5)}})
-    path = store.flush(tmp_path)
-    again = ClientStore()
-    again.load(store.index(), tmp_path)
-    back = again.read("M.s", 7)
-    assert back is not None and bits(back) == bits(row)
-    assert path is not None
-    with safe_open(str(path), framework="pt") as file:  # any reader of the format can open it
-        assert any(bits(file.get_tensor(key)[0]) == bits(row) for key in file.keys())  # noqa: SIM118
-
-
 def filled(folder: Path, clients: int = 8, size: int = 1000) -> tuple[ClientStore, Path]:
     store = ClientStore()
     store.commit({"M.s": {i: torch.arange(size, dtype=torch.float32) + i for i in range(clients)}})
     path = store.flush(folder)
     assert path is not None
     return store, path
-
-
-@pytest.mark.parametrize("keep", [0, 5, 60, 0.5, -1])
-def test_a_cut_segment_is_named_with_the_client(tmp_path: Path, keep: float) -> None:
-    store, path = filled(tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
-    again = ClientStore()
-    again.load(store.index(), tmp_path)
-    with pytest.raises(UserError) as error:
-        again.read("M.s", 7)
-    assert str(path) in str(error.value) and "client 7" in str(error.value)
-
-
-def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
-    store, path = filled(tmp_path, clients=4, size=6)
-    wanted = {i: store.read("M.s", i) for i in range(4)}
-    whole = path.read_bytes()
-    found = 0
-    for position in range(len(whole)):
-        flipped = bytearray(whole)
-        flipped[position] ^= 1 << (position % 8)
-        path.write_bytes(flipped)
-        again = ClientStore()
-        again.load(store.index(), tmp_path)
-        for client, row in wanted.items():
-            try:
-                back = again.read("M.s", client)
-            except UserError as error:
-                found += 1
-                assert path.name in str(error) and f"client {client}" in str(error)
-            else:
-                assert back is not None and row is not None and bits(back) == bits(row)
-    assert found > 4 * 6 * 4  # at least all of the data
 
 
 def test_a_missing_segment_is_found_when_loading(tmp_path: Path) -> None:
@@ -166,6 +112,13 @@ def test_a_commit_with_one_bad_row_changes_nothing() -> None:
         store.commit({"M.s": {1: torch.ones(2), 2: torch.ones(2, dtype=torch.complex128)}})
     row = store.read("M.s", 1)
     assert row is not None and row.sum() == 0 and store.clients("M.s").tolist() == [1]
+
+
+def test_a_row_does_not_keep_the_tensor_alive_that_it_was_cut_from() -> None:
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.ones(100, 50)[3]}})
+    row = store.read("M.s", 1)
+    assert row is not None and row.untyped_storage().nbytes() == 200
 
 
 def test_an_index_before_a_flush_is_refused() -> None:
@@ -221,6 +174,18 @@ def test_rows_over_the_budget_lie_on_disk_and_move_to_the_folder(tmp_path: Path)
     for i in range(10):
         row = again.read("M.s", i)
         assert row is not None and row[0] == i
+
+
+def test_what_was_spilled_and_overwritten_does_not_follow_to_another_folder(tmp_path: Path) -> None:
+    store, _ = filled(tmp_path / "a", clients=2)
+    again = ClientStore(budget_bytes=0)
+    again.load(store.index(), tmp_path / "a")
+    for value in range(2):  # the first is spilled, and superseded
+        again.commit({"M.s": {0: torch.full((3,), float(value))}})
+    again.flush(tmp_path / "b")
+    again.load(again.index(), tmp_path / "b")
+    row = again.read("M.s", 0)
+    assert row is not None and row.tolist() == [1, 1, 1] and len(list((tmp_path / "b").iterdir())) == 2
 
 
 def test_a_run_that_went_on_in_another_folder_needs_only_that(tmp_path: Path) -> None:
