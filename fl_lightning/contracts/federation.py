@@ -1,0 +1,248 @@
+"""A federation small enough to run some forty times in a few seconds, and comparing what two runs leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.contracts.verdict import Failed
+from fl_lightning.datamodules.memory import InMemoryDataModule
+from fl_lightning.module import FederatedModule
+
+SIZES = [1, 5, 9, 4, 12, 7]  # batches of 4: a client with one sample, short last batches, different K_i
+ROUNDS = 3
+Outcome = dict[str, Tensor]
+
+
+class Learner(pl.LightningModule):
+    """Two layers in float64 and a buffer that follows the inputs, not the weights; one class serves all checks.
+
+    Args:
+        frozen: whether the first bias is frozen.
+        dead: whether the loss is constant, so that all gradients are zero.
+        embedding: None, or whether the gradient of an embedding before the layers is sparse; the second embedding row
+            and a parameter beside get no gradient at all.
+    """
+
+    seen: Tensor
+    batches: Tensor
+
+    def __init__(self, frozen: bool = False, dead: bool = False, embedding: bool | None = None) -> None:
+        super().__init__()
+        self.dead, self.seen_by = dead, embedding is None
+        if embedding is not None:
+            self.table, self.unused = nn.Embedding(3, 3, sparse=embedding), nn.Parameter(torch.zeros(2))
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.double()
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if frozen:
+            self.first.bias.requires_grad_(False)
+        if self.seen_by:
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+            self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.seen_by:
+            self.seen += 0.1 * (x.mean(0) - self.seen)
+            self.batches += 1
+        else:
+            x = x + self.table((x[:, 0] > 0).long())
+        loss = nn.functional.cross_entropy(self.head(torch.tanh(self.first(x))), y)
+        return loss * 0.0 if self.dead else loss
+
+
+def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMemoryDataModule:
+    """Heterogeneous clients; ``order`` registers them in another order."""
+    rng = np.random.default_rng(3)
+    x = np.concatenate([rng.normal(size=(n, 3)) + rng.normal(size=3) for n in SIZES])
+    y = np.concatenate([np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(SIZES)])
+    ends = np.cumsum(SIZES)
+    clients = [np.arange(e - n, e) for e, n in zip(ends, SIZES, strict=True)]
+    if order is not None:
+        clients = [clients[i] for i in order]
+    return InMemoryDataModule((torch.from_numpy(x), torch.from_numpy(y)), clients=clients, batch_size=batch_size)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """One thread, no warnings and no chatter; the caller's settings and random numbers come back."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric")]
+    levels, threads = [logger.level for logger in loggers], torch.get_num_threads()
+    torch.set_num_threads(1)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class Watch(pl.Callback):
+    """Calls ``started(module)`` before the first round and ``ended(module)`` after each."""
+
+    def __init__(self, started: Callable[[Any], object] | None, ended: Callable[[Any], object] | None) -> None:
+        self.started, self.ended = started, ended
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.started is not None:
+            self.started(pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.ended is not None:
+            self.ended(pl_module)
+
+
+def fit(
+    callbacks: Sequence[FederatedCallback],
+    rounds: int = ROUNDS,
+    learner: Learner | None = None,
+    federation: InMemoryDataModule | None = None,
+    started: Callable[[Any], object] | None = None,
+    ended: Callable[[Any], object] | None = None,
+    folder: str | None = None,
+    resume: bool = False,
+    trainer: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> FederatedModule:
+    """A quiet run on the CPU; with ``folder`` its checkpoint is kept there, ``resume`` goes on from it."""
+    arguments = {
+        "participation": 3,
+        "local_epochs": 2,
+        "seed": 1,
+        "lr_decay": 0.9,
+        "engine": "sequential",
+        "client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.01),
+        **arguments,
+    }
+    module = FederatedModule(learner or Learner(), **arguments)
+    watchers: list[pl.Callback] = [Watch(started, ended)]
+    if folder is not None:
+        watchers.append(ModelCheckpoint(f"{folder}/checkpoints", filename="last", enable_version_counter=False))
+    fitted = pl.Trainer(
+        max_epochs=rounds,
+        callbacks=[*callbacks, *watchers],
+        default_root_dir=folder or tempfile.gettempdir(),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **(trainer or {}),
+    )
+    fitted.fit(module, federation or data(), ckpt_path=f"{folder}/checkpoints/last.ckpt" if resume else None)
+    return module
+
+
+def outcome(module: FederatedModule) -> Outcome:
+    """All that a run leaves: models, buffers, server states, client rows (of this process), and what was logged."""
+    left = {"the server's model": module.global_vector, "the evaluated model": module.evaluated_vector}
+    left |= {f"buffer {name}": buffer for name, buffer in module.learner.named_buffers()}
+    left |= {f"server state {name}": value for name, value in module.server_states.items()}
+    store = module.client_rows.store
+    for name in store.names():
+        for i in map(int, store.clients(name)):
+            row = store.read(name, i)
+            assert row is not None
+            left[f"{name} of client {i}"] = row
+    for name, value in module.trainer.callback_metrics.items():
+        if not name.startswith("time/"):
+            left[f"log {name}"] = value
+    return {name: value.detach().cpu().clone() for name, value in left.items()}
+
+
+def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hint: str) -> None:
+    """Compare by the largest difference relative to the largest number, at least 1; 0 is bitwise.
+
+    Raises:
+        Failed: says ``what``, which quantities differ and by how much, with ``hint``.
+    """
+    one_sided = sorted(set(ours) ^ set(theirs))
+    differing = [f"{name} exists in one run alone" for name in one_sided]
+    for name in ours:
+        if name in theirs:
+            away = distance(ours[name], theirs[name])
+            if not away <= tolerance:
+                differing.append(f"{name} by {away:.1e}")
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise Failed(f"{what}: {', '.join(differing[:3])}{more}", hint)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest |a - b| over max(1, |a|); 0 for equal bits, infinite for other shapes."""
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = a.double(), b.double()
+    if torch.equal(a, b) or not a.numel():
+        return 0.0
+    return float(((a - b).abs() / a.abs().clamp(min=1)).max())
+
+
+def require_finite(left: Outcome, what: str, hint: str) -> None:
+    for name, value in left.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise Failed(f"{what}: {name} is not finite", hint)
+
+
+def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
+    """Run ``job`` in ``world`` forked processes joined by gloo; what they leave, taken together.
+
+    Raises:
+        Failed: one of them did not finish.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_forked(job, rank, world, port, Path(folder)) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            texts = [path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))]
+            raise Failed(
+                f"a run in {world} processes failed: {texts[0] if texts else f'exit status {codes}'}",
+                "server hooks run in every process with the same values; they must not depend on what one process has",
+            )
+        together: Outcome = {}
+        for rank in reversed(range(world)):
+            together |= torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
+    return together
+
+
+def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+        os.environ.update({k: str(v) for k, v in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="contracts")
+        torch.save(job(), folder / f"{rank}.pt")
+        status = 0
+    except BaseException as error:
+        (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}", "utf-8")
+    finally:
+        os._exit(status)

@@ -1,0 +1,196 @@
+"""Contracts of the client hooks, called directly: on groups of any size, without a value read, without a trace on self.
+
+One round is rehearsed on quadratics with filled state: on_local_start, two local steps, on_local_end, transmit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState, _State
+from fl_lightning.contracts import snapshots
+from fl_lightning.contracts.federation import Outcome, require_same
+from fl_lightning.contracts.runs import Method
+from fl_lightning.contracts.verdict import Failed, where
+from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.rounds import Clients, Round
+
+STEPS = 2
+Call = Callable[[str, Callable[[], Any]], Any]  # (name of the hook, the call) -> what it returned
+
+
+class Stage:
+    """A round with filled state, on which hooks are called."""
+
+    def __init__(self, callback: FederatedCallback, module: Any, m: int) -> None:
+        self.callback, self.methods = callback, Methods([callback])
+        w = module.global_vector.detach()
+        self.curvature = 0.5 + self._random(1, m, w.numel())
+        self.centre = self._random(2, m, w.numel()) - 0.5
+        states = {k: d for k, d in self.methods.declared.items() if isinstance(d, _State)}
+        filled = {k: self._filled(k, d, m, w) for k, d in states.items()}
+        self.rows = {k: v for k, v in filled.items() if isinstance(states[k], ClientState)}
+        self.round = Round(
+            t=1,
+            ids=list(range(m)),
+            steps={i: 1 + i % 3 for i in range(m)},
+            sizes={i: 2 + i for i in range(m)},
+            weights={i: 2.0 + i for i in range(m)},
+            num_clients=2 * m,
+            w=w,
+            w0=w - 0.1,
+            lr=torch.tensor(0.1, dtype=torch.float64),
+            layout=module.layout,
+            read=lambda key, client: self.rows[key][client] if key in self.rows else None,
+            server_states={k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)},
+            full_gradient=lambda clients, at: self.gradient(clients, at),
+            at_server=False,
+        )
+
+    @staticmethod
+    def _random(seed: int, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def _filled(self, key: str, declared: _State, m: int, w: Tensor) -> Tensor:
+        shape = w.shape if declared.shape is None else declared.shape
+        value = 0.1 * (0.5 + self._random(len(key), m, *shape))
+        return value.to(declared.dtype or w.dtype)
+
+    def gradient(self, clients: Clients, at: Tensor) -> Tensor:
+        ids = clients.client_ids
+        return self.curvature[ids] * (at - self.centre[ids])
+
+    def clients(self, ids: Sequence[int]) -> Clients:
+        """A group about to start, its per-client columns ready as an engine has them."""
+        clients = Clients(self.round, list(ids), self.round.w.expand(len(ids), -1).clone())
+        _ = clients.ids, clients.steps, clients.sizes, clients.weights
+        return clients
+
+    def rehearse(self, clients: Clients, call: Call) -> Iterator[tuple[str, Outcome]]:
+        """The hooks of one round in order; after each its name and what there is."""
+        callback, methods = self.callback, self.methods
+        callback._bound_round = self.round
+        perturb, mix, transmit = (methods.owner(h) for h in ("perturbation", "on_loss_gradient", "transmit"))
+
+        mixing = [("on_loss_gradient", mix)] if mix is not None else []
+        corrections = [("on_local_gradient", correct) for correct in methods["on_local_gradient"]]
+
+        def run(hook: str) -> Iterator[tuple[str, Outcome]]:
+            if methods[hook]:
+                call(hook, partial(methods.run, hook, clients))
+                yield hook, state(clients)
+
+        yield from run("on_local_start")
+        clients.begin(moved=True)
+        for _ in range(STEPS):
+            g = self.gradient(clients, clients.x)
+            if perturb is not None:
+                e = call("perturbation", partial(_returned, perturb, clients, g))
+                yield "perturbation", {"what it returned": e.clone(), **state(clients)}
+                g = self.gradient(clients, clients.x + e)
+            for hook, change in mixing + corrections:
+                g = call(hook, partial(methods.gradient, change, clients, g))
+                yield hook, {"the gradient": g.clone(), **state(clients)}
+            clients.x.sub_(self.round.lr * g)
+            yield from run("on_local_step_end")
+        yield from run("on_local_end")
+        if transmit is not None:
+            u = clients.x - self.round.w
+            u = call("transmit", partial(_returned, transmit, clients, u))
+            yield "transmit", {"what is sent": u.clone(), **state(clients)}
+
+
+def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:
+    return checked_rows(hook, hook(clients, like), like)
+
+
+def state(clients: Clients) -> Outcome:
+    """Everything of the clients that a hook can have changed, one row a client."""
+    held = {"clients.x": clients.x}
+    held |= {f"the rows of {key}": rows for key, rows in clients._rows.items()}
+    held |= {f"the upload {key}": rows for key, rows in clients.uploads.items()}
+    held |= {f"the log {name}": rows for name, rows in clients.logs.items()}
+    return {name: value.clone() for name, value in held.items()}
+
+
+def _plainly(hook: str, call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def groups(method: Method) -> None:
+    """Groups of 1, 3 and D clients against the same clients one by one, after each hook."""
+    callback, module = method.used
+    size = module.layout.size
+    hint = (
+        "a hook sees (n, D): per-client numbers are columns (n, 1), norms are clients.norm(v), sums over coordinates "
+        "are .sum(1, keepdim=True), and no client's row enters another's"
+    )
+    for n in (1, 3, size):
+        stage = Stage(callback, module, size)
+        single = [stage.rehearse(stage.clients([i]), _plainly) for i in range(n)]
+        try:
+            for hook, ours in stage.rehearse(stage.clients(range(n)), _plainly):
+                alone = [next(one)[1] for one in single]
+                theirs = {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
+                require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {n}{' = D' * (n == size)}", hint)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
+
+
+def untouched_self(method: Method) -> None:
+    callback, module = method.used
+
+    def guard(hook: str, call: Callable[[], Any]) -> Any:
+        before = snapshots.take(callback)
+        returned = call()
+        changed = snapshots.changes(before, snapshots.take(callback))
+        if changed:
+            raise Failed(
+                f"{hook} set or changed {', '.join(changed)}",
+                "hooks that take clients run in several threads with different clients: "
+                "keep it in Scratch (a round) or ClientState (for good), as self.name[clients]",
+            )
+        return returned
+
+    stage = Stage(callback, module, 3)
+    for _ in stage.rehearse(stage.clients(range(3)), guard):
+        pass
+
+
+def traceable(method: Method) -> None:
+    """Hooks on tensors without data: whatever reads a value, or branches on one, cannot go on."""
+    callback, module = method.used
+    stage = Stage(callback, module, 3)
+    clients = stage.clients(range(3))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode.from_tensor
+    stage.curvature, stage.centre = fake(stage.curvature), fake(stage.centre)
+    stage.rows = {key: fake(value) for key, value in stage.rows.items()}
+    stage.round.server_states = {key: fake(value) for key, value in stage.round.server_states.items()}
+    stage.round.w, stage.round.w0, stage.round.lr = fake(stage.round.w), fake(stage.round.w0), fake(stage.round.lr)
+    clients._x = fake(clients._x)
+    for column in ("ids", "steps", "sizes", "weights"):
+        clients.__dict__[column] = fake(getattr(clients, column))
+
+    def guard(hook: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            reads = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+            if not reads and ".numpy()" not in str(error):
+                raise
+            raise Failed(
+                f"{hook} reads a tensor's value or branches on it: {where(error)}",
+                "no .item(), float(), tolist(), numpy(), `if tensor`, boolean indexing or nonzero in client hooks: "
+                "they would stop a GPU and cannot be captured in a graph; use torch.where, clamp, multiplication",
+            ) from error
+
+    with mode:
+        for _ in stage.rehearse(clients, guard):
+            pass

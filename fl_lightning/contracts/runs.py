@@ -1,0 +1,296 @@
+"""Contracts that small runs show: what must not change a result, and what must not break one."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
+from fl_lightning.contracts import snapshots
+from fl_lightning.contracts.federation import (
+    SIZES,
+    Learner,
+    Outcome,
+    data,
+    fit,
+    in_processes,
+    outcome,
+    require_finite,
+    require_same,
+)
+from fl_lightning.contracts.verdict import Failed, NotApplicable, where
+from fl_lightning.errors import Diverged, UserError
+from fl_lightning.schedules import Steps
+
+ROUNDING = 1e-10
+
+
+@dataclass
+class Method:
+    """What makes new instances of the method under check, and the plain run that others are compared with."""
+
+    factory: Callable[..., FederatedCallback]
+
+    @cached_property
+    def cls(self) -> type[FederatedCallback]:
+        return type(self.factory())
+
+    def run(self, **arguments: Any) -> Outcome:
+        return outcome(fit([self.factory()], **arguments))
+
+    @cached_property
+    def plain(self) -> Outcome:
+        return self.run()
+
+    @cached_property
+    def used(self) -> tuple[FederatedCallback, Any]:
+        """A callback that has been through a run, and the module of that run."""
+        callback = self.factory()
+        return callback, fit([callback])
+
+
+def neutral(method: Method) -> None:
+    arguments = method.cls.neutral
+    if arguments is None:
+        raise NotApplicable("neutral is None")
+    try:
+        callbacks = [_neutral(method, arguments) for _ in range(2)]
+    except TypeError as error:
+        raise Failed(
+            f"{method.cls.__name__} cannot be built with neutral = {arguments}: {error}",
+            "let __init__ take what `neutral` names, with defaults for the rest",
+        ) from None
+    settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
+    for callback, setting in zip(callbacks, settings, strict=True):
+        ours, average = (outcome(fit(chosen, **setting)) for chosen in ([callback], []))
+        require_same(
+            {name: ours[name] for name in average if name in ours},
+            average,
+            1e-12,
+            f"with {_text(arguments)} it is not FedAvg",
+            "every term of the method has to vanish there; where it has no such setting, say neutral = None",
+        )
+
+
+def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
+    try:
+        return method.factory(**arguments)
+    except TypeError:
+        given = {k: v for k, v in vars(method.factory()).items() if k in inspect.signature(method.cls).parameters}
+        return method.cls(**{**given, **arguments})
+
+
+def _text(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
+
+
+def order_of_clients(method: Method) -> None:
+    """Full batches and full participation: registering the clients in reverse gives each its mirror's number."""
+    m, whole = len(SIZES), {"participation": "all"}
+    ours = method.run(federation=data(batch_size=None), **whole)
+    mirrored = method.run(federation=data(order=range(m)[::-1], batch_size=None), **whole)
+    renamed = {}
+    for name, value in mirrored.items():
+        stem, client, number = name.rpartition(" of client ")
+        renamed[f"{stem}{client}{m - 1 - int(number)}" if client else name] = value
+    require_same(
+        ours,
+        renamed,
+        ROUNDING,
+        "clients registered in another order give another result",
+        "use no client's number or place in the round, only its own rows; sums and means go through Upload",
+    )
+
+
+def order_of_training(method: Method) -> None:
+    def reverse(module: Any) -> None:
+        run = module._engine.run
+        module._engine.run = lambda round, leaves, *rest: run(round, leaves[::-1], *rest)
+
+    require_same(
+        method.plain,
+        method.run(started=reverse),
+        0.0,
+        "training the clients of a round in another order gives another result",
+        "something passes from one client to the next: keep it in ClientState, or send it by an Upload",
+    )
+
+
+def engines(method: Method) -> None:
+    refused = []
+    for name, together, tolerance in (("concurrent", {"workers": 2}, 0.0), ("stacked", {"clients_at_once": 2}, 1e-9)):
+        try:
+            ours = method.run(engine=name, **together)
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        require_same(
+            method.plain,
+            ours,
+            tolerance,
+            f"engine={name!r} and engine='sequential' differ",
+            "hooks that take clients see n rows: use clients.norm and columns (n, 1), and set no attribute of self",
+        )
+    if len(refused) == 2:
+        raise NotApplicable(f"refused: {refused[0]}")
+
+
+def processes(method: Method) -> None:
+    def job() -> Outcome:
+        return method.run(trainer={"strategy": "federated", "devices": 2})
+
+    require_same(
+        method.plain,
+        in_processes(2, job),
+        0.0,
+        "one and two processes differ",
+        "a process sees its own clients alone: what the server needs of them goes through Upload or staged()",
+    )
+
+
+def frozen(method: Method) -> None:
+    before, learner = Learner(frozen=True), Learner(frozen=True)
+    module = fit([method.factory()], learner=learner)
+    if not torch.equal(learner.first.bias, before.first.bias):
+        hint = "change clients.x or server.update, not the learner"
+        raise Failed("a parameter with requires_grad=False changed", hint)
+    if module.global_vector.numel() != sum(p.numel() for p in before.parameters() if p.requires_grad):
+        raise Failed("a frozen parameter is part of the flat vector", "this is the framework's fault: report it")
+
+
+def resume(method: Method) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fit([method.factory()], rounds=2, folder=folder)
+        went_on = outcome(fit([method.factory()], folder=folder, resume=True))
+    require_same(
+        method.plain,
+        went_on,
+        0.0,
+        "stopping after round 2 and resuming gives another result",
+        "state that no checkpoint knows: declare it as ClientState or ServerState",
+    )
+
+
+def declared(method: Method) -> None:
+    """Attributes that change are put back after every round: where that changes the result, they were state."""
+    callback, before, found = method.factory(), {}, set[str]()
+    fit(
+        [callback],
+        started=lambda module: before.update(snapshots.take(callback)),
+        ended=lambda module: found.update(snapshots.changes(before, snapshots.take(callback))),
+    )
+    changed = sorted(name for name in found if name.removeprefix("self.") not in callback.state_dict())
+    if not changed:
+        return
+    names = ", ".join(changed)
+    hint = (
+        "no checkpoint, process or engine knows it: declare it as ClientState, ServerState or Scratch; "
+        "what is fixed for a run is computed in on_fit_start"
+    )
+    again, first = method.factory(), {}
+    try:
+        left = outcome(
+            fit(
+                [again],
+                started=lambda module: first.update(snapshots.originals(again, changed)),
+                ended=lambda module: snapshots.put_back(again, first, changed),
+            )
+        )
+    except Exception as error:
+        raise Failed(
+            f"{names} changed during the run, is not declared, and is needed later: {where(error)}", hint
+        ) from error
+    require_same(method.plain, left, 0.0, f"{names} changed during the run, is not declared, and matters later", hint)
+
+
+def small_clients(method: Method) -> None:
+    hint = "count steps with clients.steps, not with the configuration; divide by nothing that a small client makes 0"
+    finite(method, "with one sample, and with a short last batch", hint, participation="all")
+    finite(method, "with one local step", hint, participation="all", local_steps=1)
+    finite(method, "with one client a round", hint, participation=1)
+
+
+def zero_rate(method: Method) -> None:
+    hint = "clients.elapsed is 0 then: use clients.mean_gradient, which is 0 there, or torch.where"
+    finite(method, "with learning rate 0 in round 0", hint, lr_decay=Steps({0: 0.0, 1: 1.0}))
+    finite(method, "with learning rate 0 in round 1", hint, lr_decay=Steps({1: 0.0, 2: 1.0}))
+
+
+def zero_gradient(method: Method) -> None:
+    hint = "where something is divided by a norm: torch.where(norm > 0, norm, 1.0)"
+    plain = {"client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2)}
+    finite(method, "with gradients that are all 0", hint, learner=Learner(dead=True), **plain)
+
+
+def unequal_rates(method: Method) -> None:
+    def two(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}], lr=0.2)
+
+    try:
+        finite(method, "with two learning rates in one optimizer", "", client_optimizer=two)
+    except UserError as error:
+        if "lr" not in str(error):
+            raise
+
+
+def lazy_gradients(method: Method) -> None:
+    hint = "gradients arrive as one dense vector (n, D), 0 where a parameter got none; take them from nowhere else"
+    dense = finite(method, "with parameters that get no gradient", hint, learner=Learner(embedding=False))
+    sparse = finite(method, "with sparse gradients", hint, learner=Learner(embedding=True))
+    require_same(dense, sparse, 1e-12, "sparse and dense gradients of one loss differ", hint)
+
+
+def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
+    """A run that has to stay finite, in the model and in all that is kept."""
+    try:
+        left = method.run(**arguments)
+    except Diverged as diverged:
+        raise Failed(f"{what} {str(diverged).split(': ')[1].split('. ')[0]}", hint) from None
+    require_finite(left, what, hint)
+    return left
+
+
+def buffers(method: Method) -> None:
+    average = outcome(fit([]))
+    kept = {name for name in average if name.startswith("buffer ")}
+    require_same(
+        {name: value for name, value in method.plain.items() if name in kept},
+        {name: average[name] for name in kept},
+        0.0,
+        "buffers that follow the inputs alone differ from FedAvg's",
+        "a method runs no forward pass of its own: clients.full_gradient leaves buffers as they were",
+    )
+
+
+def beside_another(method: Method) -> None:
+    refused = []
+    for partner in (RelaxedInitialization, ControlVariates):
+        if partner.__name__ == method.cls.__name__:
+            continue
+        try:
+            first, last = (_together(method, partner, ours_first) for ours_first in (True, False))
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        require_same(
+            first,
+            last,
+            ROUNDING,
+            f"before and after {partner.__name__} in the list of callbacks it gives different results",
+            "add to clients.x, the gradient and server.update; do not overwrite what another has added",
+        )
+    if len(refused) == 2:
+        raise NotApplicable(f"refused: {refused[0]}")
+
+
+def _together(method: Method, partner: Callable[[], FederatedCallback], ours_first: bool) -> Outcome:
+    callbacks: Sequence[FederatedCallback] = [method.factory(), partner()]
+    return outcome(fit(callbacks if ours_first else callbacks[::-1]))

@@ -1,0 +1,90 @@
+"""What a callback holds besides its declared state, by value, to see whether a run changes it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import Declaration, FederatedCallback
+
+FRAMEWORKS = {"_declared", "_bound_round"}
+
+
+def take(callback: FederatedCallback) -> dict[str, Any]:
+    """``{"self.name": value}`` and ``{"Class.name": value}``, values copied as deep as they are data."""
+    held = {f"self.{name}": value for name, value in vars(callback).items() if name not in FRAMEWORKS}
+    for cls in type(callback).__mro__:
+        if cls is FederatedCallback:
+            break
+        held |= {
+            f"{cls.__name__}.{name}": value
+            for name, value in vars(cls).items()
+            if not name.startswith("__") and not callable(value) and not isinstance(value, Declaration | property)
+        }
+    return {name: _copied(value) for name, value in held.items()}
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names whose value is new, gone or another."""
+    return sorted(
+        name
+        for name in before.keys() | after.keys()
+        if name not in before or name not in after or not _equal(before[name], after[name])
+    )
+
+
+def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
+    """The named attributes of those that exist now, copied so that :func:`put_back` can restore them."""
+    kept = {}
+    for name in names:
+        held = vars(_holder(callback, name))
+        if name.split(".")[1] in held:
+            kept[name] = copy.deepcopy(held[name.split(".")[1]])
+    return kept
+
+
+def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]) -> None:
+    """Make the named attributes what they were; those that did not exist are removed."""
+    for name in names:
+        holder, attribute = _holder(callback, name), name.split(".")[1]
+        if name in kept:
+            setattr(holder, attribute, copy.deepcopy(kept[name]))
+        elif attribute in vars(holder):
+            delattr(holder, attribute)
+
+
+def _holder(callback: FederatedCallback, name: str) -> Any:
+    cls = name.split(".")[0]
+    return callback if cls == "self" else next(c for c in type(callback).__mro__ if c.__name__ == cls)
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if depth > 5:
+        return value
+    if isinstance(value, dict):
+        return {k: _copied(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return (type(value).__name__, [_copied(v, depth + 1) for v in value])
+    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type):
+        return (type(value).__name__, _copied(vars(value), depth + 1))
+    return value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return a is b or (type(a) is type(b) and bool(a == b))

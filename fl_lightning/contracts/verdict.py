@@ -1,0 +1,91 @@
+"""What a check says: it holds, it does not (with reason and hint), or it does not apply."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning_fabric
+import pytorch_lightning as pl
+import torch
+
+import fl_lightning
+
+
+class Failed(Exception):
+    """An invariant does not hold.
+
+    Args:
+        reason: what was seen.
+        hint: what usually causes it, and the way out.
+    """
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
+
+
+class NotApplicable(Exception):
+    """An invariant says nothing about this method, for the reason given."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of a report: ``verdict`` is ``"holds"``, ``"fails"`` or ``"n/a"``."""
+
+    name: str
+    verdict: str
+    reason: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The contracts of one method; ``print(report)`` shows a table, with reason and hint where one fails."""
+
+    method: str
+    checks: list[Check]
+
+    @property
+    def ok(self) -> bool:
+        """Whether none fails."""
+        return all(check.verdict != "fails" for check in self.checks)
+
+    def __getitem__(self, name: str) -> Check:
+        return next(check for check in self.checks if check.name == name)
+
+    def __str__(self) -> str:
+        failed = sum(check.verdict == "fails" for check in self.checks)
+        lines = [f"{self.method}: {'all contracts hold' if self.ok else f'{failed} of {len(self.checks)} fail'}", ""]
+        width = max(len(check.name) for check in self.checks)
+        for check in self.checks:
+            aside = f"  ({check.reason})" if check.verdict == "n/a" and check.reason else ""
+            lines.append(f"  {check.verdict:<5}  {check.name:<{width}}{aside}".rstrip())
+            if check.verdict == "fails":
+                lines.append(f"         what: {check.reason}")
+                if check.hint:
+                    lines.append(f"         hint: {check.hint}")
+        lines += [
+            "",
+            "Not checked: whether the rule is the one you mean. A wrong sign or factor keeps every contract;",
+            "compare a few rounds with your own oracle, or see that a problem with a known optimum is solved.",
+        ]
+        return "\n".join(lines)
+
+
+def where(error: BaseException) -> str:
+    """``RuntimeError: … (anchor.py, line 12, on_local_gradient)``: the innermost line of a callback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(fl_lightning.__file__).parent
+    theirs = [Path(str(module.__file__)).parent for module in (torch, pl, lightning_fabric)]
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        core = ours in path.parents and ours / "callbacks" not in path.parents
+        if path.is_file() and not core and not any(root in path.parents for root in theirs):
+            place = f" ({path.name}, line {frame.lineno}, {frame.name})"
+            break
+    else:
+        place = ""
+    text = str(error).strip().split("\n")[0] or "no message"
+    return f"{type(error).__name__}: {text}{place}"

@@ -1,0 +1,73 @@
+"""The contracts of a federated method, for ours and for yours: ``check_method(factory)``.
+
+>>> from fl_lightning.callbacks import SharpnessAwareMinimization
+>>> check_method(SharpnessAwareMinimization).ok
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.contracts import rehearsal, runs
+from fl_lightning.contracts.federation import quiet
+from fl_lightning.contracts.verdict import Check, CheckReport, Failed, NotApplicable, where
+
+__all__ = ["INVARIANTS", "Check", "CheckReport", "check_method"]
+
+INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
+    "neutral setting is FedAvg": runs.neutral,
+    "order of clients": runs.order_of_clients,
+    "order of training": runs.order_of_training,
+    "engines agree": runs.engines,
+    "two processes": runs.processes,
+    "frozen parameters stay": runs.frozen,
+    "resume is exact": runs.resume,
+    "state is declared": runs.declared,
+    "client hooks set nothing on self": rehearsal.untouched_self,
+    "groups of 1, 3 and D clients": rehearsal.groups,
+    "local steps can be captured": rehearsal.traceable,
+    "small clients, short batches": runs.small_clients,
+    "rounds with learning rate 0": runs.zero_rate,
+    "finite at zero gradients": runs.zero_gradient,
+    "unequal learning rates": runs.unequal_rates,
+    "sparse and unused gradients": runs.lazy_gradients,
+    "buffers untouched": runs.buffers,
+    "another callback, either order": runs.beside_another,
+}
+"""Every invariant by name; it raises where it does not hold."""
+
+
+def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
+    """Put a method through every contract: some forty runs of three rounds of a tiny model, a few seconds.
+
+    Args:
+        factory: makes a new callback at each call: a class, or for example ``partial(OwnAnchor, mu=0.1)``. The class's
+            ``neutral`` is passed to it by keyword, if it takes it.
+
+    Returns:
+        ``.ok``, ``.checks``, and a table by ``print(report)`` with reason and hint for what fails.
+
+    >>> class Forgetful(FederatedCallback):
+    ...     def on_local_end(self, clients):
+    ...         self.last = clients.x
+    >>> report = check_method(Forgetful)
+    >>> report.ok, report["client hooks set nothing on self"].reason
+    (False, 'on_local_end set or changed self.last')
+    """
+    with quiet():
+        method = runs.Method(factory)
+        return CheckReport(method.cls.__name__, [_checked(name, check, method) for name, check in INVARIANTS.items()])
+
+
+def _checked(name: str, check: Callable[[runs.Method], None], method: runs.Method) -> Check:
+    try:
+        check(method)
+    except Failed as failed:
+        return Check(name, "fails", failed.reason, failed.hint)
+    except NotApplicable as reason:
+        return Check(name, "n/a", str(reason))
+    except Exception as error:  # the user's code may raise anything: it is what the report is about
+        return Check(name, "fails", where(error), "the run itself failed; mend this first")
+    return Check(name, "holds")
