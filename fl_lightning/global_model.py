@@ -6,10 +6,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytorch_lightning as pl
 from torch import Tensor
 
 from fl_lightning import persistence
+from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.flat import Layout, check_learner_parameters, flatten, tie, trainable
 from fl_lightning.forwarding import ForwardedHooks
 
@@ -82,14 +83,8 @@ class GlobalModel(ForwardedHooks):
         )
         if path is not None:
             parameters = self.learner_config or {k: v for k, v in learner.hparams.items() if persistence.plain(v)}
-            torch.save(
-                {
-                    "state_dict": learner.state_dict(),
-                    "hyper_parameters": parameters,
-                    "pytorch-lightning_version": "2.6",
-                },
-                path,
-            )
+            weights = {"state_dict": learner.state_dict(), "hyper_parameters": parameters}
+            AtomicCheckpointIO().save_checkpoint({**weights, "pytorch-lightning_version": pl.__version__}, path)
         return learner
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

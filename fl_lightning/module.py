@@ -201,7 +201,7 @@ class FederatedModule(Cohort):
 
     def on_train_start(self) -> None:
         for logger in self.trainer.loggers:
-            if self.current_epoch and hasattr(logger, "resume"):
+            if hasattr(logger, "resume"):
                 logger.resume(self.current_epoch)
         self._ready = True
         self.learner.on_train_start()
