@@ -28,6 +28,7 @@ Copy = tuple[Replica, ClientOptimizer]
 Facts = dict[str, str]
 CLEARLY = 1.1  # how much faster concurrent has to be, so that the choice is stable where it matters little
 MEASURED_SECONDS = 0.03  # of each kind, each time; three times
+TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 
 
 def choose(module: FederatedModule) -> tuple[Engine, Facts]:
@@ -129,11 +130,12 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
     try:
         if drawn := draws(module, *copies[0]):
             return {**alone, "why": f"{drawn}, so clients train one after the other"}
-        alone_seconds, beside_seconds = step_seconds(module, copies)
+        lengths = [module.steps(0, i) for i in module.participants(0)[:: module.trainer.world_size]]
+        alone_seconds, beside_seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
     except Exception as error:  # the first round will meet it, and say where
         return {**alone, "why": f"not measured ({type(error).__name__})"}
-    ids = list(module.participants(0))[:: module.trainer.world_size]
-    lengths = [module.steps(0, i) for i in ids]
+    if beside_seconds is None:
+        return {**alone, "why": f"a round's local steps take less than {1000 * TINY_SECONDS:g} ms"}
     one_by_one, side_by_side = sum(lengths) * alone_seconds, makespan(lengths, workers) * beside_seconds
     why = (
         f"measured: a round's local steps take {one_by_one:.3g} s one client after the other on {threads} "
@@ -176,8 +178,11 @@ def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimize
     optimizer.begin(1.0, None)
 
 
-def step_seconds(module: FederatedModule, copies: list[Copy]) -> tuple[float, float]:
-    """Seconds of a local step: one client on all intra-op threads, and with as many clients at once as copies."""
+def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> tuple[float, float | None]:
+    """Seconds of a local step: one client on all intra-op threads, and with as many clients at once as copies.
+
+    The latter is None where a step takes less than ``worth``.
+    """
     ids = module.participants(0)
     with ThreadPoolExecutor(len(copies), initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
@@ -195,8 +200,12 @@ def step_seconds(module: FederatedModule, copies: list[Copy]) -> tuple[float, fl
         for replica, optimizer in copies:
             prepare(module, replica, optimizer)
         try:
-            alone(1), beside(1)
-            steps = max(1, min(50, int(MEASURED_SECONDS / alone(1))))
+            alone(1)
+            first = alone(1)
+            if first < worth:
+                return first, None
+            beside(1)
+            steps = max(1, min(50, int(MEASURED_SECONDS / first)))
             repeats = [(alone(steps), beside(steps)) for _ in range(3 if steps > 1 else 2)]
         finally:
             for replica, _ in copies:

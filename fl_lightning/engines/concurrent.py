@@ -83,10 +83,8 @@ class Concurrent:
                     job.result()
                     tell()
         except BaseException:
-            stop.set()
-            for job in jobs:
-                job.cancel()
-            wait(jobs)
+            stop.set()  # threads end at their next step
+            self.close()
             raise
         finally:
             for replica, _ in self.copies:
@@ -101,4 +99,5 @@ class Concurrent:
         return full_gradient(self.work, self._here.replica, clients, at)
 
     def close(self) -> None:
+        """End the threads."""
         self.pool.shutdown(cancel_futures=True)

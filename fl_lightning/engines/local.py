@@ -127,7 +127,7 @@ def random_state_kept(x: Tensor) -> Iterator[None]:
 
 
 def full_gradient(work: Work, replica: Replica, clients: Clients, at: Tensor) -> Tensor:
-    """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers, randomness stay as they are."""
+    """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers and randomness stay."""
     (client,) = clients.client_ids
     at = at.view(1, -1)
     buffers = {name: buffer.clone() for name, buffer in replica.buffers.items()}

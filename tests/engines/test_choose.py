@@ -1,0 +1,95 @@
+"""engine="auto": measured once, remembered, and the same on resume."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learners import Lit, blobs, federated, trainer
+from torch import Tensor
+
+from fl_lightning.engines import choose
+from fl_lightning.engines.choose import makespan
+
+
+class Waiting(Lit):
+    """A step that gains from company: it waits without the interpreter lock."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(0.004)
+        return super().training_step(batch, batch_idx)
+
+
+def test_makespan_is_that_of_the_busiest_worker() -> None:
+    assert makespan([5, 3, 3, 2, 2], 2) == 8
+    assert makespan([4], 3) == 4
+
+
+def test_auto_takes_what_is_faster_and_says_why() -> None:
+    slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
+    trainer(1).fit(slow, blobs())
+    trainer(1).fit(tiny, blobs(clients=4))
+    assert slow.engine_facts["engine"] == "concurrent" and slow.engine_facts["workers"] == "2"
+    assert "measured" in slow.engine_facts["why"] and "concurrent × 2" in slow.describe()
+    assert tiny.engine_facts["engine"] == "sequential"
+
+
+def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Lit):
+        steps = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(1, torch.nn.BatchNorm1d(8))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.steps += 1
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(choose, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "CLEARLY", 1e9)
+    torch.manual_seed(3)
+    one = federated(Counting(), engine="sequential")
+    torch.manual_seed(3)
+    two = federated(Counting(), workers=2)
+    for module in (one, two):
+        trainer(2).fit(module, blobs())
+    assert "measured" in two.engine_facts["why"]
+    assert one.learner.steps == two.learner.steps
+    assert torch.equal(one.global_vector, two.global_vector)
+    assert torch.equal(one.learner.net[1].running_var, two.learner.net[1].running_var)
+
+
+def test_one_client_or_one_core_needs_no_measuring() -> None:
+    module = federated(Waiting(), participation=1)
+    with pytest.warns(UserWarning, match="participation=1 is one client"):
+        trainer(1).fit(module, blobs())
+    assert module.engine_facts["engine"] == "sequential" and "one client" in module.engine_facts["why"]
+
+
+def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = federated(Waiting(), workers=2)
+    run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
+    run.fit(first, blobs())
+    assert first.engine_facts["engine"] == "concurrent"
+    monkeypatch.setattr(choose, "measured", lambda *_: pytest.fail("measured again"))
+    second = federated(Waiting())
+    trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+        second, blobs(), ckpt_path=run.checkpoint_callback.best_model_path
+    )
+    assert second.engine_facts["engine"] == "concurrent" and second.engine_facts["workers"] == "2"
+    assert second.engine_facts["why"] == "as when the run began"
+
+
+def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> None:
+    class Locked(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = (i for i in range(3))
+
+    module = federated(Locked(), workers=2)
+    trainer(1).fit(module, blobs())
+    assert module.engine_facts["engine"] == "sequential" and "cannot be copied" in module.engine_facts["why"]
