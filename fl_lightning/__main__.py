@@ -50,9 +50,8 @@ def _configs(names: Sequence[str]) -> str:
         return "\n".join(f"{n:<{width}}  {summary(f.read_text('utf-8'))}" for n, f in available.items())
     name = names[0].removesuffix(".yaml")
     if name not in available:
-        raise UserError(
-            f"configs {names[0]}: not a packaged config.{suggest(name, available) or ' `fl-lightning configs` lists them.'}"
-        )
+        hint = suggest(name, available) or " `fl-lightning configs` lists them."
+        raise UserError(f"configs {names[0]}: not a packaged config.{hint}")
     return available[name].read_text("utf-8").rstrip("\n")
 
 
@@ -76,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"fl-lightning {version('fl-lightning')}")
             return 0
         if command not in COMMANDS:
-            raise UserError(
-                f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: {', '.join(COMMANDS)}."
-            )
+            raise UserError(f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: {', '.join(COMMANDS)}.")
         if command == "configs":
             if "-h" in rest or "--help" in rest:
                 print("usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print the one called NAME.")

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 import pytorch_lightning as pl
 import torch
 import yaml
-from jsonargparse import Namespace
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 import fl_lightning.callbacks
@@ -31,6 +30,7 @@ from fl_lightning.method_options import apply_method_options, full_paths
 from fl_lightning.module import FederatedModule
 from fl_lightning.parsing_errors import one_paragraph
 from fl_lightning.run_folder import RunCheckpoint, RunFolder, check_writable, holds_run, next_free, numbered
+from fl_lightning.schedules import Schedule
 from fl_lightning.signals import GracefulStop
 
 _BASES: dict[str, type] = {
@@ -43,8 +43,16 @@ _BASES: dict[str, type] = {
     "client_optimizer": Optimizer,
     "server_optimizer": Optimizer,
     "network": torch.nn.Module,
+    "lr_decay": Schedule,
 }
 _TRAINER_DEFAULTS = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_model_summary": False}
+_NOISE = (
+    ".*LeafSpec.*",
+    ".*does not have many workers.*",
+    ".*smaller than the logging interval.*",
+    "No seed found.*",
+    ".*callbacks used to create.*",  # a test needs no RunCheckpoint
+)
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
@@ -69,6 +77,8 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, prepared: Command) -> None:
+        prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
+        apply_method_options(prepared)
         self.command, self.prepared = command, prepared
         self.stop = GracefulStop()
         self.checkpoint: str | None = None  # to start from
@@ -194,7 +204,7 @@ class FederatedCLI(LightningCLI):
         self.trainer = self._trainer()
 
     def _config_text(self) -> str:
-        saved = Namespace(self.config)
+        saved = self.config.clone()
         saved.pop("config", None)
         saved.ckpt_path = None
         return str(self.parser.dump(saved, skip_none=False, skip_validation=True))
@@ -226,7 +236,15 @@ class FederatedCLI(LightningCLI):
         if self.command == "fit":
             callbacks.append(self.stop)
         settings["callbacks"] = callbacks
-        return pl.Trainer(**settings)
+        if str(settings["precision"]) in ("16", "16-mixed"):  # on a CPU Lightning would quietly take another
+            raise UserError(
+                f"--trainer.precision {settings['precision']}: gradients in half precision would need a loss scale for "
+                "every client. Accepted: 32-true, 64-true, bf16-mixed."
+            )
+        try:
+            return pl.Trainer(**settings)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
 
 
 def _partition(cli: FederatedCLI) -> None:
@@ -255,8 +273,12 @@ def _export(cli: FederatedCLI) -> None:
         raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
     path = Path(cli.prepared.output or cli.folder / "model.pt")
     check_writable(path.parent)
-    cli.model.restore(cli.checkpoint)
-    cli.model.export(path)
+    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint)
+    cli.model.learner.configure_model()
+    cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
+    torch.save({key: checkpoint[key] for key in kept if key in checkpoint}, path)
     print(f"→ {path}")
 
 
@@ -280,7 +302,7 @@ def _execute(cli: FederatedCLI) -> int:
 def _quiet() -> None:
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # tips, device lines, "fit stopped"
-    for message in (".*LeafSpec.*", ".*does not have many workers.*", ".*smaller than the logging interval.*", "No seed found.*"):
+    for message in _NOISE:
         warnings.filterwarnings("ignore", message)
 
 
@@ -289,9 +311,6 @@ def run(command: str, prepared: Command, debug: bool = False) -> int:
     _quiet()
     cli: FederatedCLI | None = None
     try:
-        prepared.config = full_paths(prepared.config)
-        prepared.options = full_paths(prepared.options)
-        apply_method_options(prepared)
         for note in prepared.notes:
             print(note, file=sys.stderr)
         cli = FederatedCLI(command, prepared)

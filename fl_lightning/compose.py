@@ -60,8 +60,7 @@ def packaged() -> dict[str, Traversable]:
     order = ["base", "data", "model", "method", "experiment", "trainer", "logger", "debug"]
     found = dict(walk(files("fl_lightning.configs"), ""))
     return {
-        name: found[name]
-        for name in sorted(found, key=lambda n: ([*order, n.split("/")[0]].index(n.split("/")[0]), n))
+        name: found[name] for name in sorted(found, key=lambda n: ([*order, n.split("/")[0]].index(n.split("/")[0]), n))
     }
 
 

@@ -99,7 +99,7 @@ def apply_method_options(command: Command) -> None:
                     f"method.{name}: {cls.__name__} has no such argument.{suggest(name, parameters(cls))} "
                     f"Accepted: {listed(parameters(cls)) or 'none'}."
                 )
-    command.config["method"] = items
+    command.config["method"], command.method_options = items, []
 
 
 def _whole(item: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def parameters(cls: type) -> list[str]:
 def subclasses(base: type) -> dict[str, type]:
     """Every imported public subclass of ``base`` by its bare name; ours win over others' of the same name."""
     found: dict[str, type] = {}
-    waiting = list(base.__subclasses__())
+    waiting: list[type] = list(base.__subclasses__())
     while waiting:
         cls = waiting.pop()
         waiting += cls.__subclasses__()
@@ -48,10 +48,24 @@ def listed(names: Iterable[str]) -> str:
     return line if len(line) <= 300 else line[:300].rsplit(", ", 1)[0] + ", …"
 
 
-def _plain_types(leaves: list[str]) -> str:
-    names = {"NoneType": "null", "str": "text", "bool": "true or false", "int": "a whole number", "float": "a number"}
-    types = [t for leaf in leaves for t in re.findall(r"Expected an? <class '(?:.*\.)?(\w+)'>", leaf)]
-    return " or ".join(dict.fromkeys(names.get(t, t) for t in types)) or "; ".join(leaves)
+_PLAIN = {
+    "NoneType": "null",
+    "str": "text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "list": "a list",
+}
+
+
+def _types(text: str, known: dict[str, type]) -> str:
+    """The types in one of jsonargparse's lines, in words; of a class with subclasses, their names."""
+    found = []
+    for path in re.findall(r"<class '([\w.]+)'>", text):
+        name = path.rsplit(".", 1)[-1]
+        cls = known.get(name)
+        found.append(_PLAIN.get(name) or (f"a {name} ({listed(_choices(cls))})" if cls is not None else name))
+    return " or ".join(dict.fromkeys(found)) or text
 
 
 def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict[str, type]) -> type | None:
@@ -73,6 +87,7 @@ def one_paragraph(
 ) -> str:
     """Say ``message`` briefly. ``bases``: the type of class that an option named so (its last part) takes."""
     known = {name: cls for base in bases.values() for name, cls in subclasses(base).items()}
+    known |= {base.__name__: base for base in bases.values()}
     keys = [o.removeprefix("--") for o in parser._option_string_actions if o.startswith("--")]
 
     if match := re.match(r"[Uu]nrecognized arguments: (\S+)", message):
@@ -91,7 +106,7 @@ def one_paragraph(
 
     path: list[str] = []
     leaves: list[str] = []
-    value = None
+    value, subtypes = None, ""
     for line in message.splitlines():
         text = line.strip().removeprefix("- ")
         if match := re.match(r'Parser key "([^"]+)"\s*:?\s*(.*)', text):
@@ -102,6 +117,8 @@ def one_paragraph(
         while match := re.match(r'Parser key "([^"]+)"\s*:?\s*(.*)', text):
             path += [match[1]]
             text = match[2]
+        if text.startswith("Subtypes:") and not leaves:
+            subtypes = text
         if text.startswith("Given value:"):
             nested = re.search(r"val='?(.*?)'?\)$", text)
             value = nested[1] if nested else text.removeprefix("Given value:").strip()
@@ -116,8 +133,11 @@ def one_paragraph(
         if cls is None:
             return f"{option}.{match[1]}: no such option; give the class of {option} first."
         names = parameters(cls)
-        return f"{option}.{match[1]}: {cls.__name__} has no such argument.{suggest(match[1], names)} Accepted: {listed(names)}."
+        hint = suggest(match[1], names)
+        return f"{option}.{match[1]}: {cls.__name__} has no such argument.{hint} Accepted: {listed(names)}."
     if match := re.match(r"Expected a dot import path string: (.*)", leaf):
+        if re.search(r"'(float|int)'", subtypes):
+            return f"{option}: {match[1]!r} is not accepted; expected {_types(subtypes, known)}."
         base = bases.get(option) or bases.get(option.rsplit(".", 1)[-1])
         names = _choices(base) if base else []
         accepted = f" Accepted: {listed(names)}, or a path such as my_module.MyClass." if names else ""
@@ -126,9 +146,9 @@ def one_paragraph(
         reason = " ".join(leaves[leaves.index(leaf) + 1 :][:1]) or "it cannot be imported"
         return f"{option}: {match[1]!r} cannot be used: {reason}.{suggest(match[1].rsplit('.', 1)[-1], known)}"
     if match := re.match(r"Expected an? <class '[^']+'>\. Got value: (.*)", leaf):
-        return f"{option}: {match[1]!r} is not accepted; expected {_plain_types([leaf])}."
+        return f"{option}: {match[1]!r} is not accepted; expected {_types(leaf, known)}."
     if re.match(r"Expected an? <class", leaf) and value is not None:
-        return f"{option}: {value!r} is not accepted; expected {_plain_types(leaves)}."
+        return f"{option}: {value!r} is not accepted; expected {_types(subtypes or leaf, known)}."
     text = re.sub(r"\s+", " ", " ".join(leaves) or message)
     return f"{option}: {text[:450]}" if option else text[:450]
 

@@ -13,6 +13,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import MetricsCSV
+from fl_lightning.module import FederatedModule
 
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
@@ -71,9 +72,10 @@ class RunFolder(pl.Callback):
         self.folder, self.stem, self.config, self.tensorboard = folder, stem, config, tensorboard
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, FederatedModule)
         folder: Path | str = self._claim() if trainer.is_global_zero else ""
         self.folder = Path(trainer.strategy.broadcast(str(folder)))
-        trainer._default_root_dir = str(self.folder)
+        vars(trainer)["_default_root_dir"] = str(self.folder)  # for everyone who asks from now on
         first_round = trainer.current_epoch
         loggers: list[Logger] = [MetricsCSV(self.folder)]
         if self.tensorboard:
@@ -82,7 +84,7 @@ class RunFolder(pl.Callback):
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
             self._partition(trainer, first=first_round == 0)
-            print(pl_module.describe() if hasattr(pl_module, "describe") else "", flush=True)
+            print(pl_module.describe(), flush=True)
             going_on = f", going on with round {first_round}" if first_round else ""
             print(f"→ {self.folder}{going_on}", flush=True)
 
@@ -190,4 +192,3 @@ class RunCheckpoint(Checkpoint):
         except OSError:  # a file system without links
             aside.write_bytes(last.read_bytes())
         aside.replace(best)
-

@@ -1,0 +1,287 @@
+"""The command line as a user meets it: real processes, their output, their exit status, what they leave."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from zygote import Cli, Zygote
+
+from fl_lightning.__main__ import main
+from fl_lightning.compose import packaged, read
+from fl_lightning.models import ImageClassifier
+
+FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")
+LEARNER = """
+import time, torch, pytorch_lightning as pl
+from pathlib import Path
+
+class Lit(pl.LightningModule):
+    def __init__(self, width: int = 4, sleep: float = 0.0, fault: str = ""):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.Linear(width, 10))
+        self.sleep, self.fault = sleep, fault
+    def training_step(self, batch, batch_idx):
+        Path("training").touch()
+        time.sleep(self.sleep)
+        if self.fault == "raise":
+            raise KeyError("mine")
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return loss * float("nan") if self.fault == "nan" else loss
+    def validation_step(self, batch, batch_idx):
+        self.log("val/quality", -torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def printed(cli: Cli, *argv: object, **environment: str) -> Any:
+    result = cli("fit", *argv, "--print_config", env=environment)
+    assert result.returncode == 0, result.stderr
+    return yaml.safe_load(result.stdout)
+
+
+# --------------------------------------------------------------------------- light commands
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["configs"], ["configs", "base"], ["fit", "-c", "bas"]])
+def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
+    code = (
+        "import sys; from fl_lightning.__main__ import main; main(sys.argv[1:]); "
+        "print([m for m in ('torch', 'pytorch_lightning', 'numpy', 'jsonargparse') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(packaged())
+    assert all(len(line.split()) > 2 for line in lines), "each config says what it is"
+    assert "add-on" in next(line for line in lines if line.startswith("method/ri"))
+    assert main(["configs", "method/scaffold"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == read("method/scaffold")
+    assert main(["configs", "method/scafold"]) == 2
+    assert "'method/scaffold'" in capsys.readouterr().err
+
+
+def test_every_method_config_sets_all_that_belongs_to_methods() -> None:
+    for name in packaged():
+        if name.startswith("method/"):
+            config = read(name)
+            if "method" in config:
+                assert {"server_optimizer", "keep_optimizer_state"} <= set(config["model"]), name
+            else:
+                assert "method+" in config, name
+
+
+# --------------------------------------------------------------------------- composition
+
+
+def test_later_configs_and_options_win(cli: Cli) -> None:
+    mine = "trainer: {max_epochs: 7}\nmodel: {lr_decay: 1e-1}\ndata: {class_path: MNIST}"
+    (cli.folder / "mine.yaml").write_text(mine)
+    config = printed(cli, "-c", "base", "-c", "mine.yaml", "--model.participation", 0.25)
+    assert config["trainer"]["max_epochs"] == 7
+    assert config["model"]["lr_decay"] == 0.1 and float(config["model"]["participation"]) == 0.25
+    assert config["data"]["class_path"].endswith(".MNIST")
+    assert config["data"]["init_args"]["batch_size"] != 20, "digits' arguments must not linger"
+    assert printed(cli, "-c", "mine.yaml", "-c", "base")["trainer"]["max_epochs"] == 50
+
+
+def test_a_file_beats_a_packaged_name(cli: Cli) -> None:
+    (cli.folder / "base").write_text(read_text("base").replace("max_epochs: 50", "max_epochs: 3"))
+    assert printed(cli, "-c", "base")["trainer"]["max_epochs"] == 3
+
+
+def read_text(name: str) -> str:
+    return packaged()[name].read_text("utf-8")
+
+
+def methods(config: Any) -> dict[str, dict[str, Any]]:
+    return {m["class_path"].rsplit(".", 1)[-1]: m.get("init_args", {}) for m in config["method"]}
+
+
+def test_methods_are_replaced_with_a_line_and_added_to(cli: Cli) -> None:
+    argv = ("-c", "base", "-c", "method/fedinit", "-c", "method/scaffold", "-c", "method/sam")
+    result = cli("fit", *argv, "--method.radius", "0.5", "--print_config")
+    assert list(methods(yaml.safe_load(result.stdout))) == ["ControlVariates", "SharpnessAwareMinimization"]
+    assert methods(yaml.safe_load(result.stdout))["SharpnessAwareMinimization"]["radius"] == 0.5
+    assert result.stderr.strip() == (
+        "method/scaffold replaces the method list (RelaxedInitialization) by (ControlVariates)"
+    )
+
+
+def test_method_options(cli: Cli) -> None:
+    two = ("-c", "base", "--method", "[RelaxedInitialization]", "--method+=ControlVariates")
+    assert list(methods(printed(cli, *two))) == ["RelaxedInitialization", "ControlVariates"]
+    beta = methods(printed(cli, *two, "--method.beta", "Exponential", "--method.beta.gamma", 0.9))
+    schedule = beta["RelaxedInitialization"]["beta"]
+    assert "Exponential" in schedule["class_path"] and schedule["init_args"] == {"gamma": 0.9}
+    named = methods(printed(cli, *two, "--method.RelaxedInitialization.beta=0.3"))
+    assert named["RelaxedInitialization"]["beta"] == 0.3
+
+
+def test_environment(cli: Cli) -> None:
+    config = printed(cli, "-c", "base", FL_TRAINER__MAX_EPOCHS="9", FL_FIT__MODEL__PARTICIPATION="3")
+    assert config["trainer"]["max_epochs"] == 9 and int(config["model"]["participation"]) == 3
+    assert printed(cli, FL_CONFIG="base")["trainer"]["max_epochs"] == 50
+
+
+def test_help(cli: Cli) -> None:
+    result = cli("fit", "--help")
+    assert result.returncode == 0
+    assert "--model.participation" in result.stdout and "--trainer.max_epochs" in result.stdout
+
+
+# --------------------------------------------------------------------------- a run and its folder
+
+
+@pytest.fixture(scope="module")
+def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    runner = Cli(zygote, tmp_path_factory.mktemp("finished"), tmp_path_factory.mktemp("files"))
+    result = runner(*FIT, "-c", "method/fedinit", "--trainer.max_epochs", 4)
+    assert result.returncode == 0, result.stderr
+    assert "FedInit · 1 of 10 clients · 5 epochs" in result.stdout
+    assert "→ runs/digits-fedinit-1" in result.stdout
+    return runner
+
+
+def test_folder(finished: Cli) -> None:
+    run = finished.folder / "runs/digits-fedinit-1"
+    names = {path.name.split(".")[0] for path in run.iterdir()}
+    assert names == {"config", "checkpoints", "state", "metrics", "partition", "events", "card"}
+    assert [row["round"] for row in rows(run)] == ["0", "1", "2", "3"]
+    accuracies = [float(row["val/acc"]) for row in rows(run)]
+    best = torch.load(run / "checkpoints/best.ckpt", weights_only=True)
+    last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert best["epoch"] == accuracies.index(max(accuracies)) and last["epoch"] == 3
+    assert best["callbacks"]["RunCheckpoint"]["best"] == pytest.approx(max(accuracies))
+    learner = ImageClassifier.load_from_checkpoint(run / "checkpoints/best.ckpt")
+    assert all(torch.equal(value.cpu(), best["state_dict"][name]) for name, value in learner.state_dict().items())
+
+
+def test_evaluating_writes_nothing_but_what_was_asked(finished: Cli) -> None:
+    run = finished.folder / "runs/digits-fedinit-1"
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    for command, metric in (("test", "test/acc"), ("validate", "val/acc")):
+        result = finished(command, "runs/digits-fedinit-1")
+        assert result.returncode == 0, result.stderr
+        assert metric in result.stdout and "last.ckpt" in result.stdout
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+    assert finished("predict", "runs/digits-fedinit-1", "-o", "p.pt").returncode == 0
+    predictions = torch.load(finished.folder / "p.pt", weights_only=True)
+    assert sum(len(batch) for batch in predictions) == 359
+    assert finished("export", "runs/digits-fedinit-1", "-o", "m.pt").returncode == 0
+    exported = torch.load(finished.folder / "m.pt", weights_only=True)["state_dict"]
+    last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert exported.keys() == last.keys() and all(torch.equal(exported[k], last[k]) for k in last)
+
+
+def test_resumed_equals_uninterrupted(finished: Cli, cli: Cli) -> None:
+    fit = (*FIT, "-c", "method/fedinit", "--trainer.default_root_dir", "x", "--ckpt_path", "last")
+    assert cli(*fit, "--trainer.max_epochs", 2).returncode == 0, "last with nothing there: starts"
+    os.rename(cli.folder / "x", cli.folder / "moved")
+    result = cli("fit", "moved", "--trainer.max_epochs", 4)
+    assert result.returncode == 0, result.stderr
+    assert "going on with round 2" in result.stdout and not (cli.folder / "x").exists()
+
+    def values(folder: Path) -> list[dict[str, str]]:
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(folder)]
+
+    assert values(cli.folder / "moved") == values(finished.folder / "runs/digits-fedinit-1")
+    config = yaml.safe_load((cli.folder / "moved/config.yaml").read_text())
+    assert config["trainer"]["max_epochs"] == 4 and config["data"]["init_args"]["partition"] is None
+
+
+def test_null_survives_the_saved_config(cli: Cli) -> None:
+    assert cli(*FIT, "--trainer.max_epochs", 1, "--data.batch_size", "null").returncode == 0
+    config = yaml.safe_load((cli.folder / "runs/digits-fedavg-1/config.yaml").read_text())
+    assert config["data"]["init_args"]["batch_size"] is None
+
+
+def test_two_at_once_get_folders_of_their_own(cli: Cli) -> None:
+    both = [cli.start(*FIT, "-c", "method/scaffold", "-c", "method/ri", "--trainer.max_epochs", 1) for _ in range(2)]
+    assert [process.wait().returncode for process in both] == [0, 0]
+    for number in (1, 2):
+        assert len(rows(cli.folder / f"runs/digits-scaffold+ri-{number}")) == 1
+
+
+def test_fast_dev_run_writes_nothing(cli: Cli) -> None:
+    assert cli("fit", "-c", "base", "-c", "debug/fast").returncode == 0
+    assert os.listdir(cli.folder) == []
+
+
+def test_partition(cli: Cli) -> None:
+    result = cli("partition", "-c", "data/digits", "--data.partition", "Pathological", "--data.partition.classes", 2)
+    assert result.returncode == 0, result.stderr
+    assert "10 clients" in result.stdout and "hash" in result.stdout
+    assert {"partition.png", "partition.npz"} == set(os.listdir(cli.folder))
+
+
+# --------------------------------------------------------------------------- learners from the current directory
+
+
+def own(cli: Cli, *argv: object, **options: object) -> tuple[object, ...]:
+    (cli.folder / "my_learner.py").write_text(LEARNER)
+    settings = [f"--model.learner.{name}={value}" for name, value in options.items()]
+    return (*FIT, "--trainer.default_root_dir", "x", "--model.learner", "my_learner.Lit", *settings, *argv)
+
+
+def test_own_learner_and_monitor(cli: Cli) -> None:
+    result = cli(*own(cli, "--trainer.max_epochs", 2, "--monitor", "val/quality", width=5))
+    assert result.returncode == 0, result.stderr
+    best = torch.load(cli.folder / "x/checkpoints/best.ckpt", weights_only=True)
+    assert best["state_dict"]["net.1.weight"].shape == (5, 64)
+    result = cli(*own(cli, "--trainer.max_epochs", 3, "--ckpt_path", "last", "--monitor", "val/qualitty", width=5))
+    assert result.returncode == 2 and "'val/quality'" in result.stderr
+
+
+def test_an_error_in_the_learner_is_shown_as_it_is(cli: Cli) -> None:
+    result = cli(*own(cli, "--trainer.max_epochs", 1, fault="raise"))
+    assert result.returncode == 1
+    assert 'raise KeyError("mine")' in result.stderr and "in training_step" in result.stderr
+
+
+def test_diverged(cli: Cli) -> None:
+    result = cli(*own(cli, "--trainer.max_epochs", 1, fault="nan"))
+    assert result.returncode == 3 and "Traceback" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_its_round(cli: Cli, number: signal.Signals) -> None:
+    argv = own(cli, "--trainer.max_epochs", 9, "--model.local_epochs=null", "--model.local_steps=8", sleep=0.05)
+    process = cli.start(*argv)
+    process.wait_for(cli.folder / "training")
+    process.kill(number)
+    result = process.wait()
+    assert result.returncode == 128 + number, result.stderr
+    done = len(rows(cli.folder / "x"))
+    assert 1 <= done < 9 and rows(cli.folder / "x")[-1]["val/quality"]
+    assert torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)["epoch"] == done - 1
+
+
+def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
+    argv = own(cli, "--trainer.max_epochs", 2, "--model.local_epochs=null", "--model.local_steps=400", sleep=0.05)
+    process = cli.start(*argv)
+    process.wait_for(cli.folder / "training")
+    process.kill(signal.SIGINT)
+    while "stopping after this round" not in process.stderr:
+        assert not process.ended()
+    process.kill(signal.SIGINT)
+    assert process.wait(timeout=15).returncode == 130
+    assert not (cli.folder / "x/checkpoints/last.ckpt").exists()
