@@ -168,7 +168,13 @@ def frozen(method: Method) -> None:
 def resume(method: Method) -> None:
     with tempfile.TemporaryDirectory() as folder:
         fit([method.factory()], rounds=2, folder=folder)
-        went_on = outcome(fit([method.factory()], folder=folder, resume=True))
+        try:
+            went_on = outcome(fit([method.factory()], folder=folder, resume=True))
+        except UserError as error:
+            hint = (
+                "a public attribute counts as an argument and has to be the same after a resume; declare what changes"
+            )
+            raise Failed(f"resuming after round 2 is refused: {str(error)[:120]} …", hint) from error
     require_same(
         method.plain,
         went_on,

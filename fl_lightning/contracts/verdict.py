@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,17 @@ class CheckReport:
             aside = f"  ({check.reason})" if check.verdict == "n/a" and check.reason else ""
             lines.append(f"  {check.verdict:<5}  {check.name:<{width}}{aside}".rstrip())
             if check.verdict == "fails":
-                lines.append(f"         what: {check.reason}")
-                if check.hint:
-                    lines.append(f"         hint: {check.hint}")
+                lines += _wrapped("what: ", check.reason) + (_wrapped("hint: ", check.hint) if check.hint else [])
         lines += [
             "",
             "Not checked: whether the rule is the one you mean. A wrong sign or factor keeps every contract;",
             "compare a few rounds with your own oracle, or see that a problem with a known optimum is solved.",
         ]
         return "\n".join(lines)
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent=f"{'':9}{label}", subsequent_indent=" " * (9 + len(label)))
 
 
 def where(error: BaseException) -> str:

@@ -1,0 +1,51 @@
+"""``fl-lightning check CLASS``: the contracts of a method, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.method_options import method_class
+from fl_lightning.parsing_errors import listed, parameters
+from fl_lightning.testing import check_method
+
+USAGE = """usage: fl-lightning check CLASS [--OPTION VALUE ...]
+
+Put a method through the contracts that every method has to keep, and print a table (exit status 0: all hold, 1: not).
+
+  CLASS     one of ours (ControlVariates), or my_module.MyMethod; the current directory is on the path
+  --OPTION  an argument of the class, such as --beta 0.2; `fl-lightning check CLASS --help` lists them"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the class that ``argv`` names and print the report; 0 if every contract holds, else 1.
+
+    Raises:
+        UserError: no such class, or arguments that it does not take.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    cls = method_class(argv[0])
+    for option in (a.partition("=")[0][2:].partition(".")[0] for a in argv[1:] if a.startswith("--")):
+        if option not in ("help", *parameters(cls)):
+            raise UserError(
+                f"check {argv[0]} --{option}: {cls.__name__} has no such argument.{suggest(option, parameters(cls))} "
+                f"Accepted: {listed(parameters(cls)) or 'none'}."
+            )
+    parser = ArgumentParser(prog=f"fl-lightning check {argv[0]}", exit_on_error=False)
+    parser.add_class_arguments(cls, instantiate=False)
+    try:
+        given = parser.instantiate_classes(parser.parse_args(list(argv[1:])))
+    except (ArgumentError, argparse.ArgumentError) as error:
+        raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
+    report = check_method(lambda **arguments: cls(**{**vars(given), **arguments}))
+    print(report)
+    return 0 if report.ok else 1
