@@ -13,20 +13,13 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.flat import Layout
+from fl_lightning.layers import layers_of
 
-LAYERS = (
-    nn.modules.conv._ConvNd,
-    nn.Linear,
-    nn.Bilinear,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.MultiheadAttention,
-)
 Period = int | Literal["never"]
 
 
@@ -88,7 +81,7 @@ class PartialAveraging(FederatedCallback):
             matched = [name for name in layout if fnmatchcase(name, pattern)]
             if not matched:
                 raise UserError(
-                    f"PartialAveraging: no trainable parameter is called {pattern!r}; they are {_some(layout)}."
+                    f"PartialAveraging: no trained parameter is called {pattern!r}; there are {', '.join(layout)[:200]}."
                     + suggest(pattern, list(layout))
                 )
             period_of = {name: period for name in matched} | period_of
@@ -111,29 +104,3 @@ class PartialAveraging(FederatedCallback):
         if not 0 <= number <= len(layers):
             raise UserError(f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers.")
         return dict.fromkeys([name for layer in layers[:number] for name in layer if name in layout], self.period)
-
-
-def layers_of(learner: nn.Module) -> list[list[str]]:
-    """Names of the parameters of each layer; parameters of other modules belong to the last layer registered before."""
-    layers: list[list[str]] = []
-    early: list[str] = []
-    inside = "\0"
-    for name, module in learner.named_modules():
-        prefix = name + "." if name else ""
-        if name.startswith(inside):
-            continue
-        layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
-        own = [prefix + p for p, _ in module.named_parameters(recurse=layer)]
-        if layer:
-            layers.append(own)
-            inside = prefix or "\0"
-        else:
-            (layers[-1] if layers else early).extend(own)
-    if layers:
-        layers[0] = early + layers[0]
-    return layers or [early]
-
-
-def _some(layout: Layout) -> str:
-    names = list(layout)
-    return ", ".join(names[:4]) + (f", … ({len(names)})" if len(names) > 4 else "")

@@ -40,7 +40,7 @@ class _Adaptive(Optimizer):
                 v = 0.0 if bias_correction else tau**2
                 self.state[p] = {"m": torch.zeros_like(p), "v": torch.full_like(p, v, requires_grad=False)}
                 if bias_correction:
-                    self.state[p]["step"] = torch.zeros(())
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float64)
 
     @staticmethod
     def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:

@@ -49,12 +49,12 @@ class Function(Schedule):
 
 def methods(config: Config) -> list[Any]:
     """The callbacks that a configuration of the oracle stands for."""
-    given = {n: Function(v) if callable(v) else v for n, v in vars(config).items()}
+    given: dict[str, Any] = {n: Function(v) if callable(v) else v for n, v in vars(config).items()}
     made: list[Any] = [c.DivergenceLogger(), c.CommunicationLogger(), c.ConsensusDistanceLogger()]
     if config.beta is not None:
-        made.append(c.RelaxedInitialization(given["beta"], config.aggregate))
+        made.append(c.RelaxedInitialization(given["beta"], given["aggregate"]))
     if config.scaffold is not None:
-        made.append(c.ControlVariates(config.scaffold))
+        made.append(c.ControlVariates(given["scaffold"]))
     if config.sam is not None:
         made.append(c.SharpnessAwareMinimization(given["sam"]))
     if config.mu is not None:
@@ -208,11 +208,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+ENGINES: dict[str, dict[str, Any]] = {
+    "uniform": {"engine": "sequential"},
+    "samples": {"engine": "concurrent", "workers": 2},
+}
+
+
+@pytest.mark.parametrize("weighting", ENGINES)
 @pytest.mark.parametrize("name", METHODS)
 def test_method_agrees_with_the_oracle(name: str, weighting: str) -> None:
-    engine = {"uniform": {"engine": "sequential"}, "samples": {"engine": "concurrent", "workers": 2}}[weighting]
-    agree(*both(settings(weighting, **METHODS[name]), **engine))
+    agree(*both(settings(weighting, **METHODS[name]), **ENGINES[weighting]))
 
 
 def test_clipping_is_active_in_about_a_third_of_the_steps() -> None:

@@ -1,0 +1,49 @@
+"""Numbers that cannot work are refused by name; what a method cannot mean is said once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federation import network
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as c
+from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
+
+
+def test_bias_correction_is_adams() -> None:
+    """With v from 0 the first step is lr · d/(|d| + τ), whatever the betas."""
+    start = network([], 1, server_optimizer=lambda w: FedAdam(w, 0.1, tau=1e-12, bias_correction=True))
+    moved = start.record.w[0] - start.start
+    assert np.abs(np.abs(moved) - 0.1).max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    "make, named",
+    [
+        (lambda w: FedAdam(w, -1.0), "lr=-1.0"),
+        (lambda w: FedYogi(w, 0.1, betas=(0.9, 1.0)), "beta2=1.0"),
+        (lambda w: FedAdagrad(w, 0.1, tau=0.0), "tau=0.0"),
+        (lambda w: c.DynamicRegularization(0.0), "penalty=0.0"),
+        (lambda w: c.TopKCompression(0), "fraction=0"),
+        (lambda w: c.ProximalTerm("much"), "mu='much'"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_by_name(make: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        make([torch.nn.Parameter(torch.zeros(2))])
+
+
+def test_a_mean_gradient_that_is_none_is_said_once() -> None:
+    calm = network([c.ControlVariates()], 3).module.notes
+    clipped = network([c.ControlVariates()], 3, clip_norm=0.5).module.notes
+    momentum = network([c.ClientMomentum()], 3, momentum=0.9).module.notes
+    unread = network([c.ControlVariates("gradient")], 3, clip_norm=0.5, momentum=0.9).module.notes
+    weighted = network([c.ControlVariates("gradient"), c.DynamicRegularization()], 1, weighting="samples").module.notes
+    assert calm == [] and unread == []
+    assert len(clipped) == 1 and "clipping is active" in clipped[0]
+    assert len(momentum) == 1 and "plain SGD" in momentum[0]
+    assert len(weighted) == 2 and all("uniform mean over clients" in note for note in weighted)

@@ -1,0 +1,140 @@
+"""Methods together: their order does not matter, what cannot run together is refused, what is sent is counted."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federation import Run, fit, network, quadratics
+from oracles.problems import Quadratic
+
+from fl_lightning import InMemoryDataModule, UserError
+from fl_lightning import callbacks as c
+from fl_lightning.models import ImageClassifier, ResNet20
+
+D = 31
+
+
+def test_order_of_callbacks_does_not_matter() -> None:
+    ends = []
+    for order in permutations(range(3)):
+        adding = [c.ControlVariates(), c.DynamicRegularization(0.2), c.ProximalTerm(0.1)]
+        owning = [c.RelaxedInitialization(0.1), c.SharpnessAwareMinimization(0.05), c.ClientMomentum(0.3)]
+        methods = [method for j in order for method in (owning[j], adding[-j])]
+        ends.append(network(methods, 4, clip_norm=0.9).record.w[-1])
+    assert max(np.abs(end - ends[0]).max() for end in ends) < 1e-13
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (c.SharpnessAwareMinimization, c.GlobalSharpnessAwareMinimization),
+        (c.TopKCompression, c.NormalizedAveraging),
+        (c.PartialAveraging, c.GlobalSharpnessAwareMinimization),
+        (c.PartialAveraging, c.NormalizedAveraging),
+        (c.PartialAveraging, c.TopKCompression),
+        (lambda: c.RelaxedInitialization(aggregate="updates"), c.TopKCompression),
+        (c.ClientMomentum, c.ClientMomentum),
+    ],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_cannot_run_together_is_refused_with_both_names_and_the_reason(a: Any, b: Any, swapped: bool) -> None:
+    pair = [a(), b()][:: -1 if swapped else 1]
+    with pytest.raises(UserError) as refused:
+        network(pair, 1)
+    assert all(type(callback).__name__ in str(refused.value) for callback in pair)
+    assert "both decide" in str(refused.value) or "cannot run together" in str(refused.value) or "once" in str(refused)
+
+
+RI, UPDATES = c.RelaxedInitialization, lambda: c.RelaxedInitialization(aggregate="updates")
+VECTORS: list[tuple[list[Any], int, int, int]] = [
+    ([], 1, 1, 0),
+    ([c.ProximalTerm], 1, 1, 0),
+    ([c.SharpnessAwareMinimization], 1, 1, 0),
+    ([c.NormalizedAveraging], 1, 1, 0),
+    ([RI], 1, 1, 1),
+    ([UPDATES], 1, 1, 1),
+    ([c.ControlVariates], 2, 2, 1),
+    ([c.ControlVariates, c.SharpnessAwareMinimization], 2, 2, 1),
+    ([c.ControlVariates, RI], 2, 2, 2),
+    ([c.DynamicRegularization], 1, 1, 1),
+    ([c.DynamicRegularization, RI], 1, 1, 2),
+    ([c.DynamicRegularization, UPDATES], 1, 2, 2),
+    ([c.ClientMomentum], 2, 1, 0),
+    ([c.ClientMomentum, c.SharpnessAwareMinimization], 2, 1, 0),
+    ([c.ClientMomentum, c.NormalizedAveraging], 2, 1, 0),
+    ([c.ClientMomentum, RI], 2, 2, 1),
+    ([c.ClientMomentum, UPDATES], 2, 1, 1),
+    ([c.DynamicRegularization, c.GlobalSharpnessAwareMinimization], 2, 2, 2),
+    ([c.DynamicRegularization, c.GlobalSharpnessAwareMinimization, RI], 2, 2, 3),
+]
+
+
+@pytest.mark.parametrize("makers, down, up, kept", VECTORS)
+def test_a_round_costs_what_the_table_says(makers: list[Any], down: int, up: int, kept: int) -> None:
+    rounds, n = 2, 3
+    ours = network([*[make() for make in makers], c.CommunicationLogger()], rounds)
+    last = ours.record.metrics[-1]
+    assert last["communication/down_parameters"] == rounds * n * down * D
+    assert last["communication/up_parameters"] == rounds * n * up * D
+    assert last["communication/up_bytes"] == 8 * last["communication/up_parameters"]
+    assert last["communication/total_bytes"] == last["communication/up_bytes"] + last["communication/down_bytes"]
+    rows = [row for by_client in ours.record.rows[-1].values() for row in by_client.items()]
+    clients = {i for table in ours.schedule.rounds for i in table}
+    assert sum(row.size for _, row in rows) == kept * D * len(clients), "what clients keep"
+
+
+def test_compression_is_counted_with_its_indices_and_hides_what_could_be_derived() -> None:
+    sent = network([c.TopKCompression(0.1), c.CommunicationLogger()], 1).record.metrics[-1]
+    assert sent["communication/up_parameters"] == 3 * 4
+    assert sent["communication/up_bytes"] == 3 * 4 * (8 + 4)
+    both = network([c.TopKCompression(0.1), c.ClientMomentum(), c.CommunicationLogger()], 1).record.metrics[-1]
+    assert both["communication/up_parameters"] == 3 * (4 + D)
+
+
+def test_largest_entries_are_sent_ties_by_lowest_index_and_the_rest_is_remembered() -> None:
+    """One client whose step leads from anywhere to b."""
+    b = np.array([1.0, -2.0, 1.0, 0.0, 0.5, -1.0])
+    problem = Quadratic(np.eye(6)[None], b[None])
+    record = quadratics(problem, np.zeros(6), [c.TopKCompression(0.5)], 2, participation="all", lr=1.0, local_steps=1)
+    assert record.record.w[0].tolist() == [1.0, -2.0, 1.0, 0.0, 0.0, 0.0]
+    assert record.record.rows[0]["TopKCompression.error"][0].tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, -1.0]
+    assert record.record.w[1].tolist() == [1.0, -2.0, 1.0, 0.0, 1.0, -2.0]
+
+
+def resnet(callbacks: list[Any], rounds: int) -> Run:
+    x, y = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])
+    return fit(
+        ImageClassifier(ResNet20(10), 10),
+        InMemoryDataModule((x, y), clients=[[0], [1]], batch_size=None),
+        callbacks,
+        rounds,
+        participation="all",
+        local_steps=1,
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.0),
+    )
+
+
+@pytest.mark.parametrize("alpha", [1, 5, 10])
+def test_sent_parameters_of_fedals_on_resnet20(alpha: int) -> None:
+    """FedALS's Table 2, per client and round: the head's 650 always, the extractor's 269,072 every α-th round."""
+    rounds, method = 10, c.PartialAveraging(period=alpha)
+    last = resnet([method, c.CommunicationLogger()], rounds).record.metrics[-1]
+    each = 650 + 269_072 / alpha
+    assert last["communication/up_parameters"] == pytest.approx(2 * rounds * each)
+    assert last["communication/down_parameters"] == pytest.approx(2 * rounds * each)
+    published = {1: 2.344e9, 5: 0.473e9, 10: 0.239e9}[alpha]
+    measured = 8690 * last["communication/up_parameters"] / (2 * rounds)
+    assert measured == pytest.approx(published, rel=3e-3)
+
+
+def test_compositions_with_fedals_are_counted_by_part() -> None:
+    """SCAFFOLD's c and c_i count as the model: down where no valid copy is kept, up where averaged."""
+    rounds, n, extractor = 4, 8, 16
+    methods = [c.PartialAveraging(periods={"net.0.*": 2}), c.ControlVariates(), c.CommunicationLogger()]
+    last = network(methods, rounds, participation="all").record.metrics[-1]
+    assert last["communication/up_parameters"] == n * 2 * (rounds * D - 2 * extractor)
+    assert last["communication/down_parameters"] == n * 2 * (rounds * D - 2 * extractor)

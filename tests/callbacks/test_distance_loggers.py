@@ -1,0 +1,56 @@
+"""Consensus and drift as their definitions give them, from what clients end with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from federation import network
+
+from fl_lightning import FederatedCallback
+from fl_lightning import callbacks as c
+
+
+class Ends(FederatedCallback):
+    """Remembers x_{i,K} of the latest round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x: dict[tuple[int, int], Any] = {}
+
+    def on_local_end(self, clients: Any) -> None:
+        self.x[clients.round, int(clients.ids[0])] = clients.x[0].numpy().copy()
+
+    def of(self, t: int) -> Any:
+        return np.stack([x for (s, _), x in sorted(self.x.items()) if s == t])
+
+
+@pytest.mark.parametrize("parts", [{}, {"net.0.*": 3}])
+def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any]) -> None:
+    ends = Ends()
+    methods = [c.PartialAveraging(parts)] if parts else []
+    ours = network([c.ConsensusDistanceLogger(), c.DriftLogger(), ends, *methods], 5)
+    evaluated = [ours.start, *ours.record.evaluated]
+    for t, metrics in enumerate(ours.record.metrics):
+        x = ends.of(t)
+        squared = ((x - x.mean(0)) ** 2).mean(0)
+        assert metrics["consensus/total"] == pytest.approx(squared.sum(), rel=1e-6)
+        assert metrics["consensus/net.0"] == pytest.approx(squared[:16].mean(), rel=1e-6)
+        assert metrics["consensus/net.2"] == pytest.approx(squared[16:].mean(), rel=1e-6)
+        u = x - evaluated[t]
+        norms = np.linalg.norm(u, axis=1)
+        cosines = [u[i] @ u[j] / norms[i] / norms[j] for i in range(3) for j in range(3) if i != j]
+        assert metrics["drift/norm"] == pytest.approx(norms.mean(), rel=1e-6)
+        assert metrics["drift/cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
+
+
+def test_total_alone_costs_less_and_is_the_same() -> None:
+    both = [network([c.ConsensusDistanceLogger(per_layer=p)], 3).record.metrics[-1] for p in (True, False)]
+    assert both[0]["consensus/total"] == pytest.approx(both[1]["consensus/total"], rel=1e-6)
+    assert [k for k in both[1] if k.startswith("consensus/")] == ["consensus/total"]
+
+
+def test_one_client_has_no_cosine() -> None:
+    metrics = network([c.DriftLogger()], 2, participation=1).record.metrics[-1]
+    assert metrics["drift/norm"] > 0 and "drift/cosine" not in metrics

@@ -1,0 +1,129 @@
+"""Which parameters PartialAveraging keeps, what it refuses, what it warns of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federation import network
+from torch import nn
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as c
+from fl_lightning.flat import Layout
+from fl_lightning.layers import layers_of
+from fl_lightning.models import ResNet20
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.first_norm = nn.LayerNorm(3)
+        self.embedding = nn.Embedding(5, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.norm = nn.LayerNorm(4)
+        self.body = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+
+
+def test_a_norm_belongs_to_the_layer_before_it_and_an_attention_block_is_one_layer() -> None:
+    embedding, attention, convolution, head = layers_of(Mixed())
+    assert embedding == ["scale", "first_norm.weight", "first_norm.bias", "embedding.weight"]
+    assert attention == [
+        f"attention.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+    ] + [
+        "norm.weight",
+        "norm.bias",
+    ]
+    assert convolution == ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"]
+    assert head == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("layers, size", [(None, 269_072), (19, 269_072), (16, None), (0, 0), (20, 269_722)])
+def test_extractor_of_resnet20(layers: int | None, size: int | None) -> None:
+    network, method = ResNet20(10), c.PartialAveraging(extractor_layers=layers)
+    method._learner = network
+    parts = method.parts(Layout(network))
+    kept = sum(int(mask.sum()) for mask, _ in parts)
+    if size is None:
+        names = [n for layer in layers_of(network)[:16] for n in layer]
+        size = sum(p.numel() for n, p in network.named_parameters() if n in names)
+        assert 0 < size < 269_072
+    assert kept == size and all(period == 10 for _, period in parts)
+
+
+def kept(**arguments: Any) -> list[tuple[list[str], int | None]]:
+    learner = Mixed()
+    method, layout = c.PartialAveraging(**arguments), Layout(learner)
+    method._learner = learner
+    parts = method.parts(layout)
+    return [([n for n, (where, _) in layout.items() if mask[where].all()], period) for mask, period in parts]
+
+
+def test_patterns_name_parts_and_the_first_that_matches_counts() -> None:
+    assert kept(periods={"head.bias": 3, "head.*": "never", "embedding.*": 3, "norm.*": 1}) == [
+        (["embedding.weight", "head.bias"], 3),
+        (["head.weight"], None),
+    ]
+    assert kept(period=4, extractor=["embedding.*", "head.weight"]) == [(["embedding.weight", "head.weight"], 4)]
+    assert kept(period=4, extractor="head.*") == [(["head.weight", "head.bias"], 4)]
+    assert kept(period=1) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"periods": {"haed.*": 2}}, ["'haed.*'", "scale"]),
+        ({"period": 0}, ["0", "never"]),
+        ({"periods": {"head.*": 1.5}}, ["1.5"]),
+        ({"periods": {"head.*": "sometimes"}}, ["sometimes", "never"]),
+        ({"extractor_layers": 9}, ["extractor_layers=9", "4 layers"]),
+        ({"extractor_layers": 2, "extractor": "head.*"}, ["extractor", "extractor_layers", "one of them"]),
+    ],
+)
+def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        kept(**arguments)
+    assert all(word in str(refused.value) for word in named)
+
+
+def test_work_that_never_reaches_the_server_is_said() -> None:
+    """With p = 0.1 and α = 10 about four fifths; nothing to say when all participate, or of personal parts."""
+
+    class Module:
+        learner = None
+
+        def __init__(self, n: int) -> None:
+            self.cohort = (n, 100)
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    said = []
+    for n, arguments in ((10, {"period": 10}), (100, {"period": 10}), (10, {"periods": {"*": "never"}})):
+        module = Module(n)
+        c.PartialAveraging(**arguments).on_fit_start(None, module)  # type: ignore[arg-type]
+        said.append(module.notes)
+    assert len(said[0]) == 1 and "81%" in said[0][0] and said[1:] == [[], []]
+
+
+def test_share_of_lost_work_is_what_a_simulation_loses() -> None:
+    rng, p, period, done, sent = np.random.default_rng(0), 0.3, 4, 0, 0
+    for _ in range(20_000):
+        took_part = rng.random(period) < p
+        done += took_part.sum()
+        sent += took_part.sum() if took_part[-1] else 0
+    assert 1 - sent / done == pytest.approx((1 - p) * (period - 1) / period, abs=0.01)
+
+
+def test_personal_parts_are_never_averaged_and_what_is_evaluated_is_their_mean() -> None:
+    record = network([c.PartialAveraging({"net.2.*": "never"})], 4, participation="all").record
+    first = network([], 1, participation="all").record
+    assert np.array_equal(record.w[-1][16:], record.w[0][16:]), "the server's copy stays"
+    assert np.abs(record.evaluated[0] - first.w[0]).max() < 1e-15
+    copies = np.stack([record.rows[-1]["parts.x"][i] for i in range(8)])
+    assert np.abs(record.evaluated[-1][16:] - copies.mean(0)).max() < 1e-14
