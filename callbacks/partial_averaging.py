@@ -81,7 +81,7 @@ class PartialAveraging(FederatedCallback):
             matched = [name for name in layout if fnmatchcase(name, pattern)]
             if not matched:
                 raise UserError(
-                    f"PartialAveraging: no trained parameter is called {pattern!r}; there are {', '.join(layout)[:200]}."
+                    f"PartialAveraging: no parameter is called {pattern!r}: there are {', '.join(layout)[:200]}."
                     + suggest(pattern, list(layout))
                 )
             period_of = {name: period for name in matched} | period_of
