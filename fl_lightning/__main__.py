@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         prepared = prepare(command, rest)  # names and YAML are checked before anything heavy is imported
         sys.path.insert(0, os.getcwd())  # so that `my_learner.Lit` in the current directory is found
-        from fl_lightning.cli import run
+        from fl_lightning.commands import run
 
         return run(command, prepared, debug=debug)
     except UserError as error:

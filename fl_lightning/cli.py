@@ -1,18 +1,14 @@
-"""The commands that train and evaluate, on LightningCLI."""
+"""A command's parser, model, data and Trainer, on LightningCLI."""
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
 import yaml
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from torch.optim import Optimizer
 
@@ -25,7 +21,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.compose import Command, class_name, parse_yaml
 from fl_lightning.datamodules import FederatedDataModule, Partition
-from fl_lightning.errors import Diverged, UserError
+from fl_lightning.errors import UserError
 from fl_lightning.method_options import apply_method_options, full_paths
 from fl_lightning.module import FederatedModule
 from fl_lightning.parsing_errors import one_paragraph
@@ -46,13 +42,6 @@ _BASES: dict[str, type] = {
     "lr_decay": Schedule,
 }
 _TRAINER_DEFAULTS = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_model_summary": False}
-_NOISE = (
-    ".*LeafSpec.*",
-    ".*does not have many workers.*",
-    ".*smaller than the logging interval.*",
-    "No seed found.*",
-    ".*callbacks used to create.*",  # a test needs no RunCheckpoint
-)
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
@@ -69,7 +58,7 @@ class Parser(LightningArgumentParser):
 
 
 class FederatedCLI(LightningCLI):
-    """One command: parses, builds ``datamodule``, ``model`` and ``trainer``; ``main`` then runs it.
+    """One command: parses, builds ``datamodule``, ``model`` and ``trainer``; ``commands`` runs it.
 
     Args:
         command: fit, validate, test, predict, export or partition.
@@ -181,7 +170,7 @@ class FederatedCLI(LightningCLI):
         config, names = self.config, self.prepared.names
         data = class_name(self.config.data.class_path).lower()
         methods = [name.removeprefix("method/") for name in names if name.startswith("method/")]
-        if self.prepared.method_options or not methods:
+        if not methods:
             methods = [class_name(item.class_path).lower() for item in config.method] or ["fedavg"]
         elif len(methods) > 1:  # the last whole method, and what was added to it
             whole = max((i for i, m in enumerate(methods) if m not in ("ri", "sam")), default=0)
@@ -245,91 +234,3 @@ class FederatedCLI(LightningCLI):
             return pl.Trainer(**settings)
         except (ValueError, TypeError) as error:
             raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
-
-
-def _partition(cli: FederatedCLI) -> None:
-    folder = Path(cli.prepared.output or ".")
-    check_writable(folder)
-    data = cli.datamodule
-    data.setup("fit")
-    print(data.partition_table())
-    folder.mkdir(parents=True, exist_ok=True)
-    data.plot_partition().savefig(folder / "partition.png")
-    data.save_partition(folder / "partition.npz")
-    print(f"→ {folder / 'partition.png'}, {folder / 'partition.npz'}")
-
-
-def _predict(cli: FederatedCLI) -> None:
-    path = Path(cli.prepared.output or cli.folder / "predictions.pt")
-    check_writable(path.parent)
-    predictions = cli.trainer.predict(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(predictions, path)
-    print(f"→ {path}")
-
-
-def _export(cli: FederatedCLI) -> None:
-    if cli.checkpoint is None:
-        raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
-    path = Path(cli.prepared.output or cli.folder / "model.pt")
-    check_writable(path.parent)
-    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint)
-    cli.model.learner.configure_model()
-    cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
-    torch.save({key: checkpoint[key] for key in kept if key in checkpoint}, path)
-    print(f"→ {path}")
-
-
-def _execute(cli: FederatedCLI) -> int:
-    if cli.command == "partition":
-        _partition(cli)
-        return 0
-    if cli.checkpoint is not None:
-        print(f"checkpoint: {cli.checkpoint}", flush=True)
-    if cli.command == "fit":
-        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
-    elif cli.command == "predict":
-        _predict(cli)
-    elif cli.command == "export":
-        _export(cli)
-    else:
-        getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
-    return 0 if cli.stop.received is None else 128 + cli.stop.received
-
-
-def _quiet() -> None:
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # tips, device lines, "fit stopped"
-    for message in _NOISE:
-        warnings.filterwarnings("ignore", message)
-
-
-def run(command: str, prepared: Command, debug: bool = False) -> int:
-    """Run ``command`` and give its exit status; a :class:`UserError` is the caller's to print."""
-    _quiet()
-    cli: FederatedCLI | None = None
-    try:
-        for note in prepared.notes:
-            print(note, file=sys.stderr)
-        cli = FederatedCLI(command, prepared)
-        return _execute(cli)
-    except Diverged as error:
-        print(f"fl-lightning: {error}", file=sys.stderr)
-        return 3
-    except MisconfigurationException as error:
-        if debug:
-            raise
-        raise UserError(" ".join(str(error).split())[:500]) from error
-    except RuntimeError as error:
-        if debug or "Error(s) in loading state_dict" not in str(error):
-            raise
-        raise UserError(
-            f"--ckpt_path {cli.checkpoint if cli else ''}: this checkpoint is of another model. "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
-    except SystemExit as error:
-        if cli is not None and cli.stop.received is not None:
-            return 128 + cli.stop.received
-        return error.code if isinstance(error.code, int) else 0

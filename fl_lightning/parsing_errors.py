@@ -149,6 +149,12 @@ def one_paragraph(
         return f"{option}: {match[1]!r} is not accepted; expected {_types(leaf, known)}."
     if re.match(r"Expected an? <class", leaf) and value is not None:
         return f"{option}: {value!r} is not accepted; expected {_types(subtypes or leaf, known)}."
+    if re.match(r"Import path.* does not correspond to a subclass of FederatedDataModule", leaf):
+        name = re.sub(r".*'class_path': '([^']+)'.*", r"\1", value or option)
+        return (
+            f"{option}: {name} is not federated: nothing says who has which sample. Accepted: our data modules, or "
+            f"--data FromDataModule --data.datamodule {name} --data.num_clients 100."
+        )
     text = re.sub(r"\s+", " ", " ".join(leaves) or message)
     return f"{option}: {text[:450]}" if option else text[:450]
 

@@ -112,6 +112,12 @@ def test_method_options(cli: Cli) -> None:
     said(both, "--method.beta", "RelaxedInitialization and RelaxedInitialization")
 
 
+def test_a_plain_data_module_is_refused_with_the_line_that_wraps_it(cli: Cli) -> None:
+    (cli.folder / "my_data.py").write_text("import pytorch_lightning as pl\nclass Plain(pl.LightningDataModule): ...\n")
+    line = "--data FromDataModule --data.datamodule my_data.Plain"
+    said(cli(*FIT, "--data", "my_data.Plain"), "my_data.Plain", line)
+
+
 def test_data_files(cli: Cli) -> None:
     said(cli(*FIT, "-c", "data/mnist", "--data.root", "nowhere"), "nowhere", "download")
     raw = cli.folder / "corrupt" / "MNIST" / "raw"

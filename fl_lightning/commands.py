@@ -1,0 +1,113 @@
+"""What each command does, and how what goes wrong is said."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+
+from fl_lightning.checkpoint import AtomicCheckpointIO
+from fl_lightning.cli import FederatedCLI
+from fl_lightning.compose import Command
+from fl_lightning.errors import Diverged, UserError
+from fl_lightning.run_folder import check_writable
+
+_NOISE = (
+    ".*LeafSpec.*",
+    ".*does not have many workers.*",
+    ".*smaller than the logging interval.*",
+    "No seed found.*",
+    ".*callbacks used to create.*",  # a test needs no RunCheckpoint
+)
+
+
+def _partition(cli: FederatedCLI) -> None:
+    folder = Path(cli.prepared.output or ".")
+    check_writable(folder)
+    data = cli.datamodule
+    data.setup("fit")
+    print(data.partition_table())
+    folder.mkdir(parents=True, exist_ok=True)
+    data.plot_partition().savefig(folder / "partition.png")
+    data.save_partition(folder / "partition.npz")
+    print(f"→ {folder / 'partition.png'}, {folder / 'partition.npz'}")
+
+
+def _predict(cli: FederatedCLI) -> None:
+    path = Path(cli.prepared.output or cli.folder / "predictions.pt")
+    check_writable(path.parent)
+    predictions = cli.trainer.predict(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(predictions, path)
+    print(f"→ {path}")
+
+
+def _export(cli: FederatedCLI) -> None:
+    if cli.checkpoint is None:
+        raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
+    path = Path(cli.prepared.output or cli.folder / "model.pt")
+    check_writable(path.parent)
+    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint)
+    cli.model.learner.configure_model()
+    cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
+    torch.save({key: checkpoint[key] for key in kept if key in checkpoint}, path)
+    print(f"→ {path}")
+
+
+def _execute(cli: FederatedCLI) -> int:
+    if cli.command == "partition":
+        _partition(cli)
+        return 0
+    if cli.checkpoint is not None:
+        print(f"checkpoint: {cli.checkpoint}", flush=True)
+    if cli.command == "fit":
+        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+    elif cli.command == "predict":
+        _predict(cli)
+    elif cli.command == "export":
+        _export(cli)
+    else:
+        getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+    return 0 if cli.stop.received is None else 128 + cli.stop.received
+
+
+def _quiet() -> None:
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # tips, device lines, "fit stopped"
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message)
+
+
+def run(command: str, prepared: Command, debug: bool = False) -> int:
+    """Run ``command`` and give its exit status; a :class:`UserError` is the caller's to print."""
+    _quiet()
+    cli: FederatedCLI | None = None
+    try:
+        for note in prepared.notes:
+            print(note, file=sys.stderr)
+        cli = FederatedCLI(command, prepared)
+        return _execute(cli)
+    except Diverged as error:
+        print(f"fl-lightning: {error}", file=sys.stderr)
+        return 3
+    except MisconfigurationException as error:
+        if debug:
+            raise
+        raise UserError(" ".join(str(error).split())[:500]) from error
+    except RuntimeError as error:
+        if debug or "Error(s) in loading state_dict" not in str(error):
+            raise
+        raise UserError(
+            f"--ckpt_path {cli.checkpoint if cli else ''}: this checkpoint is of another model. "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+    except SystemExit as error:
+        if cli is not None and cli.stop.received is not None:
+            return 128 + cli.stop.received
+        return error.code if isinstance(error.code, int) else 0
