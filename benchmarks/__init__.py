@@ -1,0 +1,1 @@
+"""Speed, measured beside a bare PyTorch loop and other systems: ``python -m benchmarks.speed``."""

@@ -1,0 +1,111 @@
+"""``python -m benchmarks.speed``: seconds a round of ours, a bare PyTorch loop and the peers that are installed.
+
+All do the same work on the same client arrays, interleaved in one run; medians, and ratios to the bare loop at its best
+number of threads, which are taken pair by pair. A JSON file with all repetitions is written beside the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bare import Bare
+from benchmarks.workloads import LR, WORKLOADS, Ours, Workload
+from fl_lightning import callbacks
+
+Round = Callable[[], tuple[float, float]]
+
+
+def bare(work: Workload, threads: int) -> Round:
+    """The bare loop; FedAvg's work stands for methods that it does not have."""
+    torch.manual_seed(0)
+    loop = Bare(
+        work.network(), work.epochs, work.batch_size, LR, work.weight_decay, "ControlVariates" in work.methods,
+        work.registered,
+    )  # fmt: skip
+    x, y = work.arrays()
+    clients = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
+
+    def round() -> tuple[float, float]:
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        loss = loop.round(clients)
+        return time.perf_counter() - began, loss
+
+    return round
+
+
+def contenders(name: str, engines: list[str], cores: int) -> tuple[dict[str, Round], list[Ours]]:
+    work = WORKLOADS[name]
+    found: dict[str, Round] = {f"bare, {n} thread{'s' * (n > 1)}": bare(work, n) for n in sorted({1, min(2, cores)})}
+    runs = []
+    for engine in engines:
+        methods = [getattr(callbacks, method)() for method in work.methods]
+        threads = 1 if engine != "sequential, all threads" else cores
+        run = Ours(work, engine.split(",")[0], methods, threads)
+        runs.append(run)
+        found[engine] = run.round
+    from benchmarks.peers import peers
+
+    if not work.methods:
+        found.update(peers(work))
+    return found, runs
+
+
+def measure(name: str, engines: list[str], repetitions: int, cores: int) -> dict[str, Any]:
+    rounds, runs = contenders(name, engines, cores)
+    seconds: dict[str, list[float]] = {who: [] for who in rounds}
+    losses: dict[str, list[float]] = {who: [] for who in rounds}
+    for repetition in range(repetitions + 1):
+        for who, round in rounds.items():
+            took, loss = round()
+            losses[who].append(loss)
+            if repetition:  # the first is a warm-up
+                seconds[who].append(took)
+    for run in runs:
+        run.close()
+    yardstick = min((w for w in rounds if w.startswith("bare")), key=lambda w: statistics.median(seconds[w]))
+    return {
+        who: {
+            "seconds": seconds[who],
+            "median": statistics.median(seconds[who]),
+            "ratio": statistics.median(b / s for b, s in zip(seconds[yardstick], seconds[who], strict=True)),
+            "loss": losses[who][-1],
+        }
+        for who in rounds
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
+    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; none: all")
+    parser.add_argument("--engines", default="sequential,concurrent", help="by commas")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=Path("speed.json"))
+    given = parser.parse_args()
+    if unknown := sorted(set(given.workloads) - set(WORKLOADS)):
+        parser.error(f"unknown workload {unknown[0]}; known are {', '.join(WORKLOADS)}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    results: dict[str, Any] = {
+        "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
+    }
+    for name in given.workloads or WORKLOADS:
+        results[name] = measure(name, given.engines.split(","), given.repetitions, cores)
+        print(f"\n{name}{'':22}seconds a round   × the bare loop's speed   training loss")
+        for who, result in results[name].items():
+            print(f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}{result['loss']:22.4f}", flush=True)
+        given.json.write_text(json.dumps(results, indent=1))
+    print(f"\nAll repetitions: {given.json}")
+
+
+if __name__ == "__main__":
+    main()
