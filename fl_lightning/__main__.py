@@ -16,6 +16,7 @@ COMMANDS = {
     "export": "write a run's global model as one file of plain PyTorch",
     "partition": "show who has which data: a table, its hash, partition.png and partition.npz",
     "configs": "list the packaged configs, or print one",
+    "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
 
 
@@ -82,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 print(_configs(rest))
             return 0
+        if command == "check":
+            from fl_lightning import check_command
+
+            return check_command.main(rest)
         from fl_lightning.compose import prepare
 
         prepared = prepare(command, rest)  # names and YAML are checked before anything heavy is imported

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentError, ArgumentParser
-
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.method_options import method_class
-from fl_lightning.parsing_errors import listed, parameters
-from fl_lightning.testing import check_method
 
 USAGE = """usage: fl-lightning check CLASS [--OPTION VALUE ...]
 
@@ -31,6 +27,12 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    from fl_lightning.method_options import method_class
+    from fl_lightning.parsing_errors import listed, parameters
+    from fl_lightning.testing import check_method
+
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     cls = method_class(argv[0])
@@ -43,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog=f"fl-lightning check {argv[0]}", exit_on_error=False)
     parser.add_class_arguments(cls, instantiate=False)
     try:
-        given = parser.instantiate_classes(parser.parse_args(list(argv[1:])))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # since 4.49 it is called instantiate, which earlier versions lack
+            given = parser.instantiate_classes(parser.parse_args(list(argv[1:])))
     except (ArgumentError, argparse.ArgumentError) as error:
         raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
     report = check_method(lambda **arguments: cls(**{**vars(given), **arguments}))
