@@ -31,7 +31,7 @@ help:  ## these lines
 demo: .venv/installed  ## train federatedly on real images (FedInit on skewed digits) and show what came out
 	@rm -rf $(DEMO)
 	$(RUN) fit -c base -c data/digits -c method/fedinit --data.partition Dirichlet --data.partition.alpha 0.1 \
-	  --model.participation 0.5 --trainer.default_root_dir $(DEMO)
+	  --trainer.default_root_dir $(DEMO)
 	@$(BIN)/python -c "import csv; a = float(list(csv.DictReader(open('$(DEMO)/metrics.csv')))[-1]['val/acc']); \
 	print(f'accuracy after the last round: {a:.3f} (at least 0.900 is expected)'); raise SystemExit(not a >= 0.9)"
 	@echo "Look at $(DEMO): card.md, metrics.csv, partition.png, checkpoints/; or $(BIN)/tensorboard --logdir $(DEMO)"
