@@ -67,7 +67,10 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     bare, shown = milliseconds(rounds, False), milliseconds(rounds, True)
-    print(f"\n{bare:.2f} ms a round of four clients and one step each; {shown:.2f} ms with bar, TensorBoard, validation")
+    parts = (
+        f"{bare:.2f} ms a round of four clients and one step each; {shown:.2f} ms with bar, TensorBoard and validation"
+    )
+    print("\n" + parts)
 
 
 if __name__ == "__main__":

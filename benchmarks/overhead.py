@@ -1,4 +1,4 @@
-"""``python -m benchmarks.overhead``: each method's round of workload W1 against FedAvg's, on the same engine, interleaved."""
+"""``python -m benchmarks.overhead``: each method's round of a workload against FedAvg's, on one engine, interleaved."""
 
 from __future__ import annotations
 

@@ -42,14 +42,13 @@ def pfl(work: Workload) -> Round:
     """Apple's pfl-research: its FederatedAveraging on a SimulatedBackend, one process."""
     import numpy as np
     from pfl.aggregate.simulate import SimulatedBackend
-    from pfl.algorithm.federated_averaging import FederatedAveraging
     from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
     from pfl.data.dataset import Dataset
     from pfl.data.federated_dataset import FederatedDataset
     from pfl.hyperparam import NNTrainHyperParams
-    from pfl.internal.ops import framework_types
+    from pfl.internal.ops import framework_types, pytorch_ops
     from pfl.internal.ops.selector import set_framework_module
-    from pfl.internal.ops import pytorch_ops
     from pfl.metrics import Weighted
     from pfl.model.pytorch import PyTorchModel
 
@@ -90,9 +89,7 @@ def pfl(work: Workload) -> Round:
         lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, weight_decay=work.weight_decay),
         central,
     )
-    train = NNTrainHyperParams(
-        local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch_size
-    )
+    train = NNTrainHyperParams(local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch_size)
     parameters = NNAlgorithmParams(
         central_num_iterations=10**6, evaluation_frequency=10**6, train_cohort_size=work.clients, val_cohort_size=0
     )

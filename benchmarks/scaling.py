@@ -96,7 +96,7 @@ def main() -> None:
     wanted += [("participants", 10_000, n, 128) for n in (10, 100)]
     wanted += [("parameters", 1000, 10, hidden) for hidden in (16, 128, 1024, 8192)]
     points = []
-    print(f"{'registered':>12}{'participants':>14}{'parameters':>12}{'seconds a round':>18}{'peak MB':>10}{'start s':>9}")
+    print("  registered  participants  parameters   seconds a round   peak MB  start s")
     for along, registered, participants, hidden in wanted:
         command = [sys.executable, "-m", "benchmarks.scaling", "--rounds", str(given.rounds), "--point"]
         command += [str(n) for n in (registered, participants, hidden)]

@@ -52,8 +52,9 @@ class FederatedModule(Cohort):
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
         init_from: a checkpoint or exported file whose weights to start from.
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
-            thread of a CPU, same bits whatever their number; ``"auto"``: the faster one, measured before round 0.
-        clients_at_once: clients of a group; for engines that stack clients.
+            thread of a CPU, same bits whatever their number; ``"stacked"``: many as one batch of models, the same to
+            rounding; ``"auto"``: the faster one of the first two, measured before round 0.
+        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as fit into a gigabyte.
         workers: threads of the concurrent engine; ``"auto"``: the process's cores.
         capture: CUDA graphs; for engines on a GPU.
         seed: None: that of ``seed_everything``; none there either: drawn, and kept in the checkpoint.
@@ -67,7 +68,7 @@ class FederatedModule(Cohort):
         self,
         learner: nn.Module,
         *,
-        participation: str | int | float = 0.1,
+        participation: int | float | str = 0.1,
         sampling: str = "uniform",
         local_epochs: float | None = None,
         local_steps: int | None = None,
@@ -82,9 +83,9 @@ class FederatedModule(Cohort):
         on_nonfinite: str = "stop",
         init_from: str | None = None,
         engine: str = "auto",
-        clients_at_once: str | int = "auto",
-        workers: str | int = "auto",
-        capture: str | bool = "auto",
+        clients_at_once: int | str = "auto",
+        workers: int | str = "auto",
+        capture: bool | str = "auto",
         seed: int | None = None,
         strict_resume: bool = True,
     ) -> None:
@@ -99,7 +100,9 @@ class FederatedModule(Cohort):
         checks.one_of("weighting", weighting, ("uniform", "samples"))
         checks.one_of("buffers", buffers, ("average", "keep"))
         checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
-        checks.one_of("engine", engine, ("auto", "sequential", "concurrent"))
+        checks.one_of("engine", engine, ("auto", "sequential", "concurrent", "stacked"))
+        at_once = None if clients_at_once == "auto" else clients_at_once
+        checks.positive("clients_at_once", at_once, whole=True)  # type: ignore[arg-type]
         checks.positive("workers", None if workers == "auto" else workers, whole=True)  # type: ignore[arg-type]
         self.learner: Any = learner
         self.adopt(learner)

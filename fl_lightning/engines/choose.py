@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning.plugins.precision import Precision
+from torch import Tensor
 
 from fl_lightning import client_optimizer
 from fl_lightning.client_optimizer import ClientOptimizer
@@ -18,6 +19,7 @@ from fl_lightning.engines.concurrent import Concurrent
 from fl_lightning.engines.local import RandomState, Work, local_steps
 from fl_lightning.engines.replica import Convert, Replica, buffer_values
 from fl_lightning.engines.sequential import Engine, Sequential
+from fl_lightning.engines.stacked import Stack, Stacked
 from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods
 
@@ -64,6 +66,20 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         facts = module.trainer.strategy.broadcast(measured(module, copied) if module.trainer.is_global_zero else {})
     else:
         facts = {"engine": module.engine, "why": "asked for"}
+    if facts["engine"] == "stacked":
+        at_once = facts.get("clients", "auto") if module.clients_at_once == "auto" else module.clients_at_once
+        number = min(stack_size(module) if at_once == "auto" else int(at_once), most_at_once(module))
+        reason = unstackable(module, replica)
+        if not reason:
+            facts |= {"clients": str(number), "threads": str(torch.get_num_threads())}
+
+            def optimizer_of(x: Tensor, gradient: Tensor) -> ClientOptimizer:
+                return ClientOptimizer(module._client, learner, x, gradient, module.layout)
+
+            return Stacked(work, replica, optimizer_of, number, module.note), facts
+        instead = "concurrent" if w.device.type == "cpu" and not draws(module, *copied(1)[0]) else "sequential"
+        module.note(f"engine='stacked' cannot train {type(learner).__name__} ({reason}); engine='{instead}' does")
+        facts = {"engine": instead, "why": f"it cannot be stacked: {reason}"}
     if facts["engine"] != "concurrent":
         facts = {"engine": "sequential", "threads": str(torch.get_num_threads()), **facts}
         return Sequential(work, *with_optimizer(replica)), facts
@@ -83,6 +99,38 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     work.draws = False
     facts |= {"workers": str(number), "threads": "1"}
     return Concurrent(work, learner, copies, module.note), facts
+
+
+def stack_size(module: FederatedModule) -> int:
+    """Clients of a group: as many as fit into a gigabyte, counting eight vectors of D each."""
+    w = module.global_vector
+    return max(1, 2**30 // (8 * w.nbytes))
+
+
+def unstackable(module: FederatedModule, replica: Replica) -> str:
+    """Why the learner, its optimizer or hooks cannot be stacked, or an empty string; a step is tried."""
+    if not client_optimizer.is_flat(module._client, module.learner):
+        return f"{type(module._client).__name__} does not treat every coordinate alike"
+    if module.keep_optimizer_state and not client_optimizer.is_plain_sgd(module._client):
+        return "keep_optimizer_state"
+    if replica.has_batch_hooks:
+        return "its on_train_batch hooks take one client's batch"
+    stack, before = Stack(replica, 2), RandomState(replica.x)
+    stack.x.copy_(module.global_vector.detach().expand_as(stack.x))
+    buffers = buffer_values(module.learner)
+    ids = module.participants(0)
+    try:
+        with replica.tied(module.evaluated_vector.detach()), torch.no_grad():
+            two = (ids[0], ids[-1])
+            batches = [next(iter(module.data.client_batches(i, 0, 1, device=stack.x.device))) for i in two]
+            stack.gradient(stack.groups(list(enumerate(batches))), 0)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
+    finally:
+        before.restore()
+        replica.load_buffers(buffers)
+    return ""
 
 
 def conversion(module: FederatedModule) -> Convert | None:

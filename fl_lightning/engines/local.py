@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,19 @@ from fl_lightning.rounds import Clients, Round
 from fl_lightning.sampling import generator
 
 
+class Model(Protocol):
+    """What local steps train: one client's replica, or several stacked."""
+
+    x: Tensor
+    buffers: dict[str, Tensor]
+
+    def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor: ...
+
+    def load_buffers(self, values: dict[str, Tensor]) -> None: ...
+
+
 def local_steps(
-    replica: Replica,
+    replica: Model,
     clients: Clients,
     batches: Iterator[Any],
     optimizer: ClientOptimizer,
@@ -29,10 +40,11 @@ def local_steps(
     clip_norm: float | None,
     draws: bool = True,
 ) -> Tensor | None:
-    """All local steps of the clients; returns in how many the clipping was active (None without clipping)."""
+    """All local steps of the clients; returns ``(n,)`` in how many the clipping was active (None without clipping)."""
     perturb, mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
     corrections, step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
-    if optimizer.plain and perturb is None and mix is None and not corrections and clip_norm is None:
+    changed = perturb is not None or mix is not None or bool(corrections) or clip_norm is not None
+    if optimizer.plain and isinstance(replica, Replica) and not changed:
         for step, batch in enumerate(batches):  # nobody asks for the gradient as one vector
             optimizer.step_each(replica.gradients(batch, step))
             for end in step_ends:
@@ -51,7 +63,7 @@ def local_steps(
         if clip_norm is not None:
             factor = (clip_norm / clients.norm(gradient)).clamp(max=1)
             gradient = gradient * factor
-            active = (factor < 1).sum()
+            active = (factor < 1)[:, 0].to(torch.int64)
             clipped = active if clipped is None else clipped + active
         optimizer.step(gradient)
         for end in step_ends:
@@ -60,7 +72,7 @@ def local_steps(
 
 
 def perturbed_gradient(
-    replica: Replica, clients: Clients, batch: Any, step: int, perturb: Any, draws: bool = True
+    replica: Model, clients: Clients, batch: Any, step: int, perturb: Any, draws: bool = True
 ) -> Tensor:
     """The gradient at x + e, same batch and random numbers; x comes back from a copy, buffers from the first pass."""
     x = replica.x
@@ -198,7 +210,7 @@ def train_client(
         for name, mean in replica.take_logs().items():
             clients.logs[name] = mean.reshape(1)
         if clipped is not None:
-            clients.logs["clipped_steps"] = (clipped / round.steps[client]).reshape(1)
+            clients.logs["clipped_steps"] = clipped / round.steps[client]
         work.methods.run("on_local_end", clients)
     except Exception as error:
         replica.logged = {}

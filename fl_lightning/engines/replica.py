@@ -41,9 +41,9 @@ class Replica:
         self.parameters = [p for _, p in trainable(learner)]
         self.buffers: dict[str, Tensor] = {n: b for n, b in learner.named_buffers() if b is not None}
         self.forward_context, self.convert = forward_context, convert
-        self._step: Callable[..., Any] = learner.training_step
-        accepted = inspect.signature(self._step).parameters
-        self._takes_index = "batch_idx" in accepted or len(accepted) > 1
+        self.step: Callable[..., Any] = learner.training_step
+        accepted = inspect.signature(self.step).parameters
+        self.takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = False
         self.logged: dict[str, list[Tensor]] = {}
         self._batch_start, self._batch_end = (
@@ -52,6 +52,11 @@ class Replica:
             else None
             for hook in ("on_train_batch_start", "on_train_batch_end")
         )
+
+    @property
+    def has_batch_hooks(self) -> bool:
+        """Whether the learner has hooks around each batch."""
+        return self._batch_start is not None or self._batch_end is not None
 
     def another(self) -> Replica:
         """One with its own copy of the learner and its own x, for another thread."""
@@ -118,7 +123,7 @@ class Replica:
         if log and self._batch_start is not None:
             self._batch_start(batch, step)
         with self.forward_context():
-            output = self._step(batch, step) if self._takes_index else self._step(batch)
+            output = self.step(batch, step) if self.takes_index else self.step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
