@@ -85,7 +85,7 @@ class FromDataModule(FederatedDataModule):
 
     def __init__(
         self,
-        datamodule: Any,
+        datamodule: pl.LightningDataModule | Any,
         targets: Sequence[int] | None = None,
         partition: Partition | None = None,
         num_clients: int | None = None,

@@ -20,7 +20,7 @@ from fl_lightning.schedules import Schedule
 class Cohort(GlobalModel):
     """Base of FederatedModule: participants, local steps, the seed, and the line that says what runs."""
 
-    participation: str | int | float
+    participation: int | float | str
     sampling: str
     local_epochs: float | None
     local_steps: int | None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 from torch import Tensor
 
 from fl_lightning import persistence
@@ -84,7 +84,9 @@ class GlobalModel(ForwardedHooks):
         if path is not None:
             parameters = self.learner_config or {k: v for k, v in learner.hparams.items() if persistence.plain(v)}
             weights = {"state_dict": learner.state_dict(), "hyper_parameters": parameters}
-            AtomicCheckpointIO().save_checkpoint({**weights, "pytorch-lightning_version": pl.__version__}, path)
+            AtomicCheckpointIO().save_checkpoint(
+                {**weights, "pytorch-lightning_version": version("pytorch-lightning")}, path
+            )
         return learner
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -71,4 +71,5 @@ def trainer(rounds: int = 2, callbacks: Any = (), **settings: Any) -> pl.Trainer
 def federated(learner: Any = None, **arguments: Any) -> FederatedModule:
     """A module around a learner in float64, with seed 1 and a third of the clients."""
     torch.manual_seed(0)
-    return FederatedModule((learner or Lit()).double(), **{"participation": 0.3, "local_epochs": 1, "seed": 1, **arguments})
+    defaults = {"participation": 0.3, "local_epochs": 1, "seed": 1}
+    return FederatedModule((learner or Lit()).double(), **{**defaults, **arguments})

@@ -208,7 +208,8 @@ def test_precisions_train(precision: Any) -> None:
     run = trainer(8, precision=precision)
     run.fit(module, blobs(dtype=torch.float64 if precision == "64-true" else torch.float32))
     assert run.callback_metrics["val/acc"] > 0.8
-    assert module.global_vector.dtype == {"bf16-mixed": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
+    expected = {"bf16-mixed": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16}
+    assert module.global_vector.dtype == expected[precision]
 
 
 class TwoOptimizers(Lit):
