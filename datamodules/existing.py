@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
+import pytorch_lightning as pl
 from torch.utils.data import ConcatDataset, Dataset
 
 from fl_lightning.datamodules.base import FederatedDataModule

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import fl_lightning.callbacks
 import fl_lightning.datamodules
 import fl_lightning.models
+import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.compose import Command, class_name, parse_yaml
@@ -19,7 +20,13 @@ T = TypeVar("T")
 
 def _ours() -> dict[str, str]:
     """Bare name → class path, of what this package exports."""
-    modules = (fl_lightning.callbacks, fl_lightning.datamodules, fl_lightning.models, fl_lightning.schedules)
+    modules = (
+        fl_lightning.callbacks,
+        fl_lightning.datamodules,
+        fl_lightning.models,
+        fl_lightning.optim,
+        fl_lightning.schedules,
+    )
     return {
         name: f"{module.__name__}.{name}"
         for module in modules
