@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import ClientState, Coefficient, Exponential, FederatedCallback, ServerState
+from fl_lightning import ClientState, Coefficient, Exponential, FederatedCallback, ServerState, Steps
 from fl_lightning import callbacks as c
 from fl_lightning.contracts import runs
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
@@ -55,6 +55,15 @@ def test_loggers_change_nothing(name: str) -> None:
     with quiet():
         ours, average = outcome(fit([OURS[name]()])), outcome(fit([]))
     require_same({k: ours[k] for k in average}, average, 0.0, name, "")
+
+
+def test_scaffold_keeps_its_estimates_in_a_round_without_learning() -> None:
+    """Where Σ η K = 0 nothing was estimated: c_i stays, and c."""
+    with quiet():
+        before, after = (outcome(fit([c.ControlVariates()], rounds=n, lr_decay=Steps({1: 0.0}))) for n in (1, 2))
+    kept = {k: v for k, v in after.items() if "ControlVariates.c" in k}
+    require_same({k: before.get(k, torch.zeros_like(v)) for k, v in kept.items()}, kept, 0.0, "lr 0", "")
+    assert len(kept) > 4
 
 
 class Anchor(FederatedCallback):
