@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import os
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,20 +13,18 @@ from torch import Tensor
 from fl_lightning import client_optimizer
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.concurrent import Concurrent
-from fl_lightning.engines.local import RandomState, Work, local_steps
+from fl_lightning.engines.local import RandomState, Work
+from fl_lightning.engines.measure import Copy, channels_last, draws, makespan, step_seconds
 from fl_lightning.engines.replica import Convert, Replica, buffer_values
 from fl_lightning.engines.sequential import Engine, Sequential
 from fl_lightning.engines.stacked import Stack, Stacked
 from fl_lightning.errors import UserError
-from fl_lightning.methods import Methods
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-Copy = tuple[Replica, ClientOptimizer]
 Facts = dict[str, str]
 CLEARLY = 1.1  # how much faster concurrent has to be, so that the choice is stable where it matters little
-MEASURED_SECONDS = 0.03  # of each kind, each time; three times
 TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 
 
@@ -49,9 +44,7 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         return replica, ClientOptimizer(module._client, learner, replica.x, replica.g, module.layout)
 
     decay = client_optimizer.weight_decays(module._client)[0]
-    work = Work(
-        module.data, module.methods, module.run_seed, module.clip_norm, module.keep_optimizer_state, decay
-    )
+    work = Work(module.data, module.methods, module.run_seed, module.clip_norm, module.keep_optimizer_state, decay)
     copies: list[Copy] = []
 
     def copied(number: int) -> list[Copy]:
@@ -66,6 +59,9 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         facts = module.trainer.strategy.broadcast(measured(module, copied) if module.trainer.is_global_zero else {})
     else:
         facts = {"engine": module.engine, "why": "asked for"}
+    if facts.get("memory") == "channels_last":
+        for one in [replica, *(made for made, _ in copies)]:
+            one.convert = channels_last(one.convert)
     if facts["engine"] == "stacked":
         at_once = facts.get("clients", "auto") if module.clients_at_once == "auto" else module.clients_at_once
         number = min(stack_size(module) if at_once == "auto" else int(at_once), most_at_once(module))
@@ -179,89 +175,21 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
         if drawn := draws(module, *copies[0]):
             return {**alone, "why": f"{drawn}, so clients train one after the other"}
         lengths = [module.steps(0, i) for i in module.participants(0)[:: module.trainer.world_size]]
-        alone_seconds, beside_seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
+        seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
     except Exception as error:  # the first round will meet it, and say where
         return {**alone, "why": f"not measured ({type(error).__name__})"}
-    if beside_seconds is None:
+    if seconds is None:
         return {**alone, "why": f"a round's local steps take less than {1000 * TINY_SECONDS:g} ms"}
-    one_by_one, side_by_side = sum(lengths) * alone_seconds, makespan(lengths, workers) * beside_seconds
+    one_by_one, side_by_side = sum(lengths) * seconds["alone"], makespan(lengths, workers) * seconds["beside"]
     why = (
         f"measured: a round's local steps take {one_by_one:.3g} s one client after the other on {threads} "
         f"thread{'s' * (threads > 1)}, {side_by_side:.3g} s with {workers} side by side"
     )
-    if side_by_side * CLEARLY < one_by_one:
-        return {"engine": "concurrent", "workers": str(workers), "threads": "1", "why": why}
-    return {**alone, "why": why}
-
-
-def makespan(lengths: Iterable[float], workers: int) -> float:
-    """How long the busiest of the workers is busy, longest first."""
-    busy = [0.0] * workers
-    for length in sorted(lengths, reverse=True):
-        heapq.heappush(busy, heapq.heappop(busy) + length)
-    return max(busy)
-
-
-def draws(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer) -> str:
-    """What draws from the process's random generators in one step, if anything does; they are left as they were."""
-    before = RandomState(replica.x)
-    client = module.participants(0)[0]
-    try:
-        batches = list(module.data.client_batches(client, 0, 1, device=replica.x.device))
-        if before.moved():
-            return "its data set draws random numbers when a batch is read"
-        prepare(module, replica, optimizer)
-        with torch.no_grad():
-            local_steps(replica, None, iter(batches), optimizer, Methods([]), None)  # type: ignore[arg-type]
-        return "its training_step draws random numbers (dropout, say)" if before.moved() else ""
-    finally:
-        before.restore()
-        replica.reset()
-
-
-def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer) -> None:
-    replica.follow(module.learner)
-    replica.x.copy_(module.global_vector.detach())
-    replica.load_buffers(buffer_values(module.learner))
-    optimizer.begin(1.0, None)
-
-
-def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> tuple[float, float | None]:
-    """Seconds of a local step: one client on all intra-op threads, and with as many clients at once as copies.
-
-    The latter is None where a step takes less than ``worth``.
-    """
-    ids = module.participants(0)
-    with ThreadPoolExecutor(len(copies), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-
-        def some(j: int, steps: int) -> None:
-            with torch.no_grad():
-                batches = module.data.client_batches(ids[j % len(ids)], 0, steps, device=copies[j][0].x.device)
-                local_steps(copies[j][0], None, batches, copies[j][1], Methods([]), None)  # type: ignore[arg-type]
-
-        def alone(steps: int) -> float:
-            return timed(lambda: some(0, steps)) / steps
-
-        def beside(steps: int) -> float:
-            return timed(lambda: list(pool.map(some, range(len(copies)), [steps] * len(copies)))) / steps
-
-        for replica, optimizer in copies:
-            prepare(module, replica, optimizer)
-        try:
-            alone(1)
-            first = alone(1)
-            if first < worth:
-                return first, None
-            beside(1)
-            steps = max(1, min(50, int(MEASURED_SECONDS / first)))
-            repeats = [(alone(steps), beside(steps)) for _ in range(3 if steps > 1 else 2)]
-        finally:
-            for replica, _ in copies:
-                replica.reset()
-    return min(a for a, _ in repeats), min(b for _, b in repeats)
-
-
-def timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    together = side_by_side * CLEARLY < one_by_one
+    facts = {"engine": "concurrent", "workers": str(workers), "threads": "1"} if together else alone
+    kind = "beside" if together else "alone"
+    images = seconds.get(f"{kind}, channels last")
+    if images is not None and images * CLEARLY < seconds[kind]:
+        facts["memory"] = "channels_last"
+        why += f", and images in channels-last memory {images / seconds[kind]:.2f} of that"
+    return {**facts, "why": why}

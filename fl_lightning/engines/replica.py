@@ -143,8 +143,7 @@ class Replica:
     def take_logs(self) -> dict[str, Tensor]:
         """Means over the steps since the last call, float64 scalars."""
         means = {
-            name: torch.stack([v.reshape(()) for v in values]).double().mean()
-            for name, values in self.logged.items()
+            name: torch.stack([v.reshape(()) for v in values]).double().mean() for name, values in self.logged.items()
         }
         self.logged = {}
         return means

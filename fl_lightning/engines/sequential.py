@@ -60,9 +60,7 @@ class Sequential:
         round.full_gradient = lambda clients, at: full_gradient(self.work, self.replica, clients, at)
         with self.replica.tied(rest), random_state_kept(rest):
             for leaf, client in leaves:
-                clients = train_client(
-                    self.work, self.replica, self.optimizer, round, client, factor, buffers
-                )
+                clients = train_client(self.work, self.replica, self.optimizer, round, client, factor, buffers)
                 collect(leaf, clients, self.optimizer, self.replica)
                 tell()
             self.replica.load_buffers(buffers)

@@ -56,9 +56,7 @@ class Stack:
             everyone = len(rows) == n
             x = self.x if everyone else self.x[rows]
             names = ["learner." + name for name in self.replica.layout]
-            views = [
-                x[:, where].view(len(rows), *shape) for where, shape in self.replica.layout.values()
-            ]
+            views = [x[:, where].view(len(rows), *shape) for where, shape in self.replica.layout.values()]
             gradients, logs = self._stacked(dict(zip(names, views, strict=True)), leaves, spec, step)
             parts = [gradients[name].reshape(len(rows), -1) for name in names]
             if everyone:
@@ -212,9 +210,7 @@ class Stacked:
         rows = at.expand_as(clients.x)
         single = [Clients(clients._round, [i], self.replica.x) for i in clients.client_ids]
         with torch.no_grad():
-            return torch.cat(
-                [full_gradient(self.work, self.replica, c, rows[j]) for j, c in enumerate(single)]
-            )
+            return torch.cat([full_gradient(self.work, self.replica, c, rows[j]) for j, c in enumerate(single)])
 
     def close(self) -> None:
         """Nothing to give back."""

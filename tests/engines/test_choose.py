@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from learners import Lit, blobs, federated, trainer
-from torch import Tensor
+from torch import Tensor, nn
 
+from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.engines import choose
-from fl_lightning.engines.choose import makespan
+from fl_lightning.engines.measure import makespan
 
 
 class Waiting(Lit):
@@ -93,3 +95,41 @@ def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> 
     module = federated(Locked(), workers=2)
     trainer(1).fit(module, blobs())
     assert module.engine_facts["engine"] == "sequential" and "cannot be copied" in module.engine_facts["why"]
+
+
+class Images(pl.LightningModule):
+    """A small convolution; the format that its batches come in is told to ``seen``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+        self.seen: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].is_contiguous(memory_format=torch.channels_last))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Viewing(Images):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].view(len(batch[0]), -1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(80, 3, 8, 8, generator=generator), torch.randint(0, 4, (80,), generator=generator)
+
+    def data() -> Any:
+        return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
+
+    monkeypatch.setattr(choose, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "CLEARLY", 1e-9)  # whatever was measured last is taken
+    fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
+    trainer(1).fit(fast, data())
+    trainer(1).fit(viewing, data())
+    assert fast.engine_facts["memory"] == "channels_last" and "memory" not in viewing.engine_facts
+    assert fast.engine_facts["engine"] == "concurrent"

@@ -84,9 +84,7 @@ def test_same_bits_for_any_number_of_workers(name: str) -> None:
         assert rows.keys() == reference_rows.keys()
         assert all(torch.equal(rows[key], reference_rows[key]) for key in rows)
         assert loss == reference_loss
-        for (_, a), (_, b) in zip(
-            module.learner.named_buffers(), reference.learner.named_buffers(), strict=True
-        ):
+        for (_, a), (_, b) in zip(module.learner.named_buffers(), reference.learner.named_buffers(), strict=True):
             assert torch.equal(a, b)
 
 
