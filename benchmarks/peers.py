@@ -40,19 +40,17 @@ def timed(run: Callable[[], Any], losses: list[Tensor]) -> Round:
 
 def pfl(work: Workload) -> Round:
     """Apple's pfl-research: its FederatedAveraging on a SimulatedBackend, one process."""
-    import numpy as np
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
     from pfl.data.dataset import Dataset
     from pfl.data.federated_dataset import FederatedDataset
     from pfl.hyperparam import NNTrainHyperParams
-    from pfl.internal.ops import framework_types, pytorch_ops
+    from pfl.internal.ops import pytorch_ops
     from pfl.internal.ops.selector import set_framework_module
     from pfl.metrics import Weighted
     from pfl.model.pytorch import PyTorchModel
 
-    _ = framework_types
     set_framework_module(pytorch_ops)
     losses: list[Tensor] = []
 
@@ -96,17 +94,16 @@ def pfl(work: Workload) -> Round:
     algorithm = FederatedAveraging()
     backend = SimulatedBackend(training_data=data, val_data=data)
     state = {"iteration": 1, "model": model}
-    _ = np
 
     def run() -> None:
         contexts, state["model"], _ = algorithm.get_next_central_contexts(
             state["model"], state["iteration"], parameters, train, None
         )
-        gathered = [backend.gather_results(state["model"], context) for context in contexts]
-        import asyncio
-
-        statistics, metrics = asyncio.run(gathered[0])
-        state["model"], _ = algorithm.process_aggregated_statistics(contexts[0], metrics, state["model"], statistics)
+        (context,) = contexts
+        statistics, metrics = backend.gather_results(
+            model=state["model"], training_algorithm=algorithm, central_context=context
+        )
+        state["model"], _ = algorithm.process_aggregated_statistics(context, metrics, state["model"], statistics)
         state["iteration"] += 1
 
     return timed(run, losses)

@@ -73,6 +73,7 @@ def measure(name: str, engines: list[str], repetitions: int, cores: int) -> dict
                 seconds[who].append(took)
     for run in runs:
         run.close()
+    engines_used = dict(zip(engines, (run.module.engine_facts for run in runs), strict=True))
     yardstick = min((w for w in rounds if w.startswith("bare")), key=lambda w: statistics.median(seconds[w]))
     return {
         who: {
@@ -80,6 +81,7 @@ def measure(name: str, engines: list[str], repetitions: int, cores: int) -> dict
             "median": statistics.median(seconds[who]),
             "ratio": statistics.median(b / s for b, s in zip(seconds[yardstick], seconds[who], strict=True)),
             "loss": losses[who][-1],
+            "engine": engines_used.get(who, {}),
         }
         for who in rounds
     }
@@ -88,7 +90,7 @@ def measure(name: str, engines: list[str], repetitions: int, cores: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; none: all")
-    parser.add_argument("--engines", default="sequential,concurrent", help="by commas")
+    parser.add_argument("--engines", default="sequential,concurrent,stacked,auto", help="by commas")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=Path, default=Path("speed.json"))
     given = parser.parse_args()
@@ -102,7 +104,10 @@ def main() -> None:
         results[name] = measure(name, given.engines.split(","), given.repetitions, cores)
         print(f"\n{name}{'':22}seconds a round   × the bare loop's speed   training loss")
         for who, result in results[name].items():
-            print(f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}{result['loss']:22.4f}", flush=True)
+            used = result["engine"]
+            taken = " ".join(used[k] for k in ("engine", "workers", "memory") if k in used and who == "auto")
+            line = f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}{result['loss']:22.4f}   {taken}"
+            print(line.rstrip(), flush=True)
         given.json.write_text(json.dumps(results, indent=1))
     print(f"\nAll repetitions: {given.json}")
 
