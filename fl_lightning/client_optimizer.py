@@ -99,7 +99,7 @@ class ClientOptimizer:
             self.gradient.copy_(gradient)
         self.optimizer.step()
 
-    def step_each(self, gradients: Sequence[Tensor]) -> None:
+    def step_each(self, gradients: tuple[Tensor, ...]) -> None:
         """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without the copy into g."""
         (lr,) = self.rates
         if self.weight_decay:
