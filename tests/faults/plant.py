@@ -220,7 +220,10 @@ def main(names: list[str]) -> int:
         (str(k), lambda m=m: verdict({module_of(m.file): m.source}, fitting(uses, classes_in(m.file))))
         for k, m in enumerate(found)
     ]
-    survivors = [found[int(k)] for k, caught in in_children(jobs) if not caught]
+    survivors = []
+    for done, (k, caught) in enumerate(in_children(jobs), 1):
+        survivors += [] if caught else [found[int(k)]]
+        print(f"\r{done} of {len(found)} mutants, {len(survivors)} survive", end="", file=sys.stderr, flush=True)
     share = 1 - len(survivors) / max(len(found), 1)
     print(f"\nmutants of callbacks/: {len(found) - len(survivors)} of {len(found)} caught, {share:.1%}")
     for mutant in survivors:
