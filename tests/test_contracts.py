@@ -67,6 +67,23 @@ def test_scaffold_keeps_its_estimates_in_a_round_without_learning() -> None:
     assert len(kept) > 4
 
 
+@pytest.mark.parametrize(
+    ("beta", "rule", "participation", "warned"),
+    [(1.0, "models", 3, True), (0.9, "models", 3, False), (1.0, "updates", 3, False), (1.0, "models", "all", False)],
+)
+def test_fedinit_warns_where_it_amplifies_a_drift(beta: float, rule: Any, participation: Any, warned: bool) -> None:
+    """beta >= n/(m - n), which is 1 with 3 of 6 clients."""
+    with quiet():
+        module = fit([c.RelaxedInitialization(beta, rule)], rounds=1, participation=participation)
+    assert any("amplifies" in note for note in module.notes) == warned
+
+
+def test_divergence_of_all_clients_is_logged_unless_it_is_turned_off() -> None:
+    with quiet():
+        logged = [outcome(fit([c.DivergenceLogger(given)], rounds=1)) for given in (None, True, False)]
+    assert ["log divergence/all" in left for left in logged] == [True, True, False]
+
+
 class Anchor(FederatedCallback):
     """A method as the README teaches it, for wrong ones to start from."""
 

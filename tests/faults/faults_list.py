@@ -100,5 +100,49 @@ FAULTS = [
     ),
 ]
 
-SURVIVORS: dict[tuple[str, str, str], str] = {}
+
+def _equal(file: str, line: str, reason: str, *mutations: str) -> dict[tuple[str, str, str], str]:
+    return {(f"callbacks/{file}.py", line, mutation): reason for mutation in mutations}
+
+
+WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
+QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
+SURVIVORS = {
+    **_equal(
+        "consensus_distance_logger",
+        "moved = (clients.x - clients.w).double()",
+        "equivalent: the spread around the mean does not depend on where the origin is",
+        "sign: clients.x - clients.w (column 9)",
+        "left operand alone: clients.x - clients.w (column 9)",
+        "factor: twice the right of clients.x - clients.w (column 9)",
+    ),
+    **_equal(
+        "global_sharpness_aware_minimization",
+        "self.dual[clients] = self.mu_i[clients] - self.last[clients]",
+        "equivalent: U is brought to length r, so its scale does not matter",
+        "factor: self.dual[clients] = self.mu_i[clients] - self.last[clients] (column 0)",
+    ),
+    **_equal(
+        "global_sharpness_aware_minimization",
+        "mean = self.dual.mean()",
+        "equivalent: U is brought to length r, so its scale does not matter",
+        "sum instead: self.dual.mean() (column 7)",
+    ),
+    **_equal(
+        "normalized_averaging",
+        WORK,
+        "equivalent: a factor that all τ_i share cancels in (Σ p τ) Σ p u/τ",
+        f"sign: {QUOTIENT} (column 7)",
+        f"left operand alone: {QUOTIENT} (column 7)",
+        "sign: 1 - rho (column 47)",
+        "left operand alone: 1 - rho (column 47)",
+        "factor: twice the right of 1 - rho (column 47)",
+    ),
+    **_equal(
+        "partial_averaging",
+        "mask[layout[name][0]] = True",
+        "equivalent: 2 is True in a mask",
+        "factor: mask[layout[name][0]] = True (column 0)",
+    ),
+}
 """(file, right line, mutation) -> why no test can, or need, tell it from the right one."""

@@ -57,7 +57,9 @@ def mutants(file: str, source: str) -> list[Mutant]:
             if replacement is not target:
                 altered = _Replace(target, replacement).visit(altered)
             text = ast.unparse(ast.fix_missing_locations(altered))
-            found.append((node.lineno, Mutant(file, lines[node.lineno - 1].strip(), what, text)))  # type: ignore[attr-defined]
+            line = lines[node.lineno - 1]
+            place = node.col_offset - len(line) + len(line.lstrip())
+            found.append((node.lineno, Mutant(file, line.strip(), f"{what} (column {place})", text)))  # type: ignore[attr-defined]
     return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -35,7 +35,7 @@ from mutants import Mutant, mutants  # noqa: E402
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
 CHECKS = ["tests/callbacks", "tests/test_contracts.py"]
 WORKERS, LIMIT = 2, 600  # children at once; seconds for one of them
-FIRST = 8  # tests that are collected and run before all others: most faults end there
+FIRST, MOST = 8, 80  # tests run before all others, where most faults end; tests of one fault altogether
 Uses = dict[str, tuple[set[str], float]]  # test -> (callback classes it makes, seconds)
 
 
@@ -167,9 +167,10 @@ def _row(test: str) -> str:
 
 
 def fitting(uses: Uses, classes: set[str]) -> list[str]:
-    """Tests that make one of these classes: quick ones first, then the contracts, then slow ones."""
-    mine = [(test, seconds) for test, (made, seconds) in uses.items() if made & classes]
-    return [t for t, _ in sorted(mine, key=lambda pair: (pair[1] > 1, "contracts" in pair[0], pair[1]))]
+    """Tests that make one of these classes: those that make few others, then quick ones first."""
+    mine = [(test, len(made), seconds) for test, (made, seconds) in uses.items() if made & classes]
+    mine = sorted(mine, key=lambda use: (use[1], use[2]))[:MOST]
+    return [test for test, _, _ in sorted(mine, key=lambda use: (use[2] > 1, "contracts" in use[0], use[2]))]
 
 
 def verdict(changed: dict[str, str], tests: list[str]) -> str:
