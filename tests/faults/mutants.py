@@ -44,7 +44,7 @@ class Mutant:
 def mutants(file: str, source: str) -> list[Mutant]:
     """All mutants of a file, in the order of its lines; texts of errors and notes are left alone."""
     tree, lines, found = ast.parse(source), source.splitlines(), []
-    nodes = list(ast.walk(tree))
+    nodes: list[Any] = list(ast.walk(tree))
     skipped = {id(n) for node in nodes if isinstance(node, ast.Raise | ast.JoinedStr) for n in ast.walk(node)}
     function = {id(n): node.name for node in nodes if isinstance(node, ast.FunctionDef) for n in ast.walk(node)}
     for number, node in enumerate(nodes):
@@ -59,7 +59,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
             text = ast.unparse(ast.fix_missing_locations(altered))
             line = lines[node.lineno - 1]
             place = node.col_offset - len(line) + len(line.lstrip())
-            found.append((node.lineno, Mutant(file, line.strip(), f"{what} (column {place})", text)))  # type: ignore[attr-defined]
+            found.append((node.lineno, Mutant(file, line.strip(), f"{what} (column {place})", text)))
     return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
 
 
