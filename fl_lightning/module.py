@@ -171,9 +171,11 @@ class FederatedModule(Cohort):
     def on_fit_start(self) -> None:
         self.build(again=True)
         w = self.global_vector
-        self.client_rows = persistence.new_rows(self)
-        if any(getattr(d, "initial", None) == "initial_model" for d in self.methods.declared.values()):
-            self.initial_vector = w.detach().clone()
+        going_on = self.resume_from is None and self.trainer.current_epoch > 0  # fit() again on the same Trainer
+        if not going_on:
+            self.client_rows, self.server_states, self.initial_vector = persistence.new_rows(self), {}, None
+            if any(getattr(d, "initial", None) == "initial_model" for d in self.methods.declared.values()):
+                self.initial_vector = w.detach().clone()
         if self.resume_from is not None:
             persistence.resume(self, self.resume_from)
         parts = self.methods.parts(self.layout)
@@ -190,6 +192,7 @@ class FederatedModule(Cohort):
         self._sizes = self.data.client_sizes()
         self.learner.on_fit_start()
         self._engine, self.engine_facts = choose(self)
+        self.resume_from = None
 
     def refuse_undeclared_synchronisation(self) -> None:
         """Under partial averaging each state has to say what happens to coordinates that are not averaged."""

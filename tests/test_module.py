@@ -11,6 +11,7 @@ from learners import Lit, blobs, federated, trainer
 from torch import nn
 
 from fl_lightning import Exponential, FederatedModule, UserError
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 
 
 def test_one_epoch_is_one_round_and_the_global_model_learns() -> None:
@@ -328,3 +329,22 @@ def test_clients_that_diverge_stop_the_run_or_are_left_out(policy: str) -> None:
     else:
         trainer(2).fit(module, blobs())
         assert torch.isfinite(module.global_vector).all() and any("left out" in note for note in module.notes)
+
+
+def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:
+    def scaffold(rounds: int) -> pl.Trainer:
+        return trainer(rounds, [ControlVariates(), RelaxedInitialization()])
+
+    whole, halves = federated(), federated()
+    scaffold(4).fit(whole, blobs())
+    run = scaffold(2)
+    run.fit(halves, blobs())
+    run.fit_loop.max_epochs = 4
+    run.fit(halves, blobs())
+    assert torch.equal(whole.global_vector, halves.global_vector)
+
+    exported = whole.export()
+    scaffold(2).fit(whole, blobs())
+    fresh = federated(exported)
+    scaffold(2).fit(fresh, blobs())
+    assert torch.equal(whole.global_vector, fresh.global_vector)

@@ -51,7 +51,7 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         copies.extend(with_optimizer(replica.another()) for _ in range(number - len(copies)))
         return copies[:number]
 
-    held: Facts = (module.resume_from or {}).get("engine") or {}
+    held: Facts = (module.resume_from or {}).get("engine") or module.engine_facts
     if held.get("engine") and module.engine in ("auto", held["engine"]):
         facts = {**held, "why": "as when the run began"}
         torch.set_num_threads(int(held.get("threads", torch.get_num_threads())))
