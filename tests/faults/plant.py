@@ -35,7 +35,7 @@ from mutants import Mutant, mutants  # noqa: E402
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
 CHECKS = ["tests/callbacks", "tests/test_contracts.py"]
 WORKERS, LIMIT = 2, 600  # children at once; seconds for one of them
-FIRST, MOST = 8, 80  # tests run before all others, where most faults end; tests of one fault altogether
+FIRST, MOST = 8, 60  # tests run before all others, where most faults end; tests of one fault, of each of CHECKS
 Uses = dict[str, tuple[set[str], float]]  # test -> (callback classes it makes, seconds)
 
 
@@ -167,10 +167,12 @@ def _row(test: str) -> str:
 
 
 def fitting(uses: Uses, classes: set[str]) -> list[str]:
-    """Tests that make one of these classes: those that make few others, then quick ones first."""
+    """Tests that make one of these classes, best those that make few others; the contracts after quick ones."""
     mine = [(test, len(made), seconds) for test, (made, seconds) in uses.items() if made & classes]
-    mine = sorted(mine, key=lambda use: (use[1], use[2]))[:MOST]
-    return [test for test, _, _ in sorted(mine, key=lambda use: (use[2] > 1, "contracts" in use[0], use[2]))]
+    mine = sorted(mine, key=lambda use: (use[1], use[2]))
+    kinds = [[use for use in mine if (CHECKS[1] in use[0]) == contract][:MOST] for contract in (False, True)]
+    chosen = sorted((use for kind in kinds for use in kind), key=lambda use: (use[2] > 1, CHECKS[1] in use[0], use[2]))
+    return [test for test, _, _ in chosen]
 
 
 def verdict(changed: dict[str, str], tests: list[str]) -> str:
