@@ -25,7 +25,15 @@ from fl_lightning.errors import UserError
 from fl_lightning.method_options import apply_method_options, full_paths
 from fl_lightning.module import FederatedModule
 from fl_lightning.parsing_errors import one_paragraph
-from fl_lightning.run_folder import RunCheckpoint, RunFolder, check_writable, holds_run, next_free, numbered
+from fl_lightning.run_folder import (
+    RunCheckpoint,
+    RunFolder,
+    check_writable,
+    checkpoints,
+    holds_run,
+    next_free,
+    numbered,
+)
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import GracefulStop
 
@@ -141,12 +149,17 @@ class FederatedCLI(LightningCLI):
             self.folder = existing[-1][1] if existing and ckpt == "last" else next_free(self.stem or "")
             if ckpt == "last":
                 self.stem = None
-        last = self.folder / "checkpoints" / "last.ckpt"
+        there = checkpoints(self.folder)
         if ckpt == "last":
-            self.checkpoint = str(last) if last.exists() else None
-            if self.command != "fit" and not last.exists():
+            self.checkpoint = str(there[0]) if there and there[0].name == "last.ckpt" else None
+            if self.checkpoint is None and there:
                 raise UserError(
-                    f"--ckpt_path last: {self.folder} has no checkpoint yet ({last} is missing). "
+                    f"--ckpt_path last: {self.folder / 'checkpoints' / 'last.ckpt'} is missing, but this run has "
+                    f"another checkpoint: --ckpt_path {there[0]}."
+                )
+            if self.checkpoint is None and self.command != "fit":
+                raise UserError(
+                    f"--ckpt_path last: {self.folder} has no checkpoint yet (checkpoints/last.ckpt is missing). "
                     "Give the folder of a run that completed a round, or --ckpt_path FILE."
                 )
         elif ckpt is not None:
@@ -157,11 +170,12 @@ class FederatedCLI(LightningCLI):
                     f"one in {self.folder}."
                 )
         if self.command == "fit":
-            same = self.checkpoint is not None and Path(self.checkpoint).resolve() == last.resolve()
-            if holds_run(self.folder) and ckpt != "last" and not same:
+            own = self.checkpoint is not None and Path(self.checkpoint).resolve() in [p.resolve() for p in there]
+            if holds_run(self.folder) and not own:
+                way_out = "Go on with it by --ckpt_path last, or" if there else "It has no checkpoint to go on from:"
                 raise UserError(
                     f"--trainer.default_root_dir {self.folder}: this folder already holds a run, which is left as it "
-                    "is. Go on with it by --ckpt_path last, or give another folder."
+                    f"is. {way_out} give another folder."
                 )
             check_writable(self.folder)
 

@@ -33,9 +33,18 @@ def next_free(stem: str) -> Path:
     return Path(f"{stem}-{existing[-1][0] + 1 if existing else 1}")
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of the run in ``folder``: last.ckpt, best.ckpt, then others, newest first."""
+    order = {"last.ckpt": 0, "best.ckpt": 1}
+    found = [path for path in (folder / "checkpoints").glob("*.ckpt") if path.is_file()]
+    return sorted(found, key=lambda path: (order.get(path.name, 2), -path.stat().st_mtime))
+
+
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written to ``folder``."""
-    return any((folder / name).exists() for name in ("config.yaml", "checkpoints", "metrics.csv"))
+    """Whether a run completed a round in ``folder``; what stopped in round 0 leaves it free to start anew."""
+    metrics = folder / "metrics.csv"
+    # without checkpoints (enable_checkpointing=false) the row after round 0's tells that round 0 ended
+    return bool(checkpoints(folder)) or (metrics.is_file() and metrics.read_bytes().count(b"\n") > 2)
 
 
 def check_writable(folder: Path) -> None:
@@ -51,6 +60,12 @@ def check_writable(folder: Path) -> None:
         )
 
 
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"--trainer.default_root_dir {folder}: cannot be written to ({error.strerror or error}). Give another folder."
+    )
+
+
 class _Events(TensorBoardLogger):
     """TensorBoard events right in the run's folder, whose config.yaml says what hparams.yaml would."""
 
@@ -61,6 +76,9 @@ class _Events(TensorBoardLogger):
 class RunFolder(pl.Callback):
     """Claims the run's folder once everything else is known to work, and puts config, loggers and partition there.
 
+    A resumed run keeps the config.yaml it was started with until ``write_config`` after its first new checkpoint: a
+    resume that fails leaves the run as it was.
+
     Args:
         folder: the run's folder.
         stem: where the folder was not given: ``<stem>-<number>`` is claimed, the next free one.
@@ -70,6 +88,7 @@ class RunFolder(pl.Callback):
 
     def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
         self.folder, self.stem, self.config, self.tensorboard = folder, stem, config, tensorboard
+        self._written = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, FederatedModule)
@@ -77,10 +96,12 @@ class RunFolder(pl.Callback):
         self.folder = Path(trainer.strategy.broadcast(str(folder)))
         vars(trainer)["_default_root_dir"] = str(self.folder)  # for everyone who asks from now on
         first_round = trainer.current_epoch
+        if trainer.is_global_zero and (first_round == 0 or not (self.folder / "config.yaml").exists()):
+            self.write_config()
         loggers: list[Logger] = [MetricsCSV(self.folder)]
         if self.tensorboard:
-            purge = first_round or None
-            loggers.append(_Events(str(self.folder), name="", version="", purge_step=purge, default_hp_metric=False))
+            events = _Events(str(self.folder), name="", version="", purge_step=first_round, default_hp_metric=False)
+            loggers.append(events)
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
             self._partition(trainer, first=first_round == 0)
@@ -89,26 +110,31 @@ class RunFolder(pl.Callback):
             print(f"→ {self.folder}{going_on}", flush=True)
 
     def _claim(self) -> Path:
-        """Make the folder (the next free one, where two runs start at once) and write its config."""
+        """Make the folder (the next free one, where two runs start at once)."""
         folder = self.folder
         try:
             while True:
                 try:
                     folder.mkdir(parents=True, exist_ok=self.stem is None)
-                    break
+                    return folder
                 except FileExistsError:
                     if self.stem is None:
                         raise
                     folder = next_free(self.stem)
-            aside = folder / "config.yaml.new"
-            aside.write_text(self.config, encoding="utf-8")
-            aside.replace(folder / "config.yaml")
         except OSError as error:
-            raise UserError(
-                f"--trainer.default_root_dir {folder}: cannot be written to ({error.strerror or error}). "
-                "Give another folder."
-            ) from None
-        return folder
+            raise _not_writable(folder, error) from None
+
+    def write_config(self) -> None:
+        """Write config.yaml, the first time that this is called."""
+        if self._written:
+            return
+        self._written = True
+        aside = self.folder / "config.yaml.new"
+        try:
+            aside.write_text(self.config, encoding="utf-8")
+            aside.replace(self.folder / "config.yaml")
+        except OSError as error:
+            raise _not_writable(self.folder, error) from None
 
     def _partition(self, trainer: pl.Trainer, first: bool) -> None:
         plot = getattr(getattr(trainer, "datamodule", None), "plot_partition", None)
@@ -163,6 +189,8 @@ class RunCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         improved = self._improved(trainer)
         trainer.save_checkpoint(self.folder / "last.ckpt")
+        if trainer.is_global_zero:
+            self.run.write_config()
         if improved:
             self._link(trainer)
 
@@ -192,3 +220,4 @@ class RunCheckpoint(Checkpoint):
         except OSError:  # a file system without links
             aside.write_bytes(last.read_bytes())
         aside.replace(best)
+        aside.unlink(missing_ok=True)  # rename(2) does nothing where both are links to one file

@@ -164,4 +164,6 @@ def test_checkpoint(cli: Cli, a_run: Path) -> None:
         for command in ("fit", "test", "export"):
             said(cli(command, "x"), "last.ckpt")
     last.unlink()
+    said(cli("test", "x"), "last.ckpt", "--ckpt_path x/checkpoints/best.ckpt")
+    (run / "checkpoints" / "best.ckpt").unlink()
     said(cli("test", "x"), "last.ckpt", "no checkpoint")
