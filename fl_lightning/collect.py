@@ -12,6 +12,7 @@ from fl_lightning.aggregation import Leaf, TreeSum
 from fl_lightning.callback import Upload
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.replica import Replica
+from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.rounds import Clients, Round, result_dtype
 
@@ -96,7 +97,7 @@ class Collector:
                 up, up_bytes = up + count, up_bytes + count * value.element_size()
         traffic[UP_PARAMETERS], traffic[UP_BYTES] = round(up), round(up_bytes)
         if self.average_buffers:
-            for name, buffer in replica.buffers.items():
+            for name, buffer in self._client_buffers(replica).items():
                 if buffer.is_floating_point():
                     kind = torch.promote_types(buffer.dtype, torch.float32)
                     values["buffer:" + name] = (buffer.to(kind) - self.buffers[name].to(kind)) * weight
@@ -106,6 +107,18 @@ class Collector:
             values["log:" + name] = per_client[0].to(torch.float64)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
         return values
+
+    def _client_buffers(self, replica: Replica) -> dict[str, Tensor]:
+        """The client's buffers that the server has too, in the server's dtypes."""
+        found = {name: buffer for name, buffer in replica.buffers.items() if name in self.buffers}
+        for name, buffer in found.items():
+            if buffer.shape != self.buffers[name].shape:
+                before, after = tuple(self.buffers[name].shape), tuple(buffer.shape)
+                raise UserError(
+                    f"buffers='average': the buffer {name} has shape {before} at the server, and {after} after a client's "
+                    "steps, so there is no average. Keep its shape, or use buffers='keep'."
+                )
+        return {name: buffer.to(self.buffers[name].dtype) for name, buffer in found.items()}
 
     def _sum(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
         """Add a row that is ours to keep, uniformly and by weight (where these differ)."""

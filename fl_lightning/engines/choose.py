@@ -119,7 +119,10 @@ def unstackable(module: FederatedModule, replica: Replica) -> str:
         with replica.tied(module.evaluated_vector.detach()), torch.no_grad():
             two = (ids[0], ids[-1])
             batches = [next(iter(module.data.client_batches(i, 0, 1, device=stack.x.device))) for i in two]
+            own = {name: id(buffer) for name, buffer in replica.buffers.items()}
             stack.gradient(stack.groups(list(enumerate(batches))), 0)
+            if changed := [name for name, buffer in replica.buffers.items() if own.get(name) != id(buffer)]:
+                return f"its training_step assigns to the buffer {changed[0]}"
     except Exception as error:
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"

@@ -24,7 +24,9 @@ class Model(Protocol):
     """What local steps train: one client's replica, or several stacked."""
 
     x: Tensor
-    buffers: dict[str, Tensor]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]: ...
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor: ...
 

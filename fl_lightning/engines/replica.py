@@ -39,7 +39,7 @@ class Replica:
         self.g = torch.zeros_like(x)
         self._flat = self.g.view(-1)
         self.parameters = [p for _, p in trainable(learner)]
-        self.buffers: dict[str, Tensor] = {n: b for n, b in learner.named_buffers() if b is not None}
+        self._slots, self._own_buffers = _buffer_slots(learner)
         self.forward_context, self.convert = forward_context, convert
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
@@ -57,6 +57,12 @@ class Replica:
     def has_batch_hooks(self) -> bool:
         """Whether the learner has hooks around each batch."""
         return self._batch_start is not None or self._batch_end is not None
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The learner's buffers as they are now: ``training_step`` may assign a new tensor to one."""
+        now = {name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()}
+        return {name: buffer for name, buffer in now.items() if buffer is not None}
 
     def another(self) -> Replica:
         """One with its own copy of the learner and its own x, for another thread."""
@@ -149,8 +155,15 @@ class Replica:
         return means
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
-        for name, buffer in self.buffers.items():
-            buffer.copy_(values[name])
+        """Set buffers to copies of values, in the tensors that the learner had at first."""
+        for name, places in self._slots.items():
+            own, value = self._own_buffers[name], values.get(name)
+            if own is None or value is None or own.shape != value.shape:  # a hook made it anew between rounds
+                own = None if value is None else value.clone()
+            else:
+                own.copy_(value)
+            for module, leaf in places:
+                module._buffers[leaf] = own
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self.logging:
@@ -174,6 +187,20 @@ def _carries_over(value: object) -> bool:
     if isinstance(value, dict):
         return all(_carries_over(k) and _carries_over(v) for k, v in value.items())
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
+    """Where each buffer is registered (shared ones in several places), and the tensor there, or None."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    tensors: dict[str, Tensor | None] = {}
+    names: dict[int, str] = {}
+    for prefix, module in learner.named_modules():
+        for leaf, buffer in module._buffers.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            name = name if buffer is None else names.setdefault(id(buffer), name)
+            slots.setdefault(name, []).append((module, leaf))
+            tensors[name] = buffer
+    return slots, tensors
 
 
 def buffer_values(learner: nn.Module) -> dict[str, Tensor]:
