@@ -83,6 +83,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._wanted_clients = num_clients
         self._given = clients
         self._clients: Sequence[Indices] = ()
+        self._sizes: tuple[Sequence[Indices], NDArray[np.int64]] | None = None
         self._held_out: Indices | None = None
         self._split_seed: int | None = None
         self._hash: str | None = None
@@ -204,12 +205,14 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_sizes(self) -> NDArray[np.int64]:
         """The clients' numbers of samples ``(m,)``, read-only where they are all the same."""
         self._ready()
-        sizes = getattr(self._clients, "sizes", None)
-        if sizes is None:
-            sizes = np.fromiter((len(c) for c in self._clients), np.int64, len(self._clients))
-            if not sizes.all():
-                check_client(int(sizes.argmin()), [], len(self._train))
-        return np.asarray(sizes, np.int64)
+        if self._sizes is None or self._sizes[0] is not self._clients:
+            sizes = getattr(self._clients, "sizes", None)
+            if sizes is None:
+                sizes = np.fromiter((len(c) for c in self._clients), np.int64, len(self._clients))
+                if not sizes.all():
+                    check_client(int(sizes.argmin()), [], len(self._train))
+            self._sizes = self._clients, np.asarray(sizes, np.int64)  # counted once: it takes all m clients
+        return self._sizes[1]
 
     def client_indices(self, client: int) -> Indices:
         """Positions of a client's samples in the training data ``(N_i,)``."""

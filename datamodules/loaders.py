@@ -49,22 +49,22 @@ class RoundToken:
 
 
 def evaluation_loader(trainer: pl.Trainer | None, data: Samples | None, index: Indices | None = None) -> Any:
-    """Large ready batches; each process gets its share of them when there are enough."""
+    """Large ready batches; processes get as many of them each, of sizes that differ by at most one sample."""
     if data is None:
         return []
     index = np.arange(len(data)) if index is None else index
-    size = EVALUATION_BATCH
-    starts = range(0, len(index), size)
-    device, rank, world = CPU, 0, 1
+    pieces = [index[start : start + EVALUATION_BATCH] for start in range(0, len(index), EVALUATION_BATCH)]
+    device = CPU
     if trainer is not None:
-        device = trainer.strategy.root_device
-        rank, world = trainer.global_rank, trainer.world_size
-    if len(starts) >= world > 1:
-        starts = starts[rank::world]
+        device, world = trainer.strategy.root_device, trainer.world_size
+        if len(index) >= world > 1:
+            pieces = np.array_split(index, -(-len(index) // (EVALUATION_BATCH * world)) * world)[
+                trainer.global_rank :: world
+            ]
 
     def make() -> Iterator[Batch]:
-        for start in starts:
-            yield from data.batches(index[start : start + size], size, device)
+        for piece in pieces:
+            yield from data.batches(piece, len(piece), device)
 
     in_memory = isinstance(data, TensorSamples) and 4 * data.x[0].numel() * len(index) <= KEPT_BYTES
-    return Batches(make, len(starts), keep=in_memory)
+    return Batches(make, len(pieces), keep=in_memory)

@@ -6,11 +6,16 @@ import os
 import pickle
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
@@ -28,8 +33,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write ``checkpoint``; UserError where the folder cannot be written."""
+        """Write ``checkpoint``; UserError where the folder cannot be written, or what could not be read back."""
         target = Path(path)
+        if where := _not_plain(checkpoint):
+            raise UserError(
+                f"The checkpoint {target} would not load again: {where}, and only plain data is read back. Save "
+                "tensors, numbers, text, lists and dicts (a NumPy scalar as float(value))."
+            )
         with suppress(OSError):
             for stale in target.parent.glob(".*.ckpt.tmp"):  # of a process that was killed while it wrote
                 stale.unlink()
@@ -63,6 +73,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
         return checkpoint
+
+
+def _not_plain(value: Any, where: str = "checkpoint") -> str:
+    """Where something lies that ``weights_only=True`` refuses, and what it is; empty if nowhere."""
+    if isinstance(value, dict):
+        return next(filter(None, (_not_plain(v, f"{where}[{k!r}]") for k, v in value.items())), "")
+    if type(value) in (list, tuple, set):
+        return next(filter(None, (_not_plain(v, f"{where}[{i}]") for i, v in enumerate(value))), "")
+    refused = (np.ndarray, np.generic, Path, range, slice, Enum, deque, frozenset, Decimal, timedelta)
+    return f"{where} is a {type(value).__name__}" if isinstance(value, refused) else ""
 
 
 def _verify(path: Path) -> None:

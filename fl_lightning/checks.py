@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.schedules import Schedule
 from fl_lightning.strategies import FederatedStrategy
 
 REFUSED_HOOKS = {
@@ -154,11 +156,15 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
     if participation == "all":
         return num_clients
+    if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):  # NumPy's
+        participation = int(participation) if isinstance(participation, Integral) else float(participation)
     if isinstance(participation, bool) or not isinstance(participation, (int, float)):
         hint = suggest(str(participation), ["all"])
         raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
     if isinstance(participation, int):
-        if not 1 <= participation <= num_clients:
+        if participation < 1:
+            raise UserError(f"participation={participation} is no number of clients; {accepted}.")
+        if participation > num_clients:
             raise UserError(
                 f"participation={participation} clients a round, but {num_clients} are registered; {accepted} "
                 f"(1 to {num_clients})."
@@ -181,7 +187,19 @@ def positive(name: str, value: float | None, whole: bool = False) -> None:
     """Refuse what is not a number above 0 (``whole``: an integer)."""
     if value is None:
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    number = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
     if not number or (whole and int(value) != value):
         kind = "an integer" if whole else "a number"
         raise UserError(f"{name}={value!r} is not accepted; it has to be {kind} above 0.")
+
+
+def rate(name: str, value: object) -> None:
+    """Refuse a decay that is neither a number nor a schedule."""
+    if not isinstance(value, (Real, Schedule)) or isinstance(value, bool):
+        raise UserError(f"{name}={value!r} is not accepted; it has to be a number, such as 0.998, or a schedule.")
+
+
+def seed(value: object) -> None:
+    """Refuse a seed that is no integer from 0."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UserError(f"seed={value!r} is not accepted; it has to be an integer from 0, or None for the run's.")

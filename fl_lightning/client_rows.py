@@ -27,6 +27,10 @@ class ClientRows:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
 
+    def names(self) -> list[str]:
+        """Names of which this process can read rows at present."""
+        return sorted({*self.store.names(), *self._fetched})
+
     def fetch(self, ids: list[int]) -> None:
         """Before a round: bring the rows of the participants to who trains them (participant j to j mod W)."""
         if self.world == 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 HOOKS = [
@@ -41,35 +42,36 @@ class ForwardedHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
+    _evaluated_batch_size: int = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.learner(*args, **kwargs)
 
     def adopt(self, learner: Any) -> None:
-        """Hide the steps that the learner does not have, so that Lightning skips their loops; take its transfer hooks."""
+        """Hide steps that the learner does not have, so that Lightning skips their loops; take its transfer hooks."""
         base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
         for step in STEPS[:2]:
             if getattr(type(learner), step) is getattr(base, step):
                 object.__setattr__(self, step, types.MethodType(getattr(pl.LightningModule, step), self))
-        self.transfers = [
-            hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)
-        ]
+        self.transfers = [hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)]
         for hook in self.transfers:
             object.__setattr__(self, hook, getattr(learner, hook))
 
     def connect_learner(self) -> None:
         """Give the learner this run's trainer, and let what it logs in evaluation arrive here."""
         self.learner._trainer = self._trainer
-        shard = self.trainer.world_size > 1
+        world = self.trainer.world_size
+
+        def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
+            # Lightning divides the number of samples by W in integers: W times as many come out exact
+            size = kwargs.get("batch_size") or self._evaluated_batch_size
+            return kwargs if world == 1 else {**kwargs, "sync_dist": True, "batch_size": size * world}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if shard and not isinstance(value, Metric):
-                kwargs["sync_dist"] = True
-            self.log(name, value, *args, **kwargs)
+            self.log(name, value, *args, **(kwargs if isinstance(value, Metric) else over_processes(kwargs)))
 
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-            kwargs |= {"sync_dist": True} if shard else {}
-            self.log_dict(dictionary, *args, **kwargs)
+            self.log_dict(dictionary, *args, **over_processes(kwargs))
 
         object.__setattr__(self.learner, "log", log)
         object.__setattr__(self.learner, "log_dict", log_dict)
@@ -94,6 +96,8 @@ def _step(name: str) -> Callable[..., Any]:
         own = getattr(self.learner, name)
         code = own.__code__
         variadic = bool(code.co_flags & 0x04)
+        if self.trainer.world_size > 1:
+            self._evaluated_batch_size = extract_batch_size(args[0])
         return own(*(args if variadic else args[: code.co_argcount - 1]))
 
     step.__name__ = name

@@ -51,7 +51,8 @@ class GlobalModel(ForwardedHooks):
             check_learner_parameters(self.learner)
             self._layout, self._w, self._evaluated = Layout(self.learner), None, None
         first = parameters[0]
-        tied = self._w is not None and first.data_ptr() == self.evaluated_vector.data_ptr()
+        views = [] if self._w is None else self._layout.views(self.evaluated_vector.detach())
+        tied = bool(views) and all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
         if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
             flat = flatten([p.detach() for p in parameters])
             if self._w is None:
@@ -94,4 +95,5 @@ class GlobalModel(ForwardedHooks):
         return self.learner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        strict = strict and self.learner.strict_loading
         return self.learner.load_state_dict(state_dict, strict=strict)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fl_lightning.callback import ClientState, Declaration, FederatedCallback, ServerState, Upload
 from fl_lightning.errors import UserError
 from fl_lightning.flat import Layout
+from fl_lightning.schedules import Schedule
 
 OWNED = {
     "perturbation": "where the gradient is taken",
@@ -46,9 +47,7 @@ class Methods:
                     f"method: {name} is given {names.count(name)} times; a run takes each callback once. Remove one "
                     "(a config such as method/fedinit may bring it already)."
                 )
-        self._hooks = {
-            hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED
-        }
+        self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
         for hook, what in OWNED.items():
@@ -63,9 +62,7 @@ class Methods:
                 self._owners[hook] = getattr(owners[0], hook)
                 if hook == "transmit":
                     self._sends = owners[0].sends
-        self.declared: dict[str, Declaration] = {
-            d.key(c): d for c in self.callbacks for d in c.declarations().values()
-        }
+        self.declared: dict[str, Declaration] = {d.key(c): d for c in self.callbacks for d in c.declarations().values()}
 
     def __getitem__(self, hook: str) -> list[Callable[..., Any]]:
         return self._hooks[hook]
@@ -130,10 +127,9 @@ class Methods:
 
 
 def arguments(callback: FederatedCallback) -> str:
-    """A callback's public attributes as text, for example ``beta=0.1``."""
-    return ", ".join(
-        f"{k}={v!r}" for k, v in vars(callback).items() if not k.startswith("_") and not callable(v)
-    )
+    """A callback's arguments as text, for example ``beta=0.1``."""
+    own = {k: vars(callback)[k] for k in inspect.signature(type(callback)).parameters if k in vars(callback)}
+    return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))
 
 
 def overrides(callback: FederatedCallback, hook: str) -> bool:

@@ -97,6 +97,9 @@ class FederatedModule(Cohort):
         checks.positive("local_epochs", local_epochs)
         checks.positive("local_steps", local_steps, whole=True)
         checks.positive("clip_norm", clip_norm)
+        checks.rate("lr_decay", lr_decay)
+        checks.rate("server_lr_decay", server_lr_decay)
+        checks.seed(seed)
         checks.one_of("weighting", weighting, ("uniform", "samples"))
         checks.one_of("buffers", buffers, ("average", "keep"))
         checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -107,7 +110,8 @@ class FederatedModule(Cohort):
         self.learner: Any = learner
         self.adopt(learner)
         self.participation, self.sampling = participation, sampling
-        self.local_epochs, self.local_steps = local_epochs, local_steps
+        self.local_epochs = local_epochs
+        self.local_steps = None if local_steps is None else int(local_steps)
         self.client_optimizer, self.lr_decay, self.clip_norm = client_optimizer, lr_decay, clip_norm
         self.keep_optimizer_state = keep_optimizer_state
         self.server_optimizer, self.server_lr_decay = server_optimizer, server_lr_decay
@@ -166,6 +170,7 @@ class FederatedModule(Cohort):
                 "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
                 "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
             )
+        self.client_account, self.server_account = persistence.account(self._client), persistence.account(given)
         return given
 
     def on_fit_start(self) -> None:
@@ -243,7 +248,7 @@ class FederatedModule(Cohort):
             server_states=self.server_states,
             parts=self.parts,
             rates=self._rates,
-            optimizer_rows=[n for n in self.client_rows.store.names() if n.startswith("optimizer.")],
+            optimizer_rows=[n for n in self.client_rows.names() if n.startswith("optimizer.")],
         )
         for callback in self.methods.callbacks:
             callback._bound_round = round

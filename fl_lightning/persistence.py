@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import UserError
@@ -59,7 +61,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         index = merge_indices(everyone)
     if store.names():
         store.collect(folder, [index, *indices_on_disk(module)])
-    w, at = module.global_vector.detach(), module.evaluated_vector
+    w, at, learner = module.global_vector.detach(), module.evaluated_vector, module.learner
     folders = [str(folder.resolve())]
     directory = getattr(module.trainer.checkpoint_callback, "dirpath", None)
     if directory:
@@ -69,6 +71,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "seed": module.run_seed,
         "w": None if at is w else w.clone(),
         "w0": module.initial_vector,
+        "buffers": {n: b.clone() for n, b in learner.named_buffers() if n not in checkpoint["state_dict"]},
         "server": {k: v.clone() for k, v in module.server_states.items()},
         "clients": index,
         "folders": folders,
@@ -78,11 +81,12 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "engine": module.engine_facts,
         "loggers": [type(logger).__name__ for logger in module.trainer.loggers],
     }
-    learner = module.learner
     if learner.hparams:
         checkpoint["hyper_parameters"] = {k: v for k, v in dict(learner.hparams).items() if plain(v)}
     if module.learner_config:
         checkpoint["hyper_parameters"] = dict(module.learner_config)
+    held_by_data = checkpoint.get("datamodule_hyper_parameters", {})
+    checkpoint["datamodule_hyper_parameters"] = {k: v for k, v in dict(held_by_data).items() if plain(v)}
     for logger in module.trainer.loggers:
         logger.save()
     learner.on_save_checkpoint(checkpoint)
@@ -90,17 +94,25 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
 
 def indices_on_disk(module: FederatedModule) -> list[Any]:
     """Which rows the checkpoints beside this run's need; each file is opened once."""
-    found = []
+    present: dict[Any, Any] = {}
     for callback in module.trainer.checkpoint_callbacks:
         directory = getattr(callback, "dirpath", None)
         for path in sorted(Path(directory).glob("*.ckpt")) if directory and os.path.isdir(directory) else ():
             stat = path.stat()
-            known = (str(path), stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if known not in module.known_indices:
-                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                module.known_indices[known] = loaded.get(KEY, {}).get("clients", {})
-            found.append(module.known_indices[known])
-    return found
+            file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            present[file] = module.known_indices[file] if file in module.known_indices else index_in(path)
+    module.known_indices = present
+    return list(present.values())
+
+
+def index_in(path: Path) -> dict[str, Any]:
+    """A checkpoint's index of rows, copied out of the file; of a file that is not ours or damaged: none."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        entries = loaded[KEY]["clients"]
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
+        return {}
+    return {name: {what: tensor.clone() for what, tensor in entry.items()} for name, entry in entries.items()}
 
 
 def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
@@ -119,14 +131,21 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
             "ckpt_path: the checkpoint was not written by a federated run, so it cannot be resumed. To start from its "
             "weights, give it as model.init_from."
         )
-    if module.strict_resume:
-        check_same(module, held)
     module.resume_from = held
 
 
 def resume(module: FederatedModule, held: dict[str, Any]) -> None:
-    """After the weights are restored: server state, w where it is not what is evaluated, and the index of rows."""
+    """After the weights are restored: server state, w where it is not what is evaluated, and the index of rows.
+
+    Raises:
+        UserError: the checkpoint is of a run with other settings.
+    """
+    if module.strict_resume:
+        check_same(module, held)
     device = module.global_vector.device
+    for name, buffer in module.learner.named_buffers():
+        if name in held["buffers"]:
+            buffer.copy_(held["buffers"][name])
     if held["w"] is not None:
         at = module.evaluated_vector.clone()
         module.global_vector.data.copy_(held["w"])
@@ -179,7 +198,7 @@ def check_same(module: FederatedModule, held: dict[str, Any]) -> None:
         if methods.get(name) != before.get(name):
             differing.append(f"method {name}: {before.get(name, 'absent')} then, {methods.get(name, 'absent')} now")
     if held["seed"] != module.run_seed:
-        differing.append(f"seed: {held['seed']} then, {module.run_seed} now")
+        differing.append(f"seed={held['seed']} then, {module.run_seed} now")
     partition = str(getattr(module.data, "partition_hash", ""))
     if held["partition"] and held["partition"] != partition:
         differing.append(f"data's partition: {held['partition']} then, {partition} now")
@@ -193,7 +212,16 @@ def check_same(module: FederatedModule, held: dict[str, Any]) -> None:
 
 def arguments(module: FederatedModule) -> dict[str, str]:
     """The arguments that decide what a round does, as text."""
-    return {name: repr(getattr(module, name)) for name in COMPARED}
+    facts = {name: repr(getattr(module, name)) for name in COMPARED}
+    facts["batch_size"] = repr(getattr(module.data, "batch_size", None))
+    facts["biases"] = repr([(type(b).__name__, vars(b)) for b in getattr(module.data, "biases", ())])
+    return facts | {"client_optimizer": module.client_account, "server_optimizer": module.server_account}
+
+
+def account(optimizer: Optimizer) -> str:
+    """An optimizer's class and settings as text."""
+    groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"
 
 
 def plain(value: object) -> bool:

@@ -68,10 +68,7 @@ class Round:
         kind = self.w.dtype if dtype is None else dtype
         if initial == "zeros":
             return torch.zeros(size, dtype=kind, device=self.w.device)
-        if initial == "initial_model":
-            value = self.w0
-        else:
-            value = initial(self.w) if callable(initial) else self.w
+        value = initial(self.w) if callable(initial) else self.w0 if initial == "initial_model" else self.w
         return value.to(kind).expand(size)
 
     def coefficient(self, schedule: Schedule) -> Tensor:

@@ -44,6 +44,8 @@ def conclude(module: FederatedModule, round: Round, collector: Collector) -> dic
     else:
         server.update = torch.zeros_like(round.w)
     step_server_optimizer(module, server)
+    if not bool(torch.isfinite(torch.linalg.vector_norm(server.w, ord=math.inf))):
+        raise Diverged(diverged_text(round.t, "the server's model"))
     module.set_evaluated(evaluated(round, server, w_before))
     server.evaluated = module.evaluated_vector.detach()
     average_buffers(module, total)
@@ -67,9 +69,7 @@ def agree(module: FederatedModule, collector: Collector) -> set[int]:
     if clients and module.on_nonfinite == "stop":
         raise Diverged(diverged_text(collector.round.t, f"the update of client {clients[0]}"))
     if clients:
-        module.note(
-            f"round {collector.round.t}: clients {clients} were left out, their updates are not finite"
-        )
+        module.note(f"round {collector.round.t}: clients {clients} were left out, their updates are not finite")
     return set(clients)
 
 
@@ -164,9 +164,7 @@ def traffic(module: FederatedModule, round: Round, server: Server) -> dict[str, 
     """Parameters and bytes of this round, all participants together (methods.md's table, in numbers)."""
     counts = round.total.get("traffic")
     if counts is None:
-        return dict.fromkeys(
-            ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0
-        )
+        return dict.fromkeys(("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0)
     count = [int(c) for c in counts]
     size = round.w.element_size()
     down, down_bytes = count[MISSING], count[MISSING] * size

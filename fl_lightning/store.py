@@ -7,6 +7,7 @@ an older one stays loadable as long as its segments are kept.
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import threading
 from collections import OrderedDict
@@ -27,6 +28,7 @@ __all__ = ["ClientStore", "Index", "merge_indices"]
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
+GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
 _SPARSE = 0.25  # a segment with a smaller share of rows still needed is rewritten
 
 
@@ -163,7 +165,12 @@ class ClientStore:
             for segment, first in zip(*np.unique(where[name][1], return_index=True), strict=True):
                 if segment_name(int(segment)) not in present:
                     path = folder / segment_name(int(segment))
-                    raise segments.damaged(path, name, int(where[name][0][first]), "the file is missing")
+                    raise segments.damaged(
+                        path,
+                        name,
+                        int(where[name][0][first]),
+                        "the file is missing (a run that goes on removes what no checkpoint beside it needs)",
+                    )
         with self._lock:
             self._reset()
             self._where, self._home = {name: of for name, of in where.items() if len(of[0])}, folder
@@ -221,6 +228,8 @@ class ClientStore:
         if self._scanned != folder:
             numbers = (segment_number(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
             self._number = max([self._number, *(n // RANKS for n in numbers if n is not None)])
+            # a folder's numbers begin anywhere: a checkpoint copied beside another run must not find its rows
+            self._number = self._number or secrets.randbelow(10**7)
             self._scanned = folder
         self._number += 1
         return self._number * RANKS + self.rank

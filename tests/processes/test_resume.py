@@ -73,10 +73,14 @@ def killed_at_replace(suffix: str, after: bool, number: int) -> None:
     os.replace = fatal
 
 
-def run(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
+def under_torchelastic(rank: int, world: int, port: int) -> None:
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+
+
+def run(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
+    under_torchelastic(rank, world, port)
     if phase == "segment":
         killed_at_replace(".safetensors", after=False, number=KILLED_IN + 1)
     elif phase.endswith("checkpoint") and rank == 0:
@@ -116,12 +120,12 @@ def run(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
     torch.save((module.global_vector.detach(), module.learner.state_dict(), rows), folder / f"end-{rank}.pt")
 
 
-def launch(folder: Path, world: int = 1, phase: str = "") -> list[int]:
+def launch(folder: Path, world: int = 1, phase: str = "", target: Any = run) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=run, args=(folder, rank, world, port, phase)) for rank in range(world)]
+    children = [fork.Process(target=target, args=(folder, rank, world, port, phase)) for rank in range(world)]
     for child in children:
         child.start()
     for child in children:
@@ -200,3 +204,30 @@ def test_segments_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
     held = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["federated"]["clients"]
     needed = {int(s) for entry in held.values() for s in entry["segments"]}
     assert len(needed) <= len(list((tmp_path / "state").glob("*.safetensors"))) <= len(needed) + 1
+
+
+def odd_clients(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
+    """Participants that the first process owns none of, with optimizer state and a state of their own."""
+    under_torchelastic(rank, world, port)
+    module = federated(
+        participation=0.4,
+        keep_optimizer_state=True,
+        client_optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    )
+    object.__setattr__(module, "participants", lambda t: (1, 3, 5, 7))
+    spread = {"strategy": "federated", "devices": world} if world > 1 else {}
+    fit = trainer(3, [ControlVariates()], **spread)
+    fit.fit(module, blobs(per_client=101))
+    metrics = {k: float(v) for k, v in fit.callback_metrics.items() if not k.startswith("time/")}
+    torch.save((module.global_vector.detach(), metrics), folder / f"odd-{world}-{rank}.pt")
+
+
+def test_rows_reach_who_trains_and_evaluation_is_exact_over_processes(tmp_path: Path) -> None:
+    assert launch(tmp_path, target=odd_clients) == [0]
+    w, metrics = torch.load(tmp_path / "odd-1-0.pt")
+    for world in (2, 3):
+        assert launch(tmp_path, world=world, target=odd_clients) == [0] * world
+        for rank in range(world):
+            other, theirs = torch.load(tmp_path / f"odd-{world}-{rank}.pt")
+            torch.testing.assert_close(other, w, rtol=0, atol=0 if world == 2 else 1e-12)
+            assert theirs == pytest.approx(metrics, rel=1e-6)
