@@ -1,4 +1,4 @@
-"""What each client brings home: its update, uploads, buffers, logs and staged rows, added to the round's ordered sum."""
+"""What a client brings home: its update, uploads, buffers, logs and staged rows, added to the round's ordered sum."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ class Collector:
         update = clients.x - self.round.w
         values: Leaf = {"traffic": traffic}
         rows: dict[str, Tensor] = {}
+        buffers = None
         if bool(torch.isfinite(torch.linalg.vector_norm(update, ord=float("inf")))):
-            values.update(self._finished(clients, client, update, traffic, replica))
+            buffers = self._buffers(replica, self.round.weights[client])
+        if buffers is not None:
+            values.update(self._finished(clients, client, update, traffic), **buffers)
             rows = {key: value[0].detach().cpu() for key, declared, value in clients.written()}
             rows |= {key: row.detach().cpu() for key, row in self._kept(clients, optimizer).items()}
         with self._lock:
@@ -72,9 +75,7 @@ class Collector:
             rows |= self.round.parts.end(clients, 0)
         return rows
 
-    def _finished(
-        self, clients: Clients, client: int, update: Tensor, traffic: Tensor, replica: Replica
-    ) -> Leaf:
+    def _finished(self, clients: Clients, client: int, update: Tensor, traffic: Tensor) -> Leaf:
         weight, wide = self.round.weights[client], self.round.wide
         values: Leaf = {"weight": torch.tensor(float(weight), dtype=torch.float64)}
         if self.round.parts is not None:
@@ -96,29 +97,35 @@ class Collector:
                 count = self.averaged_size if declared.shape is None else value[0].numel()
                 up, up_bytes = up + count, up_bytes + count * value.element_size()
         traffic[UP_PARAMETERS], traffic[UP_BYTES] = round(up), round(up_bytes)
-        if self.average_buffers:
-            for name, buffer in self._client_buffers(replica).items():
-                if buffer.is_floating_point():
-                    kind = torch.promote_types(buffer.dtype, torch.float32)
-                    values["buffer:" + name] = (buffer.to(kind) - self.buffers[name].to(kind)) * weight
-                else:
-                    values["max:" + name] = buffer.clone()
         for name, per_client in clients.logs.items():
             values["log:" + name] = per_client[0].to(torch.float64)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
         return values
 
-    def _client_buffers(self, replica: Replica) -> dict[str, Tensor]:
-        """The client's buffers that the server has too, in the server's dtypes."""
-        found = {name: buffer for name, buffer in replica.buffers.items() if name in self.buffers}
-        for name, buffer in found.items():
-            if buffer.shape != self.buffers[name].shape:
-                before, after = tuple(self.buffers[name].shape), tuple(buffer.shape)
+    def _buffers(self, replica: Replica, weight: float) -> Leaf | None:
+        """Changes of floating-point and complex buffers, values of the others; None if a change is not finite."""
+        values: Leaf = {}
+        for name, own in replica.buffers.items() if self.average_buffers else ():
+            if name not in self.buffers:
+                continue
+            held = self.buffers[name]
+            if own.shape != held.shape:
                 raise UserError(
-                    f"buffers='average': the buffer {name} has shape {before} at the server, and {after} after a client's "
-                    "steps, so there is no average. Keep its shape, or use buffers='keep'."
+                    f"buffers='average': the buffer {name} has shape {tuple(held.shape)} at the server and "
+                    f"{tuple(own.shape)} after a client's steps, so there is no average. Keep its shape, or use "
+                    "buffers='keep'."
                 )
-        return {name: buffer.to(self.buffers[name].dtype) for name, buffer in found.items()}
+            own = own.to(held.dtype)
+            if held.is_floating_point() or held.is_complex():
+                kind = torch.promote_types(held.dtype, torch.float32)
+                same = (own == held) | (own.isnan() & held.isnan())  # a mask of -inf stays what it is
+                change = torch.where(same, 0, own.to(kind) - held.to(kind))
+                if not bool(change.isfinite().all()):
+                    return None
+                values["buffer:" + name] = change * weight
+            else:  # gloo knows no bool
+                values["max:" + name] = own.to(torch.uint8 if held.dtype == torch.bool else held.dtype, copy=True)
+        return values
 
     def _sum(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
         """Add a row that is ours to keep, uniformly and by weight (where these differ)."""
