@@ -6,7 +6,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, Scratch, ServerState, Upload
+    from fl_lightning.callback import (
+        ClientState,
+        Coefficient,
+        FederatedCallback,
+        Scratch,
+        ServerState,
+        Upload,
+    )
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
     from fl_lightning.module import FederatedModule
@@ -17,7 +24,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"), "callback"),
+    **dict.fromkeys(
+        ("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"), "callback"
+    ),
     **dict.fromkeys(("Cosine", "Exponential", "Schedule", "Steps"), "schedules"),
     **dict.fromkeys(("Diverged", "UserError"), "errors"),
     "FederatedModule": "module",

@@ -33,9 +33,7 @@ class Parts:
                     f"periods: {period!r} is no number of rounds; accepted are integers from 1, or 'never'."
                 )
             if mask.shape != (size,) or mask.dtype != torch.bool or bool((covered & mask.cpu()).any()):
-                raise UserError(
-                    "parts: each part is a (D,) bool mask, and no coordinate lies in two of them."
-                )
+                raise UserError("parts: each part is a (D,) bool mask, and no coordinate lies in two of them.")
             covered |= mask.cpu()
             if period != 1 and bool(mask.any()):
                 self.masks.append(mask.to(device))
