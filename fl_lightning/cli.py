@@ -24,7 +24,7 @@ from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
 from fl_lightning.method_options import apply_method_options, full_paths
 from fl_lightning.module import FederatedModule
-from fl_lightning.parsing_errors import one_paragraph
+from fl_lightning.parsing_errors import one_paragraph, why_not_built
 from fl_lightning.run_folder import (
     RunCheckpoint,
     RunFolder,
@@ -139,7 +139,9 @@ class FederatedCLI(LightningCLI):
             return
         for key, value in vars(self.config.model).items():
             if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(value, str):
-                self.config.model[key] = parse_yaml(value)  # an option's text: 0.5 is a number, auto stays
+                read = parse_yaml(value)  # an option's text: 0.5 is a number, auto stays
+                if type(read) in ((bool,) if key == "capture" else (int, float)):
+                    self.config.model[key] = read
         given, ckpt = self.config.trainer.default_root_dir, self.config.ckpt_path
         self.stem = None if given else f"runs/{self._name()}"
         if given:
@@ -192,7 +194,12 @@ class FederatedCLI(LightningCLI):
         return f"{data}-{'+'.join(methods)}"
 
     def instantiate_classes(self) -> None:
-        self.config_init = self.parser.instantiate_classes(self.config)
+        try:
+            self.config_init = self.parser.instantiate_classes(self.config)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, UserError) or (why := why_not_built(error)) is None:
+                raise
+            raise UserError(why) from error
         self.datamodule = self.config_init.data
         if self.command == "partition":
             return

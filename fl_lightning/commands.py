@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -14,6 +15,7 @@ from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.cli import FederatedCLI
 from fl_lightning.compose import Command
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.parsing_errors import not_an_optimizer
 from fl_lightning.run_folder import check_writable
 
 _NOISE = (
@@ -60,6 +62,19 @@ def _export(cli: FederatedCLI) -> None:
     print(f"→ {path}")
 
 
+def _fit(cli: FederatedCLI) -> None:
+    trainer = cli.trainer
+    try:
+        trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+    except MisconfigurationException as error:
+        if "You restored a checkpoint with current_epoch" not in str(error):
+            raise
+    if not cli.stop.started and trainer.is_global_zero:
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        asked = f"--trainer.max_epochs {trainer.max_epochs} asks for no more"
+        print(f"{cli.folder}: {progress.processed} rounds are done already; {asked}")
+
+
 def _execute(cli: FederatedCLI) -> int:
     if cli.command == "partition":
         _partition(cli)
@@ -67,7 +82,7 @@ def _execute(cli: FederatedCLI) -> int:
     if cli.checkpoint is not None:
         print(f"checkpoint: {cli.checkpoint}", flush=True)
     if cli.command == "fit":
-        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+        _fit(cli)
     elif cli.command == "predict":
         _predict(cli)
     elif cli.command == "export":
@@ -100,6 +115,10 @@ def run(command: str, prepared: Command, debug: bool = False) -> int:
         if debug:
             raise
         raise UserError(" ".join(str(error).split())[:500]) from error
+    except ValueError as error:
+        if debug or isinstance(error, UserError) or (why := not_an_optimizer(error)) is None:
+            raise
+        raise UserError(why) from error
     except RuntimeError as error:
         if debug or "Error(s) in loading state_dict" not in str(error):
             raise

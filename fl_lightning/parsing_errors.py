@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 
-from fl_lightning.errors import suggest
+from fl_lightning.errors import UserError, suggest
 
 _INTERNAL = ("fl_lightning.callback", "fl_lightning.run_folder", "fl_lightning.signals")
 _NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "- Expected a path but", "Expected a path but")
@@ -106,7 +107,7 @@ def one_paragraph(
 
     path: list[str] = []
     leaves: list[str] = []
-    value, subtypes = None, ""
+    value, innermost, subtypes = None, "", ""
     for line in message.splitlines():
         text = line.strip().removeprefix("- ")
         if match := re.match(r'Parser key "([^"]+)"\s*:?\s*(.*)', text):
@@ -122,10 +123,11 @@ def one_paragraph(
         if text.startswith("Given value:"):
             nested = re.search(r"val='?(.*?)'?\)$", text)
             value = nested[1] if nested else text.removeprefix("Given value:").strip()
+            innermost = innermost or value
         elif text and not text.startswith(_NOISE):
             leaves.append(text)
     option = ".".join(path)
-    telling = [text for text in leaves if re.match(r"Option '|Expected a dot import|Problem with", text)]
+    telling = [text for text in leaves if re.match(r"Option '|Expected a dot import|Problem with|the following", text)]
     leaf = (telling or leaves or message.splitlines())[0]
 
     if match := re.match(r"Option '([^']+)' is not accepted", leaf):
@@ -135,6 +137,11 @@ def one_paragraph(
         names = parameters(cls)
         hint = suggest(match[1], names)
         return f"{option}.{match[1]}: {cls.__name__} has no such argument.{hint} Accepted: {listed(names)}."
+    if match := re.match(r"the following arguments are required: (.*)", leaf):
+        given = re.match(r"Namespace\(class_path='([\w.]+)'", innermost)
+        name = given[1].rsplit(".", 1)[-1] if given else "its class"
+        wanted = ", ".join(f"--{option}.{argument}" for argument in match[1].split(", "))
+        return f"{option}: {name} needs {match[1]}. Give {wanted}, or init_args in a config."
     if match := re.match(r"Expected a dot import path string: (.*)", leaf):
         if re.search(r"'(float|int)'", subtypes):
             return f"{option}: {match[1]!r} is not accepted; expected {_types(subtypes, known)}."
@@ -157,6 +164,24 @@ def one_paragraph(
         )
     text = re.sub(r"\s+", " ", " ".join(leaves) or message)
     return f"{option}: {text[:450]}" if option else text[:450]
+
+
+def why_not_built(error: BaseException) -> str | None:
+    """The message of the UserError that jsonargparse wrapped in its own, where there is one."""
+    inner = error.__cause__ or error.__context__
+    found = why_not_built(inner) if inner is not None else None
+    return found or (str(error) if isinstance(error, UserError) else None)
+
+
+def not_an_optimizer(error: Exception) -> str | None:
+    """The paragraph for arguments that an optimizer of torch refuses, else None."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames[-1].f_globals["__name__"].startswith("torch.optim") or frames[-1].f_code.co_name != "__init__":
+        return None
+    return (
+        f"{type(frames[-1].f_locals['self']).__name__}: {error}. Mend the optimizer's arguments in "
+        "model.client_optimizer, model.server_optimizer or the learner, wherever they are set."
+    )
 
 
 def _choices(base: type) -> list[str]:

@@ -13,15 +13,18 @@ import pytorch_lightning as pl
 class GracefulStop(pl.Callback):
     """Asks the module to stop after this round; a second Ctrl-C stops at once.
 
-    ``received`` is the signal's number, or None. The module agrees with the other processes once a round.
+    ``received`` is the signal's number, or None; ``started``: whether there was a round to do. The module agrees with
+    the other processes once a round.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.started = False
         self._module: Any = None
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.started = True
         # here, because Lightning's own handlers are in place by now: they would lose the round
         self._module = pl_module
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

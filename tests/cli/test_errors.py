@@ -52,6 +52,11 @@ OPTIONS = {
     "two processes": ("--trainer.devices", 2, ["devices", "2", "federated"]),
     "no checkpoint": ("--ckpt_path", "no.ckpt", ["--ckpt_path", "no.ckpt", "last"]),
     "no value": ("--method.beta", "", ["--method.beta"]),
+    "batch_size 0": ("--data.batch_size", 0, ["batch_size is 0", "at least 1"]),
+    "alpha 0": ("--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}", "", ["alpha is 0.0", "above 0"]),
+    "no alpha": ("--data.partition", "Dirichlet", ["data.partition: Dirichlet needs alpha", "--data.partition.alpha"]),
+    "participation true": ("--model.participation", "true", ["participation", "true", "fraction"]),
+    "negative learning rate": ("--model.learner.lr", -1, ["SGD", "learning rate: -1.0", "model.client_optimizer"]),
     "stray word": ("stray", "", ["stray"]),
 }
 
@@ -106,6 +111,7 @@ def test_config(cli: Cli, text: str, words: list[str]) -> None:
 def test_method_options(cli: Cli) -> None:
     fit = (*FIT, "-c", "method/fedinit")
     said(cli(*fit, "--method.beta", "abc"), "method.beta", "'abc'", "a number")
+    said(cli(*fit, "--method.beta", "Exponential"), "method.beta: Exponential needs gamma", "--method.beta.gamma")
     said(cli(*fit, "--method.betta", "0.2"), "--method.betta", "'beta'", "RelaxedInitialization")
     said(cli(*FIT, "--method.beta", "0.2"), "--method.beta", "no method")
     both = cli(*FIT, "--method", "[RelaxedInitialization, RelaxedInitialization]", "--method.beta", "0.2")

@@ -85,3 +85,12 @@ def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli) -> None:
         result = cli(*argv)
         assert result.returncode == 2 and "another folder" in result.stderr
     assert snapshot(cli.folder) == before
+
+
+@pytest.mark.parametrize("more", [(), ("--trainer.max_epochs", 1), ("--trainer.max_epochs", 0)])
+def test_a_finished_run_says_that_nothing_is_left(cli: Cli, run: Path, more: tuple[object, ...]) -> None:
+    before = snapshot(run)
+    result = cli("fit", "x", *more)
+    assert result.returncode == 0, result.stderr
+    assert f"2 rounds are done already; --trainer.max_epochs {more[1] if more else 2} asks for no more" in result.stdout
+    assert snapshot(run) == before
