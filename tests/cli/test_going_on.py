@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from zygote import Cli, Zygote
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false", "--model.participation", 1)
@@ -24,8 +25,12 @@ def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(cli: Cli, finished: Path) -> Path:
-    """A run of two rounds in ``x``."""
+    """A run of two rounds in ``x``, the second its best."""
     shutil.copytree(finished, cli.folder / "x")
+    last, best = (cli.folder / "x/checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
+    assert torch.load(last, weights_only=True)["callbacks"]["RunCheckpoint"]["best_round"] == 1
+    best.unlink()
+    os.link(last, best)  # as the run itself left them
     return cli.folder / "x"
 
 
@@ -43,7 +48,10 @@ def test_without_last_the_advised_checkpoint_goes_on(cli: Cli, run: Path, damage
     last = run / "checkpoints" / "last.ckpt"
     shutil.copy(last, run / "checkpoints" / "kept.ckpt")
     (run / "checkpoints" / "best.ckpt").unlink()
-    last.unlink() if damage == "missing" else last.write_bytes(last.read_bytes()[:3000])
+    whole = last.read_bytes()
+    last.unlink()
+    if damage == "cut short":
+        last.write_bytes(whole[:3000])
     before = snapshot(run)
     result = cli("fit", "x", "--trainer.max_epochs", 3)
     assert result.returncode == 2 and "last.ckpt" in result.stderr
