@@ -206,6 +206,7 @@ def train_client(
         work.methods.run("on_local_start", clients)
         clients.begin(moved=bool(work.methods["on_local_start"]) or round.parts is not None)
         optimizer.begin(factor, kept_optimizer_state(work, round, client))
+        replica.reset()  # what another client, or a full gradient, left in the learner's metrics
         clipped = local_steps(replica, clients, iter(counted), optimizer, work.methods, work.clip_norm, work.draws)
         for name, mean in replica.take_logs().items():
             clients.logs[name] = mean.reshape(1)

@@ -46,6 +46,8 @@ class Replica:
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = False
         self.logged: dict[str, list[Tensor]] = {}
+        self.metrics = [module for module in learner.modules() if isinstance(module, Metric)]
+        self._gathering: dict[str, Metric] = {}
         self._batch_start, self._batch_end = (
             getattr(learner, hook)
             if getattr(type(learner), hook).__qualname__.split(".")[0] not in ("ModelHooks", "LightningModule")
@@ -101,10 +103,9 @@ class Replica:
 
     def reset(self) -> None:
         """Forget what was logged and what the learner's metrics gathered."""
-        self.logged = {}
-        for module in self.learner.modules():
-            if isinstance(module, Metric):
-                module.reset()
+        self.logged, self._gathering = {}, {}
+        for metric in self.metrics:
+            metric.reset()
 
     def follow(self, learner: nn.Module) -> None:
         """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
@@ -134,7 +135,8 @@ class Replica:
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; it has to return the "
-                "loss, a scalar tensor, or a dict with 'loss'"
+                "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
+                "learn from, return a zero loss (0 * loss)"
             )
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
         if log and self._batch_end is not None:
@@ -147,11 +149,15 @@ class Replica:
         return self.g
 
     def take_logs(self) -> dict[str, Tensor]:
-        """Means over the steps since the last call, float64 scalars."""
+        """Means over the steps since the last call, float64 scalars; of a metric that was only updated, its value."""
+        for name, metric in self._gathering.items():
+            together, metric._to_sync = metric._to_sync, False  # other processes train other clients
+            self.logged[name] = [metric.compute().detach()]
+            metric._to_sync = together
         means = {
             name: torch.stack([v.reshape(()) for v in values]).double().mean() for name, values in self.logged.items()
         }
-        self.logged = {}
+        self.logged, self._gathering = {}, {}
         return means
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
@@ -169,7 +175,10 @@ class Replica:
         if not self.logging:
             return
         if isinstance(value, Metric):
-            value = value._forward_cache if value._forward_cache is not None else value.compute()
+            if value._forward_cache is None:
+                self._gathering[name] = value
+                return
+            value = value._forward_cache
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
         self.logged.setdefault(name, []).append(value.detach())

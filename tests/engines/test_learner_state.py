@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
+from fl_lightning.callbacks import ControlVariates
 from fl_lightning.collect import Collector
 from fl_lightning.engines.replica import Replica, buffer_values
 from fl_lightning.errors import Diverged, UserError
@@ -124,3 +126,44 @@ def test_what_travels_between_processes_is_no_bool() -> None:
     )
     values = collector._buffers(replica, 1.0)
     assert values is not None and values["max:seen"].dtype == torch.uint8 and values["max:seen"].tolist() == [1, 0]
+
+
+class Metered(Lit):
+    """Logs a metric that it only updates; Lightning's way to log a value over an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mean.update(batch[1].double())
+        self.log("train/label", self.mean)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_a_metric_that_is_updated_is_logged_as_the_mean_over_clients(arguments: dict[str, Any]) -> None:
+    data = blobs()
+    data.setup("fit")
+    labels = [torch.cat([y for (_, y), _ in data.full_batches(i)]).double() for i in range(10)]
+    _, logged = fitted(Metered, **arguments)  # an epoch: each sample once
+    expected = torch.stack([own.mean() for own in labels]).mean()
+    torch.testing.assert_close(logged["train/label"].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_full_gradients_are_not_counted_by_metrics() -> None:
+    _, plain = fitted(Metered, 1, engine="sequential")
+    run = trainer(1, [ControlVariates(estimate="gradient")])
+    torch.manual_seed(3)
+    run.fit(federated(Metered(), engine="sequential", participation=1.0), blobs())
+    assert run.callback_metrics["train/label"] == plain["train/label"]
+
+
+def test_a_step_without_a_loss_says_the_way_out() -> None:
+    class Skipping(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"returned NoneType.*return a zero loss"):
+        fitted(Skipping, engine="sequential")
