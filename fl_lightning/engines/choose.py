@@ -14,8 +14,8 @@ from fl_lightning import client_optimizer
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.concurrent import Concurrent
 from fl_lightning.engines.local import RandomState, Work
-from fl_lightning.engines.measure import Copy, channels_last, draws, makespan, step_seconds
-from fl_lightning.engines.replica import Convert, Replica, buffer_values
+from fl_lightning.engines.measure import Attributes, Copy, channels_last, draws, makespan, step_seconds
+from fl_lightning.engines.replica import Convert, Replica
 from fl_lightning.engines.sequential import Engine, Sequential
 from fl_lightning.engines.stacked import Stack, Stacked
 from fl_lightning.errors import UserError
@@ -54,7 +54,8 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     held: Facts = (module.resume_from or {}).get("engine") or module.engine_facts
     if held.get("engine") and module.engine in ("auto", held["engine"]):
         facts = {**held, "why": "as when the run began"}
-        torch.set_num_threads(int(held.get("threads", torch.get_num_threads())))
+        if held["engine"] != "concurrent":  # whose threads are its own
+            torch.set_num_threads(int(held.get("threads", torch.get_num_threads())))
     elif module.engine == "auto":
         facts = module.trainer.strategy.broadcast(measured(module, copied) if module.trainer.is_global_zero else {})
     else:
@@ -73,7 +74,11 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
                 return ClientOptimizer(module._client, learner, x, gradient, module.layout)
 
             return Stacked(work, replica, optimizer_of, number, module.note), facts
-        instead = "concurrent" if w.device.type == "cpu" and not draws(module, *copied(1)[0]) else "sequential"
+        try:
+            beside = w.device.type == "cpu" and not draws(module, *copied(1)[0])
+        except Exception:  # it cannot be copied, or its step fails, which the first round will say
+            beside = False
+        instead = "concurrent" if beside else "sequential"
         module.note(f"engine='stacked' cannot train {type(learner).__name__} ({reason}); engine='{instead}' does")
         facts = {"engine": instead, "why": f"it cannot be stacked: {reason}"}
     if facts["engine"] != "concurrent":
@@ -89,8 +94,9 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     copies = copied(number)
     if facts.get("why") == "asked for" and (drawn := draws(module, *copies[0])):
         raise UserError(
-            f"engine='concurrent' cannot train {type(learner).__name__}: {drawn}, and all threads of a process share "
-            "its random generators, so results would be left to chance. Use engine='sequential' (or 'auto')."
+            f"engine='concurrent' cannot train {type(learner).__name__}: {drawn}. Threads share the "
+            "process's random generators and each has its own copy of the learner, so results would depend on which "
+            "thread trained which client. Use engine='sequential' (or 'auto'), or keep such state in a buffer."
         )
     work.draws = False
     facts |= {"workers": str(number), "threads": "1"}
@@ -111,24 +117,28 @@ def unstackable(module: FederatedModule, replica: Replica) -> str:
         return "keep_optimizer_state"
     if replica.has_batch_hooks:
         return "its on_train_batch hooks take one client's batch"
-    stack, before = Stack(replica, 2), RandomState(replica.x)
-    stack.x.copy_(module.global_vector.detach().expand_as(stack.x))
-    buffers = buffer_values(module.learner)
+    before = RandomState(replica.x)
     ids = module.participants(0)
     try:
-        with replica.tied(module.evaluated_vector.detach()), torch.no_grad():
+        trial = replica.another()  # so that the learner keeps its attributes
+        stack = Stack(trial, 2)
+        stack.x.copy_(module.global_vector.detach().expand_as(stack.x))
+        trial.x.copy_(module.global_vector.detach())
+        attributes = Attributes(trial.learner, metrics=True)
+        own = {name: id(buffer) for name, buffer in trial.buffers.items()}
+        with torch.no_grad():
             two = (ids[0], ids[-1])
             batches = [next(iter(module.data.client_batches(i, 0, 1, device=stack.x.device))) for i in two]
-            own = {name: id(buffer) for name, buffer in replica.buffers.items()}
             stack.gradient(stack.groups(list(enumerate(batches))), 0)
-            if changed := [name for name, buffer in replica.buffers.items() if own.get(name) != id(buffer)]:
-                return f"its training_step assigns to the buffer {changed[0]}"
+        if changed := [name for name, buffer in trial.buffers.items() if own.get(name) != id(buffer)]:
+            return f"its training_step assigns to the buffer {changed[0]}"
+        if attribute := attributes.changed():
+            return f"its training_step changes {attribute}"
     except Exception as error:
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
     finally:
         before.restore()
-        replica.load_buffers(buffers)
     return ""
 
 

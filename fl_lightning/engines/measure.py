@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torchmetrics import Metric
 
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.local import RandomState, local_steps
@@ -46,7 +49,10 @@ def makespan(lengths: Iterable[float], workers: int) -> float:
 
 
 def draws(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer) -> str:
-    """What draws from the process's random generators in one step, if anything does; they are left as they were."""
+    """Why clients cannot train side by side: what one step draws from the process's random generators, or changes.
+
+    Empty where nothing does; the generators are left as they were.
+    """
     before = RandomState(replica.x)
     client = module.participants(0)[0]
     try:
@@ -54,12 +60,60 @@ def draws(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer)
         if before.moved():
             return "its data set draws random numbers when a batch is read"
         prepare(module, replica, optimizer)
+        attributes = Attributes(replica.learner)
         with torch.no_grad():
             local_steps(replica, None, iter(batches), optimizer, Methods([]), None)  # type: ignore[arg-type]
-        return "its training_step draws random numbers (dropout, say)" if before.moved() else ""
+        if before.moved():
+            return "its training_step draws random numbers (dropout, say)"
+        changed = attributes.changed()
+        return f"its training_step changes {changed}, which goes on from client to client" if changed else ""
     finally:
         before.restore()
         replica.reset()
+
+
+class Attributes:
+    """What a learner's modules hold besides parameters, buffers and, unless ``metrics``, states of metrics."""
+
+    SKIPPED = ("_parameters", "_buffers", "_trainer", "training")
+    ITEMS = 100  # of longer containers the length alone is compared
+
+    def __init__(self, learner: nn.Module, metrics: bool = False) -> None:
+        self.learner, self.metrics = learner, metrics
+        self._kept: list[Any] = []  # so that no other object gets the id of one of them
+        self.before = self._now()
+
+    def changed(self) -> str:
+        """The name of the first attribute that is no longer what it was, or an empty string."""
+        now = self._now()
+        names = [*self.before, *(name for name in now if name not in self.before)]
+        return next((n for n in names if (self.before.get(n, ""),) != (now.get(n, ""),)), "")
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{prefix}.{name}" if prefix else name: self._state(value, 3)
+            for prefix, module in self.learner.named_modules()
+            if self.metrics or not isinstance(module, Metric)
+            for name, value in vars(module).items()
+            if name not in self.SKIPPED
+        }
+
+    def _state(self, value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            return value
+        self._kept.append(value)
+        if isinstance(value, Tensor):
+            return id(value), 0 if value.is_inference() else value._version
+        if isinstance(value, np.ndarray):
+            return id(value), value.tobytes()
+        if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+            items = value.values() if isinstance(value, dict) else value
+            short = depth > 0 and len(value) <= self.ITEMS and not isinstance(value, (set, frozenset))
+            return len(value), [self._state(item, depth - 1) for item in items] if short else None
+        own = type(value).__module__.split(".")[0] not in ("torch", "pytorch_lightning", "lightning", "torchmetrics")
+        if depth > 0 and own and not callable(value) and hasattr(value, "__dict__"):  # an average meter, say
+            return id(value), [(name, self._state(item, depth - 1)) for name, item in vars(value).items()]
+        return id(value)
 
 
 def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer) -> None:

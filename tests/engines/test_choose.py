@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,27 +41,20 @@ def test_auto_takes_what_is_faster_and_says_why() -> None:
 
 
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counting(Lit):
-        steps = 0
-
+    class Normed(Lit):
         def __init__(self) -> None:
             super().__init__()
             self.net.insert(1, torch.nn.BatchNorm1d(8))
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.steps += 1
-            return super().training_step(batch, batch_idx)
-
     monkeypatch.setattr(choose, "TINY_SECONDS", 0.0)
     monkeypatch.setattr(choose, "CLEARLY", 1e9)
     torch.manual_seed(3)
-    one = federated(Counting(), engine="sequential")
+    one = federated(Normed(), engine="sequential")
     torch.manual_seed(3)
-    two = federated(Counting(), workers=2)
+    two = federated(Normed(), workers=2)
     for module in (one, two):
         trainer(2).fit(module, blobs())
     assert "measured" in two.engine_facts["why"]
-    assert one.learner.steps == two.learner.steps
     assert torch.equal(one.global_vector, two.global_vector)
     assert torch.equal(one.learner.net[1].running_var, two.learner.net[1].running_var)
 
@@ -78,12 +72,15 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, mon
     run.fit(first, blobs())
     assert first.engine_facts["engine"] == "concurrent"
     monkeypatch.setattr(choose, "measured", lambda *_: pytest.fail("measured again"))
+    callers: list[threading.Thread] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: callers.append(threading.current_thread()))
     second = federated(Waiting())
     trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
         second, blobs(), ckpt_path=run.checkpoint_callback.best_model_path
     )
     assert second.engine_facts["engine"] == "concurrent" and second.engine_facts["workers"] == "2"
     assert second.engine_facts["why"] == "as when the run began"
+    assert threading.main_thread() not in callers  # which would be left on the one thread of a worker
 
 
 def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> None:
@@ -98,15 +95,13 @@ def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> 
 
 
 class Images(pl.LightningModule):
-    """A small convolution; the format that its batches come in is told to ``seen``."""
+    """A small convolution."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-        self.seen: list[bool] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen.append(batch[0].is_contiguous(memory_format=torch.channels_last))
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:

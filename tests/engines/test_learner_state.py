@@ -167,3 +167,55 @@ def test_a_step_without_a_loss_says_the_way_out() -> None:
 
     with pytest.raises(TypeError, match=r"returned NoneType.*return a zero loss"):
         fitted(Skipping, engine="sequential")
+
+
+class Counting(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx) / (1 + 0.01 * self.seen)
+
+
+class Gathering(Lit):
+    """Lightning's documented way to use the outputs of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(super().training_step(batch, batch_idx))
+        return self.seen[-1]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/mean", torch.stack(self.seen).detach().mean())
+        self.seen.clear()
+
+
+class Averaging(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SimpleNamespace(total=torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.total += loss.detach().float()
+        return loss
+
+
+@pytest.mark.parametrize("learner", [Counting, Gathering, Averaging])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(learner: type[Lit]) -> None:
+    reference, logged = fitted(learner, engine="sequential")
+    for engine in ("auto", "stacked"):
+        module, own = fitted(learner, engine=engine, workers=2)
+        assert module.engine_facts["engine"] == "sequential"
+        assert "seen" in module.engine_facts["why"] or engine == "stacked"
+        assert torch.equal(module.global_vector, reference.global_vector)
+        assert own.get("train/mean") == logged.get("train/mean")
+    assert module.learner.seen == reference.learner.seen or learner is Averaging  # trial steps leave no trace
+    with pytest.raises(UserError, match=r"engine='concurrent'.*changes seen.*engine='sequential'"):
+        fitted(learner, engine="concurrent", workers=2)
