@@ -67,6 +67,7 @@ def neutral(method: Method) -> None:
             f"{method.cls.__name__} cannot be built with neutral = {arguments}: {error}",
             "let __init__ take what `neutral` names, with defaults for the rest",
         ) from None
+    given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
         ours, average = (outcome(fit(chosen, **setting)) for chosen in ([callback], []))
@@ -74,7 +75,7 @@ def neutral(method: Method) -> None:
             {name: ours[name] for name in average if name in ours},
             average,
             1e-12,
-            f"with {_text(arguments)} it is not FedAvg",
+            f"with {given} it is not FedAvg",
             "every term of the method has to vanish there; where it has no such setting, say neutral = None",
         )
 
@@ -85,10 +86,6 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
     except TypeError:
         given = {k: v for k, v in vars(method.factory()).items() if k in inspect.signature(method.cls).parameters}
         return method.cls(**{**given, **arguments})
-
-
-def _text(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
 
 
 def order_of_clients(method: Method) -> None:
