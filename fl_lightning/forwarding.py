@@ -10,6 +10,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
+from fl_lightning.engines.replica import lightning_modules
+
 HOOKS = [
     "on_fit_end",
     "on_train_end",
@@ -58,8 +60,7 @@ class ForwardedHooks(pl.LightningModule):
             object.__setattr__(self, hook, getattr(learner, hook))
 
     def connect_learner(self) -> None:
-        """Give the learner this run's trainer, and let what it logs in evaluation arrive here."""
-        self.learner._trainer = self._trainer
+        """Give the learner and LightningModules in it this run's trainer; what they log in evaluation arrives here."""
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -73,14 +74,17 @@ class ForwardedHooks(pl.LightningModule):
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self.log_dict(dictionary, *args, **over_processes(kwargs))
 
-        object.__setattr__(self.learner, "log", log)
-        object.__setattr__(self.learner, "log_dict", log_dict)
+        for part in lightning_modules(self.learner):
+            part._trainer = self._trainer
+            object.__setattr__(part, "log", log)
+            object.__setattr__(part, "log_dict", log_dict)
 
     def release_learner(self) -> None:
         """Undo :meth:`connect_learner`."""
-        self.learner._trainer = None
-        for name in ("log", "log_dict"):
-            self.learner.__dict__.pop(name, None)
+        for part in lightning_modules(self.learner):
+            part._trainer = None
+            for name in ("log", "log_dict"):
+                part.__dict__.pop(name, None)
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

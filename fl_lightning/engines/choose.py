@@ -15,7 +15,7 @@ from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.concurrent import Concurrent
 from fl_lightning.engines.local import RandomState, Work
 from fl_lightning.engines.measure import Attributes, Copy, channels_last, draws, makespan, step_seconds
-from fl_lightning.engines.replica import Convert, Replica
+from fl_lightning.engines.replica import Convert, Replica, check_trainable
 from fl_lightning.engines.sequential import Engine, Sequential
 from fl_lightning.engines.stacked import Stack, Stacked
 from fl_lightning.errors import UserError
@@ -35,6 +35,7 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         UserError: the engine asked for cannot train this learner.
     """
     learner, w = module.learner, module.global_vector
+    check_trainable(learner, module.layout)
     x = torch.empty(1, module.layout.size, dtype=w.dtype, device=w.device)
     mixed = module.trainer.precision == "bf16-mixed"
     context = module.forward_context if mixed else torch.enable_grad

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from fl_lightning.errors import UserError
 from fl_lightning.flat import Layout, flatten, tie, trainable
 
 Convert = Callable[[Any, Any], Any]
@@ -69,11 +70,14 @@ class Replica:
     def another(self) -> Replica:
         """One with its own copy of the learner and its own x, for another thread."""
         learner = self.learner
-        trainer, learner._trainer = learner._trainer, None
+        trainers = [(part, part._trainer) for part in lightning_modules(learner)]
+        for part, _ in trainers:
+            part._trainer = None
         try:
             copied = copy.deepcopy(learner)
         finally:
-            learner._trainer = trainer
+            for part, trainer in trainers:
+                part._trainer = trainer
         replica = Replica(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
         replica.attach()
         replica.follow(learner)
@@ -82,22 +86,24 @@ class Replica:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self.layout.views(self.x.view(-1)))
-        for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
-            object.__setattr__(self.learner, name, shim)
+        for part in lightning_modules(self.learner):
+            for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
+                object.__setattr__(part, name, shim)
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
         """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
-        before = {name: self.learner.__dict__.get(name) for name in SHIMS}
+        check_trainable(self.learner, self.layout)
+        parts = lightning_modules(self.learner)
+        before = [(part, {name: vars(part)[name] for name in SHIMS if name in vars(part)}) for part in parts]
         self.attach()
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del self.learner.__dict__[name]
-                else:
-                    object.__setattr__(self.learner, name, value)
+            for part, shims in before:
+                for name in SHIMS:
+                    part.__dict__.pop(name, None)
+                part.__dict__.update(shims)
             tie(self.parameters, self.layout.views(rest))
             self.reset()
 
@@ -109,6 +115,7 @@ class Replica:
 
     def follow(self, learner: nn.Module) -> None:
         """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
+        check_trainable(learner, self.layout)
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
             if isinstance(own, Metric):
                 continue
@@ -187,6 +194,29 @@ class Replica:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
         for name, value in items:
             self._log(name, value)
+
+
+def lightning_modules(learner: nn.Module) -> list[Any]:
+    """The learner and the LightningModules inside it, of either namespace."""
+    return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
+
+
+def check_trainable(learner: nn.Module, layout: Layout) -> None:
+    """Refuse another set of trainable parameters than the run began with.
+
+    Raises:
+        UserError: ``requires_grad`` of some was changed since.
+    """
+    now = {name for name, _ in trainable(learner)}
+    if now == layout.keys():
+        return
+    frozen, added = (sorted(names) for names in (layout.keys() - now, now - layout.keys()))
+    what = [f"{n[0]}{', …' if len(n) > 1 else ''} {how}" for n, how in ((frozen, "frozen"), (added, "unfrozen")) if n]
+    raise UserError(
+        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began (requires_grad was changed, by a "
+        "hook or a callback such as BaseFinetuning). The set of trainable parameters is fixed at the start of a fit: "
+        "set requires_grad in __init__, setup or configure_model; for another set, begin another fit with init_from."
+    )
 
 
 def _carries_over(value: object) -> bool:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
 from learners import Lit, blobs, federated, trainer
@@ -219,3 +220,48 @@ def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(le
     assert module.learner.seen == reference.learner.seen or learner is Averaging  # trial steps leave no trace
     with pytest.raises(UserError, match=r"engine='concurrent'.*changes seen.*engine='sequential'"):
         fitted(learner, engine="concurrent", workers=2)
+
+
+class Part(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        self.log("part/train" if self.training else "part/val", out.detach().mean())
+        return out
+
+
+class Whole(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Part()
+
+
+@pytest.mark.parametrize("arguments", [{"engine": "concurrent", "workers": 2}, {"engine": "stacked"}])
+def test_a_lightning_module_inside_the_learner_may_log(arguments: dict[str, Any]) -> None:
+    reference, logged = fitted(Whole, engine="sequential")
+    module, own = fitted(Whole, **arguments)
+    assert module.engine_facts["engine"] == arguments["engine"]
+    torch.testing.assert_close(module.global_vector, reference.global_vector)
+    for name in ("part/train", "part/val"):
+        torch.testing.assert_close(own[name].double(), logged[name].double(), rtol=1e-5, atol=1e-9)
+    inside = module.export().net
+    assert inside._trainer is None and "log" not in vars(inside)
+
+
+@pytest.mark.parametrize("arguments", ENGINES[::2])
+@pytest.mark.parametrize(("at_first", "what"), [(True, r"0\.bias, … frozen"), (False, r"0\.bias, … unfrozen")])
+def test_the_set_of_trainable_parameters_is_fixed(arguments: dict[str, Any], at_first: bool, what: str) -> None:
+    class Turning(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(at_first)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(not at_first)
+
+    with pytest.raises(UserError, match=what + ".*fixed at the start"):
+        fitted(Turning, 3, **arguments)
