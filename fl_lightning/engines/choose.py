@@ -36,6 +36,13 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     """
     learner, w = module.learner, module.global_vector
     check_trainable(learner, module.layout)
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
+            raise UserError(
+                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the set of trainable "
+                "parameters is fixed at its start. Set requires_grad in the learner's __init__, setup or "
+                "configure_model; for another set, begin another fit with init_from."
+            )
     x = torch.empty(1, module.layout.size, dtype=w.dtype, device=w.device)
     mixed = module.trainer.precision == "bf16-mixed"
     context = module.forward_context if mixed else torch.enable_grad

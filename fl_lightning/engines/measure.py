@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.local import RandomState, local_steps
@@ -93,7 +93,7 @@ class Attributes:
         return {
             f"{prefix}.{name}" if prefix else name: self._state(value, 3)
             for prefix, module in self.learner.named_modules()
-            if self.metrics or not isinstance(module, Metric)
+            if self.metrics or not isinstance(module, (Metric, MetricCollection))
             for name, value in vars(module).items()
             if name not in self.SKIPPED
         }

@@ -47,7 +47,7 @@ class Replica:
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = False
         self.logged: dict[str, list[Tensor]] = {}
-        self.metrics = [module for module in learner.modules() if isinstance(module, Metric)]
+        self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._gathering: dict[str, Metric] = {}
         self._batch_start, self._batch_end = (
             getattr(learner, hook)
@@ -117,7 +117,7 @@ class Replica:
         """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
         check_trainable(learner, self.layout)
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
-            if isinstance(own, Metric):
+            if isinstance(own, (Metric, MetricCollection)):
                 continue
             for name, value in theirs.__dict__.items():
                 if name == "_trainer" or (name not in SHIMS and _carries_over(value)):

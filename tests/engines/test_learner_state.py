@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from learners import Lit, blobs, federated, trainer
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from fl_lightning.callbacks import ControlVariates
@@ -153,6 +154,29 @@ def test_a_metric_that_is_updated_is_logged_as_the_mean_over_clients(arguments: 
     torch.testing.assert_close(logged["train/label"].double(), expected, rtol=1e-6, atol=0)
 
 
+def test_a_collection_of_metrics_is_the_same_side_by_side() -> None:
+    class Collected(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            arguments: dict[str, Any] = {"task": "multiclass", "num_classes": 4, "average": "macro"}
+            kinds = {k.__name__: k(**arguments) for k in (torchmetrics.Precision, torchmetrics.Recall)}
+            self.alone = torchmetrics.Recall(**arguments)
+            self.updated = torchmetrics.MetricCollection(kinds)
+            self.called = self.updated.clone(prefix="each")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for collection in (self.updated, self.called):
+                (collection.update if collection is self.updated else collection)(self.net(batch[0]), batch[1])
+                self.log_dict(collection)
+            self.alone.update(self.net(batch[0]), batch[1])
+            self.log("alone", self.alone)
+            return super().training_step(batch, batch_idx)
+
+    (_, one), (_, two) = (fitted(Collected, **arguments) for arguments in ENGINES[::2])
+    names = ("Precision", "Recall", "eachPrecision", "eachRecall")
+    assert all(one[name] == two[name] for name in names) and one["Recall"] == one["alone"]
+
+
 def test_full_gradients_are_not_counted_by_metrics() -> None:
     _, plain = fitted(Metered, 1, engine="sequential")
     run = trainer(1, [ControlVariates(estimate="gradient")])
@@ -265,3 +289,15 @@ def test_the_set_of_trainable_parameters_is_fixed(arguments: dict[str, Any], at_
 
     with pytest.raises(UserError, match=what + ".*fixed at the start"):
         fitted(Turning, 3, **arguments)
+
+
+def test_callbacks_that_unfreeze_are_refused() -> None:
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.learner.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            self.unfreeze_and_add_param_group(pl_module.learner.net[0], optimizer)
+
+    with pytest.raises(UserError, match="callback Unfreezing unfreezes"):
+        trainer(2, [Unfreezing()]).fit(federated(), blobs())
