@@ -5,7 +5,7 @@ RUN := $(BIN)/fl-lightning
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format
+.PHONY: help demo test check format faults
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -47,3 +47,6 @@ check: .venv/installed-dev  ## lint, formatting, types
 format: .venv/installed-dev  ## put the code in form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/plant.py

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl_lightning import persistence
 from fl_lightning.checkpoint import AtomicCheckpointIO
+from fl_lightning.engines.replica import lightning_modules
 from fl_lightning.flat import Layout, check_learner_parameters, flatten, tie, trainable
 from fl_lightning.forwarding import ForwardedHooks
 
@@ -71,13 +72,17 @@ class GlobalModel(ForwardedHooks):
 
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
-        trainer, self.learner._trainer = self.learner._trainer, None
+        attached = [(part, part._trainer) for part in lightning_modules(self.learner)]
         try:
+            for part, _ in attached:
+                part._trainer = None
             learner = copy.deepcopy(self.learner)
         finally:
-            self.learner._trainer = trainer
-        for name in ("log", "log_dict"):
-            learner.__dict__.pop(name, None)
+            for part, trainer in attached:
+                part._trainer = trainer
+        for part in lightning_modules(learner):
+            for name in ("log", "log_dict"):
+                part.__dict__.pop(name, None)
         tie(
             [p for _, p in trainable(learner)],
             [v.clone() for v in self.layout.views(self.evaluated_vector.detach())],
