@@ -91,7 +91,7 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer, module: pl.LightningMod
     rows = [("rounds", str(trainer.current_epoch))]
     best, at = metrics.best("val/acc")
     if at >= 0:
-        rows.append(("accuracy", f"last {metrics.last('val/acc'):.4f}, best {best:.4f} (round {at})"))
+        rows.append(("accuracy", f"last {metrics.last('val/acc'):.4f}, best {best:.4f} (round {at + 1})"))
     for label, name, form in [
         ("training loss", "train/loss", "{:.4f}"),
         ("divergence Δ", "divergence/participants", "{:.4g}"),

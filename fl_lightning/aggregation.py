@@ -87,11 +87,9 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
         keys = sorted(k for k, (_, d) in present.items() if d == dtype)
         mine = torch.cat(
             [
-                (
-                    total[k]
-                    if total and k in total
-                    else torch.zeros(present[k][0], dtype=dtype, device=device)
-                ).reshape(-1)
+                (total[k] if total and k in total else torch.zeros(present[k][0], dtype=dtype, device=device)).reshape(
+                    -1
+                )
                 for k in keys
             ]
         )
@@ -112,8 +110,4 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
 
 
 def _collective_device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

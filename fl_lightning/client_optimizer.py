@@ -36,9 +36,7 @@ class ClientOptimizer:
     those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout) -> None:
         self.x, self.gradient = x, gradient
         self.views: list[nn.Parameter] = []
         group = optimizer.param_groups[0]
@@ -116,9 +114,7 @@ class ClientOptimizer:
                 if isinstance(value, Tensor):
                     rows[f"optimizer.{j}.{name}"] = value.detach().clone()
                 elif isinstance(value, (int, float)):
-                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(
-                        value, dtype=torch.float64
-                    )
+                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(value, dtype=torch.float64)
                 elif value is not None:
                     raise UserError(
                         f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s state {name!r}, a "

@@ -11,7 +11,7 @@ import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.compose import Command, class_name, parse_yaml
+from fl_lightning.compose import Command, class_name, packaged, parse_yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.parsing_errors import listed, parameters, subclasses
 
@@ -80,6 +80,8 @@ def method_class(item: Any) -> type[FederatedCallback]:
         cls = known.get(path)
     if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
         what = "is not a FederatedCallback" if cls is not None else "no such method"
+        if f"method/{path.lower()}" in packaged():
+            what = f"no class of this name; it is a config: -c method/{path.lower()}"
         raise UserError(
             f"method: {path!r}: {what}.{suggest(path, known)} Accepted: {listed(sorted(known))}, or my_module.MyClass."
         )

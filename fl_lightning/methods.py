@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, Declaration, FederatedCallback, ServerState, Upload
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.flat import Layout
 from fl_lightning.schedules import Schedule
 
@@ -47,6 +47,8 @@ class Methods:
                     f"method: {name} is given {names.count(name)} times; a run takes each callback once. Remove one "
                     "(a config such as method/fedinit may bring it already)."
                 )
+        for callback in self.callbacks:
+            refuse_misspelt_hooks(callback)
         self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
@@ -130,6 +132,15 @@ def arguments(callback: FederatedCallback) -> str:
     """A callback's arguments as text, for example ``beta=0.1``."""
     own = {k: vars(callback)[k] for k in inspect.signature(type(callback)).parameters if k in vars(callback)}
     return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))
+
+
+def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
+    """A method named like a hook, but not quite, would never be called."""
+    hooks = [name for name in dir(FederatedCallback) if name.startswith("on_") or name in OWNED]
+    for name in dir(type(callback)):
+        near = suggest(name, hooks) if name.startswith("on_") and name not in hooks else ""
+        if near and name != "on_client_end":
+            raise UserError(f"method: {type(callback).__name__}.{name} is no hook, so it would never be called.{near}")
 
 
 def overrides(callback: FederatedCallback, hook: str) -> bool:

@@ -160,6 +160,7 @@ class RunCheckpoint(Checkpoint):
         self.run, self.given, self.monitor = run, monitor is not None, monitor or "val/acc"
         self.best: float | None = None
         self.best_round = -1
+        self.told = False
 
     @property
     def state_key(self) -> str:
@@ -194,6 +195,14 @@ class RunCheckpoint(Checkpoint):
         if improved:
             self._link(trainer)
 
+    def _tell(self, trainer: pl.Trainer) -> None:
+        """Once, after a validation without it: why there is no best.ckpt."""
+        names = [name for name in trainer.callback_metrics if name.startswith("val")]
+        if names and not self.told and trainer.is_global_zero:
+            self.told = True
+            other = next((name for name in sorted(names) if "acc" in name), sorted(names)[0])
+            print(f"no {self.monitor} is logged, so best.ckpt is not kept; --monitor {other} would keep it")
+
     def _improved(self, trainer: pl.Trainer) -> bool:
         if self.monitor not in trainer.callback_metrics:
             if self.given and trainer.fit_loop.epoch_loop.val_loop._has_run:
@@ -202,6 +211,7 @@ class RunCheckpoint(Checkpoint):
                     f"--monitor {self.monitor}: no metric has this name.{suggest(self.monitor, known)} "
                     f"Logged so far: {', '.join(known)}."
                 )
+            self._tell(trainer)
             return False
         value = float(trainer.callback_metrics[self.monitor])
         better = self.best is None or (value < self.best if "loss" in self.monitor else value > self.best)

@@ -10,7 +10,7 @@ import torch
 from learners import Lit, blobs, federated, trainer
 from torch import nn
 
-from fl_lightning import Exponential, FederatedModule, UserError
+from fl_lightning import Exponential, FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 
 
@@ -348,3 +348,11 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     fresh = federated(exported)
     scaffold(2).fit(fresh, blobs())
     assert torch.equal(whole.global_vector, fresh.global_vector)
+
+
+def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
+    class Typo(FederatedCallback):
+        def on_local_grad(self, clients: Any, gradient: Any) -> None: ...
+
+    with pytest.raises(UserError, match=r"Typo\.on_local_grad is no hook.*Did you mean 'on_local_gradient'"):
+        trainer(1, [Typo()]).fit(federated(), blobs())

@@ -116,7 +116,7 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
     assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ") and lines[-1].endswith("00:00 left")
     table = [" ".join(line.split()) for line in out.splitlines() if line.startswith("  ")]
     assert table == [
-        "rounds 47", "accuracy last 0.4000, best 0.6000 (round 1)", "training loss 0.0213", "divergence Δ 0.25",
+        "rounds 47", "accuracy last 0.4000, best 0.6000 (round 2)", "training loss 0.0213", "divergence Δ 0.25",
         "seconds per round 0.125 (median)", "communicated 70.5 M parameters, 282 MB", f"results in {tmp_path}",
         f"curves tensorboard --logdir {tmp_path}", "note participation=1 is one client a round",
     ]  # fmt: skip
@@ -170,7 +170,7 @@ def test_on_a_terminal_one_line_is_drawn_again(tmp_path: Path) -> None:
         drawn += block
     os.close(ours)
     assert process.wait() == 0 and process.stdout is not None
-    assert "accuracy           last 0.4000, best 0.6000 (round 1)" in process.stdout.read().decode()
+    assert "accuracy           last 0.4000, best 0.6000 (round 2)" in process.stdout.read().decode()
     process.stdout.close()
     text = drawn.decode()
     assert "round 2/3 · clients 1/2 · loss 1.0000 · accuracy 0.1000 · Δ 0.25" in text

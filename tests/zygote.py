@@ -132,6 +132,8 @@ def _child(command: dict[str, Any]) -> int:
     from fl_lightning import __main__ as program
 
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # in the background these come ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     files = Path(command["files"])
     for descriptor, suffix in ((1, ".out"), (2, ".err")):
         target = os.open(files.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

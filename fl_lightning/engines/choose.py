@@ -62,12 +62,13 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     held: Facts = (module.resume_from or {}).get("engine") or module.engine_facts
     if held.get("engine") and module.engine in ("auto", held["engine"]):
         facts = {**held, "why": "as when the run began"}
-        if held["engine"] != "concurrent":  # whose threads are its own
-            torch.set_num_threads(int(held.get("threads", torch.get_num_threads())))
+        if held.get("server_threads", "") not in ("", str(torch.get_num_threads())):
+            torch.set_num_threads(int(held["server_threads"]))
     elif module.engine == "auto":
         facts = module.trainer.strategy.broadcast(measured(module, copied) if module.trainer.is_global_zero else {})
     else:
         facts = {"engine": module.engine, "why": "asked for"}
+    facts["server_threads"] = str(torch.get_num_threads())
     if facts.get("memory") == "channels_last":
         for one in [replica, *(made for made, _ in copies)]:
             one.convert = channels_last(one.convert)
@@ -88,10 +89,10 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
             beside = False
         instead = "concurrent" if beside else "sequential"
         module.note(f"engine='stacked' cannot train {type(learner).__name__} ({reason}); engine='{instead}' does")
-        facts = {"engine": instead, "why": f"it cannot be stacked: {reason}"}
+        facts = {**facts, "engine": instead, "why": f"it cannot be stacked: {reason}"}
     if facts["engine"] != "concurrent":
         facts = {"engine": "sequential", "threads": str(torch.get_num_threads()), **facts}
-        return Sequential(work, *with_optimizer(replica)), facts
+        return Sequential(work, *with_optimizer(replica), threads=int(facts["threads"])), facts
     workers = facts.get("workers", "0") if module.workers == "auto" else str(module.workers)
     number = min(int(workers) or usable_cores(module), most_at_once(module))
     if w.device.type != "cpu":
@@ -199,6 +200,8 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
         seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
     except Exception as error:  # the first round will meet it, and say where
         return {**alone, "why": f"not measured ({type(error).__name__})"}
+    # one thread a client from here on, so that timing decides how fast a run is and not its bits
+    alone["threads"] = "1"
     if seconds is None:
         return {**alone, "why": f"a round's local steps take less than {1000 * TINY_SECONDS:g} ms"}
     one_by_one, side_by_side = sum(lengths) * seconds["alone"], makespan(lengths, workers) * seconds["beside"]

@@ -1,10 +1,12 @@
-"""One client after the other, eager, with all intra-op threads: any learner works."""
+"""One client after the other, eager, any learner works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fl_lightning.client_optimizer import ClientOptimizer
@@ -41,11 +43,24 @@ class Engine(Protocol):
         """The run is over."""
 
 
-class Sequential:
-    """Trains in the learner itself, tied to one client's vector during a round."""
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Within, PyTorch's kernels use that many threads."""
+    before = torch.get_num_threads()
+    if number != before:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number != before:
+            torch.set_num_threads(before)
 
-    def __init__(self, work: Work, replica: Replica, optimizer: ClientOptimizer) -> None:
-        self.work, self.replica, self.optimizer = work, replica, optimizer
+
+class Sequential:
+    """Trains in the learner itself, tied to one client's vector during a round, on ``threads`` intra-op threads."""
+
+    def __init__(self, work: Work, replica: Replica, optimizer: ClientOptimizer, threads: int) -> None:
+        self.work, self.replica, self.optimizer, self.threads = work, replica, optimizer, threads
 
     def run(
         self,
@@ -58,7 +73,7 @@ class Sequential:
         tell: Callable[[], None],
     ) -> None:
         round.full_gradient = lambda clients, at: full_gradient(self.work, self.replica, clients, at)
-        with self.replica.tied(rest), random_state_kept(rest):
+        with intra_op_threads(self.threads), self.replica.tied(rest), random_state_kept(rest):
             for leaf, client in leaves:
                 clients = train_client(self.work, self.replica, self.optimizer, round, client, factor, buffers)
                 collect(leaf, clients, self.optimizer, self.replica)
