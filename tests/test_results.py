@@ -189,7 +189,7 @@ def test_the_card_says_what_ran_and_what_came_out_once(tmp_path: Path) -> None:
     for line in [
         "| seed | 7 |", "| Pull | beta=0.25 |", "| partition | Dirichlet(0.1) |", "| engine | sequential |",
         f"| torch | {torch.__version__.split('+')[0]}", "| rounds | 4 |",
-        "| accuracy | last 0.5000, best 0.6000 (round 1) |", "| note | participation=1 is one client a round |",
+        "| accuracy | last 0.5000, best 0.6000 (round 2) |", "| note | participation=1 is one client a round |",
     ]:  # fmt: skip
         assert line in card
     assert card.count("## Result") == card.count("# FedAvg") == card.count("## Data") == 1
