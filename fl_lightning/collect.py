@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Leaf, TreeSum
-from fl_lightning.callback import Upload
+from fl_lightning.callback import Declaration, Upload
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.replica import Replica
 from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.rounds import Clients, Round, result_dtype
+from fl_lightning.rounds import Clients, Round
 
 MISSING, DOWN_CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES = range(5)
 
@@ -134,3 +134,9 @@ class Collector:
             values[uniform if key else weighted] = row
         else:
             values[uniform], values[weighted] = row, row * weight
+
+
+def result_dtype(declaration: Declaration, default: torch.dtype) -> torch.dtype:
+    """The dtype in which an upload is summed: at least float32 for floating point."""
+    kind = declaration.dtype or default
+    return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.aggregation import Leaf
-from fl_lightning.callback import ClientState, Declaration, Initial, Scratch, ServerState, Upload
+from fl_lightning.callback import ClientState, Initial, Scratch, ServerState, Upload
 from fl_lightning.errors import UserError
 from fl_lightning.flat import Layout
 from fl_lightning.schedules import Schedule
@@ -348,9 +348,3 @@ class Server:
                 row = box[0]
             if row is not None:
                 yield torch.tensor([client], device=self.w.device), row.unsqueeze(0)
-
-
-def result_dtype(declaration: Declaration, default: torch.dtype) -> torch.dtype:
-    """The dtype in which an upload is summed: at least float32 for floating point."""
-    kind = declaration.dtype or default
-    return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
