@@ -20,6 +20,7 @@ class _LabelSkew(Partition):
     samples_per_client: int | None
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
+        """One client's class proportions ``(C,)``, given the data's class counts; what the subclasses are."""
         raise NotImplementedError
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
