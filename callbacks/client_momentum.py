@@ -30,9 +30,8 @@ class ClientMomentum(FederatedCallback):
         super().__init__()
         self.alpha = alpha
 
-    def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor:
-        mixed: Tensor = self.alpha * gradient + (1 - self.alpha) * self.delta
-        return mixed
+    def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> None:
+        gradient.mul_(self.alpha).add_((1 - self.alpha) * self.delta)
 
     def on_local_end(self, clients: Clients) -> None:
         self.velocity[clients] = clients.mean_gradient

@@ -39,7 +39,7 @@ class ControlVariates(FederatedCallback):
         self.estimate = estimate
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient += self.c - self.c_i[clients]
+        gradient.add_(self.c).sub_(self.c_i[clients])
 
     def on_local_end(self, clients: Clients) -> None:
         if self.estimate == "gradient":

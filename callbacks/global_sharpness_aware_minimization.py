@@ -40,11 +40,11 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         self.radius = radius
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
-        q = gradient - self.mu_i[clients] - self.s
+        mu_i, e = self.mu_i[clients], self.last[clients]
+        q = torch.sub(gradient, mu_i, out=e).sub_(self.s)
         norm = clients.norm(q)
-        e: Tensor = self.radius * q / torch.where(norm > 0, norm, 1.0)
-        self.mu_i[clients] += e - self.s
-        self.last[clients] = e
+        e = q.mul_(self.radius / torch.where(norm > 0, norm, 1.0))
+        mu_i.add_(e).sub_(self.s)
         return e
 
     def on_local_end(self, clients: Clients) -> None:

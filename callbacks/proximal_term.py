@@ -29,4 +29,4 @@ class ProximalTerm(FederatedCallback):
         self.mu = mu
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient += self.mu * (clients.x - clients.w)
+        gradient += (clients.x - clients.w).mul_(self.mu)

@@ -31,5 +31,4 @@ class SharpnessAwareMinimization(FederatedCallback):
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
         norm = clients.norm(gradient)
-        e: Tensor = self.radius * gradient / torch.where(norm > 0, norm, 1.0)
-        return e
+        return gradient.mul_(self.radius / torch.where(norm > 0, norm, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ class Model(Protocol):
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor: ...
 
+    def moved(self, e: Tensor) -> AbstractContextManager[None]: ...
+
     def load_buffers(self, values: dict[str, Tensor]) -> None: ...
 
 
@@ -53,11 +55,15 @@ def local_steps(
                 end(clients)
         return None
     clipped: Tensor | None = None
+    others = True
     for step, batch in enumerate(batches):
         if perturb is None:
             gradient = replica.gradient(batch, step)
         else:
-            gradient = perturbed_gradient(replica, clients, batch, step, perturb, draws)
+            before = RandomState(replica.x, others) if draws else None
+            gradient = perturbed_gradient(replica, clients, batch, step, perturb, before)
+            if step == 0 and before is not None:  # NumPy's state is slow to read: a learner uses it at once or never
+                others = before.moved()
         if mix is not None:
             gradient = methods.gradient(mix, clients, gradient)
         for correct in corrections:
@@ -74,38 +80,39 @@ def local_steps(
 
 
 def perturbed_gradient(
-    replica: Model, clients: Clients, batch: Any, step: int, perturb: Any, draws: bool = True
+    replica: Model, clients: Clients, batch: Any, step: int, perturb: Any, before: RandomState | None
 ) -> Tensor:
-    """The gradient at x + e, same batch and random numbers; x comes back from a copy, buffers from the first pass."""
-    x = replica.x
-    before = RandomState(x) if draws else None
+    """The gradient at x + e, same batch and random numbers; buffers come back from the first pass."""
     first = replica.gradient(batch, step)
     after = {name: buffer.clone() for name, buffer in replica.buffers.items()}
     e = checked_rows(perturb, perturb(clients, first), first)
-    point = x.clone()
-    x.add_(e)
     if before is not None:
         before.restore()
     try:
-        return replica.gradient(batch, step, log=False)
+        with replica.moved(e):
+            return replica.gradient(batch, step, log=False)
     finally:
-        x.copy_(point)
         replica.load_buffers(after)
 
 
 class RandomState:
-    """The process's generators as they are now: torch's (of the CPU, and of the device of ``x``), NumPy's, Python's."""
+    """The process's generators as they are now: torch's (of the CPU, and of the device of ``x``), NumPy's, Python's.
 
-    def __init__(self, x: Tensor | None = None) -> None:
-        self.torch, self.python = torch.get_rng_state(), random.getstate()
-        self.numpy: Any = np.random.get_state()
+    ``others=False``: torch's alone.
+    """
+
+    def __init__(self, x: Tensor | None = None, others: bool = True) -> None:
+        self.torch, self.others = torch.get_rng_state(), others
+        self.numpy: Any = np.random.get_state() if others else None
+        self.python: Any = random.getstate() if others else None
         self.device = x.device if x is not None and x.is_cuda else None
         self.cuda = torch.cuda.get_rng_state(self.device) if self.device is not None else None
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
+        if self.others:
+            np.random.set_state(self.numpy)
+            random.setstate(self.python)
         if self.cuda is not None and self.device is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
 

@@ -39,6 +39,8 @@ class Replica:
         self.learner, self.layout, self.x = learner, layout, x
         self.g = torch.zeros_like(x)
         self._flat = self.g.view(-1)
+        self._views = layout.views(x.view(-1))
+        self._probe: Tensor | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = _buffer_slots(learner)
         self.forward_context, self.convert = forward_context, convert
@@ -85,10 +87,23 @@ class Replica:
 
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
-        tie(self.parameters, self.layout.views(self.x.view(-1)))
+        tie(self.parameters, self._views)
         for part in lightning_modules(self.learner):
             for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
                 object.__setattr__(part, name, shim)
+
+    @contextmanager
+    def moved(self, e: Tensor) -> Iterator[None]:
+        """Within, the learner's parameters are at x + e; x stays as it is."""
+        if self._probe is None:
+            self._probe = torch.empty_like(self.x)
+            self._probe_views = self.layout.views(self._probe.view(-1))
+        torch.add(self.x, e, out=self._probe)
+        tie(self.parameters, self._probe_views)
+        try:
+            yield
+        finally:
+            tie(self.parameters, self._views)
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:

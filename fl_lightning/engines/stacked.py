@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ class Stack:
         self.g = torch.zeros_like(self.x)
         self.buffers: dict[str, Tensor] = {}
         self.logged: dict[str, tuple[Tensor, Tensor]] = {}
+        self._counts: dict[str, int] = {}
         self._caller = _Step(replica.learner, replica.step)
 
     def gradient(self, groups: list[Group], step: int, log: bool = True) -> Tensor:
@@ -68,8 +71,8 @@ class Stack:
                     zeros = torch.zeros(2, n, dtype=torch.float64, device=self.x.device)
                     self.logged[name] = (zeros[0], zeros[1])
                 total, number = self.logged[name]
-                total[rows] += values.double()
-                number[rows] += 1
+                total[rows] += values
+                number[rows] += self._counts[name]
         if len(missing := set(range(n)) - {row for rows, _, _ in groups for row in rows}):
             self.g[sorted(missing)] = 0
         return self.g
@@ -77,7 +80,9 @@ class Stack:
     def _stacked(
         self, parameters: dict[str, Tensor], leaves: list[Tensor], spec: TreeSpec, step: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        def loss(parameters: dict[str, Tensor], leaves: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        Aux = tuple[Tensor, dict[str, Tensor]]
+
+        def loss(parameters: dict[str, Tensor], leaves: list[Tensor]) -> tuple[Tensor, Aux]:
             self.replica.logged = {}
             batch = tree_unflatten(leaves, spec)
             with self.replica.forward_context():
@@ -85,27 +90,44 @@ class Stack:
                 output = functional_call(self._caller, parameters, arguments)
             logged, self.replica.logged = self.replica.logged, {}
             value = output["loss"] if isinstance(output, dict) else output
-            return value, {k: torch.stack([v.reshape(()) for v in vs]).mean() for k, vs in logged.items()}
+            self._counts = {k: len(vs) for k, vs in logged.items()}
+            return value, (
+                value,
+                {k: torch.stack([v.reshape(()) for v in vs]).double().sum() for k, vs in logged.items()},
+            )
 
-        return vmap(grad(loss, has_aux=True), randomness="different")(parameters, leaves)  # type: ignore[no-any-return]
+        with torch.enable_grad():  # only the learner's own parameters would ask for gradients here
+            gradients, (losses, logs) = vmap(grad(loss, has_aux=True), randomness="different")(parameters, leaves)
+        if losses.requires_grad:
+            raise RuntimeError("its training_step reads parameters that it holds elsewhere than in its modules")
+        return gradients, logs
 
-    def take_logs(self) -> dict[str, Tensor]:
-        """Means over each client's steps, ``(n,)`` float64; nan where a client did not log."""
-        means = {name: total / number for name, (total, number) in self.logged.items()}
-        self.logged = {}
-        return means
+    def take_logs(self) -> tuple[dict[str, Tensor], dict[str, list[bool]]]:
+        """Means over each client's steps, ``(n,)`` float64, and which clients logged."""
+        logged, self.logged = self.logged, {}
+        means = {name: total / number for name, (total, number) in logged.items()}
+        return means, {name: (number > 0).tolist() for name, (_, number) in logged.items()}
+
+    @contextmanager
+    def moved(self, e: Tensor) -> Iterator[None]:
+        """Within, gradients are taken at x + e; x stays as it is."""
+        x, self.x = self.x, self.x + e
+        try:
+            yield
+        finally:
+            self.x = x
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Buffers are the learner's own: a learner that changes them cannot be stacked."""
 
     def groups(self, batches: list[tuple[int, Any]]) -> list[Group]:
-        """Clients' batches stacked by shape: ``[(row, batch)]``."""
+        """Clients' batches ``[(row, batch)]``, stacked where structure and shapes are alike."""
         alike: dict[Any, tuple[list[int], list[list[Tensor]], TreeSpec]] = {}
         for row, batch in batches:
             if self.replica.convert is not None:
                 batch = self.replica.convert(self.replica.learner, batch)
             leaves, spec = tree_flatten(batch)
-            key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            key = (str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves))
             rows, gathered, _ = alike.setdefault(key, ([], [], spec))
             rows.append(row)
             gathered.append(leaves)
@@ -152,7 +174,7 @@ class Stacked:
             while waiting:
                 group = waiting[: self.at_once]
                 try:
-                    clients, optimizer = self.train(round, [client for _, client in group], factor)
+                    trained, optimizer = self.train(round, [client for _, client in group], factor)
                 except RuntimeError as error:
                     if not out_of_memory(error) or self.at_once == 1:
                         raise
@@ -160,12 +182,12 @@ class Stacked:
                     self._warn(f"memory ran out: from here on {self.at_once} clients are stacked at once")
                     continue
                 waiting = waiting[len(group) :]
-                for row, (leaf, _) in enumerate(group):
-                    collect(leaf, one(clients, row), optimizer, self.replica)
+                for (leaf, _), clients in zip(group, trained, strict=True):
+                    collect(leaf, clients, optimizer, self.replica)
                     tell()
 
-    def train(self, round: Round, ids: list[int], factor: float) -> tuple[Clients, ClientOptimizer]:
-        """A group's round, from the server's model to ``on_local_end``."""
+    def train(self, round: Round, ids: list[int], factor: float) -> tuple[list[Clients], ClientOptimizer]:
+        """A group's round, from the server's model to ``on_local_end``; each client then stands alone."""
         work, stack = self.work, Stack(self.replica, len(ids))
         stack.x.copy_(round.w)
         clients = Clients(round, ids, stack.x)
@@ -177,10 +199,11 @@ class Stacked:
             work.methods.run("on_local_start", clients)
             clients.begin(moved=bool(work.methods["on_local_start"]) or round.parts is not None)
             optimizer.begin(factor, None)
-            clipped = local_steps(
-                stack, clients, self._batches(stack, clients), optimizer, work.methods, work.clip_norm
-            )
-            clients.logs.update(stack.take_logs())
+            limit: Any = None if work.clip_norm is None else stack.x.new_full((len(ids), 1), work.clip_norm)
+            batches = self._batches(stack, clients, limit)
+            clipped = local_steps(stack, clients, batches, optimizer, work.methods, limit)
+            means, logged = stack.take_logs()
+            clients.logs.update(means)
             if clipped is not None:
                 clients.logs["clipped_steps"] = clipped / clients.steps[:, 0]
             work.methods.run("on_local_end", clients)
@@ -188,10 +211,13 @@ class Stacked:
             if hasattr(error, "add_note"):
                 error.add_note(f"in round {round.t}, one of the clients {ids}")
             raise
-        return clients, optimizer
+        return [one(clients, row, logged) for row in range(len(ids))], optimizer
 
-    def _batches(self, stack: Stack, clients: Clients) -> Iterator[list[Group]]:
-        """One step's batches at a time; after each step, clients that had none are put back to where they were."""
+    def _batches(self, stack: Stack, clients: Clients, limit: Tensor | None) -> Iterator[list[Group]]:
+        """One step's batches at a time; after each step, clients that had none are put back to where they were.
+
+        Their ``limit`` ``(n, 1)`` of the clipping is lifted, so that it is not counted.
+        """
         round, device = clients._round, stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
         sources = [
@@ -202,6 +228,8 @@ class Stacked:
             training = [row for row, k in enumerate(steps) if step < k]
             finished = [row for row, k in enumerate(steps) if step >= k]
             kept = Kept(clients, finished) if finished else None
+            if limit is not None:
+                limit[finished] = torch.inf
             yield stack.groups([(row, next(sources[row])) for row in training])
             if kept is not None:
                 kept.restore()
@@ -217,12 +245,13 @@ class Stacked:
 
 
 class Kept:
-    """The models and declared rows of clients that have finished, as they were before a step of the others."""
+    """What finished clients have, as it was before a step of the others: models, declared rows, uploads, logs."""
 
     def __init__(self, clients: Clients, finished: list[int]) -> None:
         self.clients, self.finished = clients, finished
         self.x = clients.x[finished]
         self.rows = {key: (rows._version, rows[finished]) for key, rows in clients._rows.items()}
+        self.given = [(given, dict(given)) for given in (clients.uploads, clients.logs)]
 
     def restore(self) -> None:
         self.clients.x[self.finished] = self.x
@@ -235,17 +264,24 @@ class Kept:
                 before = self.clients._versions[key]
             if rows._version != before:
                 rows[self.finished] = values
+        for now, held in self.given:
+            for key, value in held.items():
+                if now[key] is not value:  # given anew in this step
+                    now[key] = now[key].clone()
+                    now[key][self.finished] = value[self.finished]
 
 
-def one(clients: Clients, row: int) -> Clients:
-    """One client of a group by itself, as views."""
+def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
+    """One client of a group by itself, as views; without what its learner did not log."""
     own, part = copy.copy(clients), slice(row, row + 1)
-    for cached in ("ids", "steps", "sizes", "weights"):
-        own.__dict__.pop(cached, None)
+    for name, attribute in vars(Clients).items():
+        if isinstance(attribute, cached_property):
+            own.__dict__.pop(name, None)
     own.client_ids, own._x = [clients.client_ids[row]], clients.x[part]
     own._rows = {key: rows[part] for key, rows in clients._rows.items()}
+    own._versions, own._declared = dict(clients._versions), dict(clients._declared)
     own.uploads = {key: value[part] for key, value in clients.uploads.items()}
-    own.logs = {key: value[part] for key, value in clients.logs.items() if not bool(value[row].isnan())}
+    own.logs = {key: value[part] for key, value in clients.logs.items() if key not in logged or logged[key][row]}
     for name in ("_start", "kept_origin", "kept_elapsed", "kept_mask"):
         value = getattr(clients, name)
         setattr(own, name, None if value is None else value[part])
@@ -253,4 +289,5 @@ def one(clients: Clients, row: int) -> Clients:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    said = ("not enough memory", "can't allocate memory")  # a CPU's, on Windows and Linux
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)

@@ -24,6 +24,7 @@ COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotEq: ast.Eq,
 }
 SWAPPED = {"mean": "sum", "sum": "mean", "weighted": "sum"}
+IN_PLACE = {"add_": "sub_", "sub_": "add_", "mul_": "div_", "div_": "mul_"}
 SETUP = ("__init__", "on_fit_start")
 
 
@@ -92,6 +93,10 @@ def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, Callable[[Any]
         yield f"comparison: {ast.unparse(node)}", _set_comparison
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SWAPPED:
         yield f"{SWAPPED[node.func.attr]} instead: {ast.unparse(node)}", _swap_method
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
+        yield f"sign: {ast.unparse(node)}", _opposite_method
+        yield f"left out: {ast.unparse(node)}", lambda n: n.func.value
+        yield f"factor: {ast.unparse(node)}", _double_argument
     elif _stores(node) and function not in SETUP:
         yield f"left out: {ast.unparse(node)}", lambda n: ast.Pass()
         yield f"factor: {ast.unparse(node)}", _double_value
@@ -133,6 +138,16 @@ def _double_value(node: Any) -> Any:
 
 def _set_comparison(node: Any) -> Any:
     node.ops[0] = COMPARED[type(node.ops[0])]()
+    return node
+
+
+def _opposite_method(node: Any) -> Any:
+    node.func.attr = IN_PLACE[node.func.attr]
+    return node
+
+
+def _double_argument(node: Any) -> Any:
+    node.args[0] = _twice(node.args[0])
     return node
 
 
