@@ -170,6 +170,7 @@ class Stacked:
         if len(leaves) * rest.nbytes <= WAITING_BYTES:
             leaves = sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])
         with self.replica.tied(rest), random_state_kept(rest):
+            self.replica.x.fill_(torch.nan)  # nobody's model: what reads it all the same must not go unseen
             waiting = list(leaves)
             while waiting:
                 group = waiting[: self.at_once]
@@ -205,7 +206,7 @@ class Stacked:
             means, logged = stack.take_logs()
             clients.logs.update(means)
             if clipped is not None:
-                clients.logs["clipped_steps"] = clipped / clients.steps[:, 0]
+                clients.logs["clipped_steps"] = clipped / clients.steps[:, 0].to(torch.int64)
             work.methods.run("on_local_end", clients)
         except Exception as error:
             if hasattr(error, "add_note"):

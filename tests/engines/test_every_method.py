@@ -1,0 +1,128 @@
+"""Every packaged method, every callback and every composition that the oracle knows, with all three engines.
+
+Clients of unequal size, so of unequal numbers of steps and with short last batches; weight decay, decaying rate.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agreement import CLIPPED, SINGLE, Case, EveryHook, Run, near, same_bits, trained
+from test_oracle_agreement import METHODS, methods, server, settings
+
+from fl_lightning import callbacks as c
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.compose import merge, packaged, read
+from fl_lightning.method_options import full_paths
+from fl_lightning.optim import FedAdam
+
+
+def built(tree: Any) -> Any:
+    """What a config's ``class_path`` stands for; of an optimizer: what makes it."""
+    if not isinstance(tree, dict) or "class_path" not in tree:
+        return tree
+    module, _, name = tree["class_path"].rpartition(".")
+    made = getattr(importlib.import_module(module), name)
+    arguments = {key: built(value) for key, value in tree.get("init_args", {}).items()}
+    if issubclass(made, torch.optim.Optimizer):
+        return lambda parameters: made(parameters, **arguments)
+    return made(**arguments)
+
+
+def config(name: str) -> Case:
+    """A packaged config; what adds to another method, beside SCAFFOLD."""
+    given = read(name)
+    given = full_paths(merge(read("method/scaffold"), given) if "method+" in given else given)
+    return [built(method) for method in given["method"]], {k: built(v) for k, v in given.get("model", {}).items()}
+
+
+def composition(name: str) -> Case:
+    of = settings("uniform", **METHODS[name])
+    return methods(of), {
+        "server_optimizer": server(of),
+        "momentum": of.momentum,
+        "keep_optimizer_state": of.keep_momentum,
+    }
+
+
+PACKAGED = [name for name in packaged() if name.startswith("method/")]
+IN_CONFIGS = {type(method).__name__ for name in PACKAGED for method in config(name)[0]}
+OTHERS = [
+    method
+    for method in map(vars(c).get, c.__all__)
+    if issubclass(method, FederatedCallback) and method.__name__ not in IN_CONFIGS
+]
+CASES: dict[str, Callable[[], Case]] = {
+    **{name: (lambda name=name: config(name)) for name in PACKAGED},
+    **{method.__name__: (lambda method=method: ([method()], {})) for method in OTHERS},
+}
+
+
+def stacks(run: Run, case: Case) -> bool:
+    """Whether the clients were stacked; state of the clients' own optimizers cannot be."""
+    if run.module.engine_facts["engine"] == "stacked":
+        return True
+    assert case[1].get("keep_optimizer_state") and "keep_optimizer_state" in run.module.engine_facts["why"]
+    return False
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packaged_methods_with_any_number_of_workers_or_clients_at_once(name: str) -> None:
+    make = CASES[name]
+    reference = trained(make(), "sequential", **CLIPPED)
+    for workers in (1, 2, 3):
+        run = trained(make(), "concurrent", workers=workers, **CLIPPED)
+        assert run.module.engine_facts["workers"] == str(workers)
+        same_bits(run, reference)
+    for at_once in (1, 2, 3, "auto"):
+        run = trained(make(), "stacked", clients_at_once=at_once, **CLIPPED)
+        assert stacks(run, make())
+        near(run, reference)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packaged_methods_without_clipping_and_in_float32(name: str) -> None:
+    make = CASES[name]
+    reference = trained(make(), "sequential")
+    same_bits(trained(make(), "concurrent", workers=2), reference)
+    near(trained(make(), "stacked"), reference)
+    single = {"dtype": torch.float32, **CLIPPED}
+    near(trained(make(), "stacked", **single), trained(make(), "sequential", **single), SINGLE)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_compositions(name: str) -> None:
+    """Four rounds, so that parts with a period of three are kept, averaged, and kept again."""
+    reference = trained(composition(name), "sequential", rounds=4, **CLIPPED)
+    same_bits(trained(composition(name), "concurrent", rounds=4, workers=2, **CLIPPED), reference)
+    run = trained(composition(name), "stacked", rounds=4, clients_at_once=3, **CLIPPED)
+    near(run, reference) if stacks(run, composition(name)) else same_bits(run, reference)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("sequential", "concurrent"), ("concurrent", "stacked"), ("stacked", "sequential")]
+)
+def test_a_run_goes_on_with_another_engine(
+    first: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where rows of clients are kept
+
+    def part(engine: str, rounds: int, start: Path | None = None) -> Run:
+        beside = [c.RelaxedInitialization(0.1), c.ControlVariates(), c.PartialAveraging({"net.0.*": 3}), EveryHook()]
+        return trained(
+            (beside, {"server_optimizer": adam}), engine, rounds=rounds, start=start, participation="all", **CLIPPED
+        )
+
+    def adam(parameters: Any) -> FedAdam:
+        return FedAdam(parameters, 0.1)
+
+    whole = part(first, 4)
+    part(first, 2).trainer.save_checkpoint("middle.ckpt")
+    run = part(then, 4, Path("middle.ckpt"))
+    assert run.module.engine_facts["engine"] == then
+    (near if "stacked" in (first, then) else same_bits)(run, whole, last=2)

@@ -1,0 +1,162 @@
+"""Clients of one group that are not alike: more steps than others, diverged, logging at times; and their learners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from agreement import CLIPPED, EveryHook, Logged, in_memory, near, same_bits, trained
+from federation import BATCH
+from torch import Tensor, nn
+
+from fl_lightning import callbacks as c
+from fl_lightning.datamodules import FromDatasets
+from fl_lightning.engines.stacked import Stack
+
+ENGINES = ("sequential", "concurrent", "stacked")
+BESIDE = [c.ControlVariates, c.GlobalSharpnessAwareMinimization, EveryHook]
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, 0.05, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.02, momentum=0.5, centered=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
+    """One to eight steps in one group, with state in the client optimizer, rows, uploads, logs and moving hooks."""
+    options = {"participation": "all", "local_epochs": 2, "client_optimizer": OPTIMIZERS[name], **CLIPPED}
+    for beside in (BESIDE[:2], BESIDE[2:], BESIDE):
+        reference = trained(([made() for made in beside], {}), "sequential", rounds=2, **options)
+        same_bits(trained(([made() for made in beside], {}), "concurrent", rounds=2, workers=3, **options), reference)
+        run = trained(([made() for made in beside], {}), "stacked", rounds=2, **options)
+        assert run.module.engine_facts == {**run.module.engine_facts, "engine": "stacked", "clients": "6"}
+        near(run, reference)
+
+
+@pytest.mark.parametrize("client", [0, 2, 4])
+def test_a_client_that_diverges_leaves_the_others_alone(client: int) -> None:
+    """Of one step, the most steps, and in between."""
+
+    def poisoned(x: Tensor, y: Tensor, clients: list[Any]) -> Any:
+        x[clients[client]] = torch.nan
+        return in_memory(x, y, clients)
+
+    options = {"participation": "all", "on_nonfinite": "skip", "data": poisoned, "rounds": 2, **CLIPPED}
+    runs = [trained(([made() for made in BESIDE], {}), e, **options) for e in ENGINES]
+    assert all(client not in rows for rows in runs[0].record.rows[-1].values())
+    same_bits(runs[1], runs[0])
+    near(runs[2], runs[0])
+
+
+class Wordy(Logged):
+    """Logs twice in short batches, and what is not a number for one client."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for _ in range(1 + (len(batch[1]) < BATCH)):
+            self.log("x", batch[0].mean())
+        self.log("odd", torch.where(batch[0].mean() > 0.5, torch.nan, 1.0))
+        self.log_dict({"number": float(batch_idx)})
+        return super().training_step(batch, batch_idx)
+
+
+class Dicts(Logged):
+    """Batches are dicts, whose keys do not always come in the same order."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        aside = (self.net[0](batch["x"])[:, :3] - batch["target"]).square().mean()
+        return {"loss": super().training_step((batch["x"], batch["y"]), batch_idx) + aside}
+
+
+def dicts(x: Tensor, y: Tensor, clients: list[Any]) -> FromDatasets:
+    """A batch has the order of its first sample."""
+    rows = [{"x": a, "target": a.flip(0), "y": b} for a, b in zip(x, y, strict=True)]
+    sets: list[Any] = [[dict(reversed(rows[k].items())) if int(y[k]) else rows[k] for k in own] for own in clients]
+    return FromDatasets(clients=sets, batch_size=BATCH)
+
+
+class Normed(Logged):
+    """Convolution and group norm, tied weights, a frozen layer, buffers of integers and of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv1d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+        self.tied = nn.Linear(3, 4)
+        self.tied.weight = self.net[0].weight
+        self.body[4].requires_grad_(False)
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.net(self.body(x[:, None])[:, self.order]) + self.net[2](self.tied(x))
+        loss = nn.functional.cross_entropy(out + 0.1 * torch.softmax(out + self.mask, 1), y)
+        return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+@pytest.mark.parametrize(("learner", "data"), [(Wordy, in_memory), (Dicts, dicts), (Normed, in_memory)])
+def test_learners(learner: type[Logged], data: Any) -> None:
+    options = {"learner": learner, "data": data, "workers": 2}
+    runs = [trained(([c.SharpnessAwareMinimization(0.05)], {}), engine, **options) for engine in ENGINES]
+    assert runs[2].module.engine_facts["engine"] == "stacked"
+    same_bits(runs[1], runs[0])
+    near(runs[2], runs[0])
+
+
+class Elsewhere(Logged):
+    """Reads a parameter past its module, where a stacked one cannot be put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = [self.net[0].weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.aside[0].square().sum()
+
+
+class Counting(Logged):
+    """Counts its steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Recurrent(Logged):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.GRU(1, 3, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.rnn(batch[0][..., None])[0][:, -1], batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("learner", [Elsewhere, Counting, Recurrent])
+def test_learners_that_stacking_would_change_are_not_stacked(learner: type[Logged]) -> None:
+    reference, run = (trained(([], {}), engine, learner=learner) for engine in ("sequential", "stacked"))
+    assert run.module.engine_facts["engine"] == "concurrent"
+    same_bits(run, reference)
+
+
+def test_groups_are_halved_when_a_cpu_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Stack.gradient
+
+    def gradient(self: Stack, *arguments: Any, **options: Any) -> Tensor:
+        if len(self.x) > 2:
+            torch.empty(2**50)
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Stack, "gradient", gradient)
+    run = trained(([EveryHook()], {}), "stacked")
+    assert "memory ran out" in " ".join(run.module.notes)
+    near(run, trained(([EveryHook()], {}), "sequential"))
