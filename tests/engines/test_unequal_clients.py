@@ -74,8 +74,9 @@ class Dicts(Logged):
 
 def dicts(x: Tensor, y: Tensor, clients: list[Any]) -> FromDatasets:
     """A batch has the order of its first sample."""
+    orders = (("x", "target", "y"), ("target", "x", "y"))
     rows = [{"x": a, "target": a.flip(0), "y": b} for a, b in zip(x, y, strict=True)]
-    sets: list[Any] = [[dict(reversed(rows[k].items())) if int(y[k]) else rows[k] for k in own] for own in clients]
+    sets: list[Any] = [[{key: rows[k][key] for key in orders[int(y[k]) % 2]} for k in own] for own in clients]
     return FromDatasets(clients=sets, batch_size=BATCH)
 
 
