@@ -30,6 +30,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
 _SPARSE = 0.25  # a segment with a smaller share of rows still needed is rewritten
+_NEW = 1 / 32  # share of new segments at which all are looked through again
 
 
 class ClientStore:
@@ -59,6 +60,7 @@ class ClientStore:
         self._rows: dict[int, int] = {}  # segment -> rows in its file
         self._number = 0  # of the newest segment
         self._scanned: Path | None = None
+        self._collected: tuple[Path, int, int] | None = None  # last: where, the newest segment, how many there were
         self._header.cache_clear()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -128,8 +130,8 @@ class ClientStore:
         folder = Path(folder)
         with self._lock:
             elsewhere = self._home is not None and self._home.resolve() != folder.resolve()
-            moving = self._segments() if elsewhere else self._segments() & self._spilled
-            self._bring(moving, folder)
+            if elsewhere or self._spilled:
+                self._bring(self._segments() if elsewhere else self._segments() & self._spilled, folder)
             self._home, self._flushed = folder, True
             for name, (clients, where) in self._where.items():
                 for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
@@ -165,12 +167,7 @@ class ClientStore:
             for segment, first in zip(*np.unique(where[name][1], return_index=True), strict=True):
                 if segment_name(int(segment)) not in present:
                     path = folder / segment_name(int(segment))
-                    raise segments.damaged(
-                        path,
-                        name,
-                        int(where[name][0][first]),
-                        "the file is missing (a run that goes on removes what no checkpoint beside it needs)",
-                    )
+                    raise segments.damaged(path, name, int(where[name][0][first]), GONE)
         with self._lock:
             self._reset()
             self._where, self._home = {name: of for name, of in where.items() if len(of[0])}, folder
@@ -179,9 +176,14 @@ class ClientStore:
     def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
         """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
 
-        ``keep``: the (merged) indices of all checkpoints that shall stay loadable.
+        ``keep``: the (merged) indices of all checkpoints that shall stay loadable. Where segments are many, this does
+        nothing, and does not look at ``keep``, until one in 32 is new: so a checkpoint's cost does not grow with them.
         """
         with self._lock:
+            if self._collected is not None:
+                then, newest, present = self._collected
+                if Path(folder) == then and self._number - newest + 1 < _NEW * present:
+                    return
             needed: dict[int, int] = {}  # segment -> the most rows that one index needs of it
             own = [where for _, where in self._where.values()]
             for placed in [own, *([e["segments"].numpy() for e in index.values()] for index in keep)]:
@@ -199,6 +201,7 @@ class ClientStore:
                     self._rows[segment] = sum(len(group.clients) for of in groups for group in of)
                 if needed[segment] < _SPARSE * self._rows[segment]:
                     self._sparse.add(segment)
+            self._collected = Path(folder), self._number, len(needed)
 
     def _may_delete(self, segment: int) -> bool:
         writer = segment % RANKS
@@ -256,7 +259,7 @@ class ClientStore:
         clients, where = self._where.get(name, (np.empty(0, np.int64), np.empty(0, np.int64)))
         new = np.sort(np.asarray(ids, dtype=np.int64))
         at = np.searchsorted(clients, new)
-        there = np.isin(new, clients, assume_unique=True)
+        there = np.searchsorted(clients, new, side="right") > at
         where = where.copy()
         where[at[there]] = segment
         return np.insert(clients, at[~there], new[~there]), np.insert(where, at[~there], segment)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,28 @@ def test_sparse_segments_are_rewritten_and_deleted(tmp_path: Path) -> None:
     again.load(store.index(), tmp_path)
     row = again.read("M.s", 9)
     assert row is not None and torch.equal(row, torch.arange(1000, dtype=torch.float32) + 9)
+
+
+def test_the_more_segments_the_seldomer_they_are_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    store, looked = ClientStore(), []
+
+    def kept() -> Iterator[Index]:
+        looked.append(1)
+        yield store.index()
+
+    for i in range(160):  # a cross-device run: whoever takes part is new, and every segment stays needed
+        store.commit({"M.s": {i: torch.zeros(3)}})
+        store.flush(tmp_path)
+        store.collect(tmp_path, kept())
+    assert len(list(tmp_path.iterdir())) == 160 and len(looked) < 120  # ever fewer
+    for _ in range(40):
+        store.commit({"M.s": {0: torch.ones(3)}})
+        store.flush(tmp_path)
+        store.collect(tmp_path, kept())
+        assert len(list(tmp_path.iterdir())) <= 160 * (1 + 1 / 32)
 
 
 def test_rows_over_the_budget_lie_on_disk_and_move_to_the_folder(tmp_path: Path) -> None:
