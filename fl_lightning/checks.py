@@ -176,11 +176,13 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     return max(1, int(exact + Fraction(1, 2)))
 
 
-def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, accepted: tuple[str | bool, ...]) -> None:
     """Refuse a word that is not known."""
     if value not in accepted:
         known = ", ".join(repr(a) for a in accepted)
-        raise UserError(f"{name}={value!r} is not known; accepted are {known}.{suggest(str(value), accepted)}")
+        raise UserError(
+            f"{name}={value!r} is not known; accepted are {known}.{suggest(str(value), [str(a) for a in accepted])}"
+        )
 
 
 def positive(name: str, value: float | None, whole: bool = False) -> None:

@@ -122,6 +122,17 @@ class ClientOptimizer:
                     )
         return rows
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a step changes besides x, by name."""
+        if self.plain:
+            return {}
+        return {
+            f"optimizer.{j}.{name}": value
+            for j, parameter in enumerate(self._parameters())
+            for name, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
     def _load(self, state: dict[str, Tensor]) -> None:
         kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
         parameters = self._parameters()

@@ -104,6 +104,7 @@ class FederatedModule(Cohort):
         checks.one_of("buffers", buffers, ("average", "keep"))
         checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
         checks.one_of("engine", engine, ("auto", "sequential", "concurrent", "stacked"))
+        checks.one_of("capture", capture, ("auto", True, False))
         at_once = None if clients_at_once == "auto" else clients_at_once
         checks.positive("clients_at_once", at_once, whole=True)  # type: ignore[arg-type]
         checks.positive("workers", None if workers == "auto" else workers, whole=True)  # type: ignore[arg-type]

@@ -126,7 +126,8 @@ class Clients:
 
     def __init__(self, round: Round, ids: list[int], x: Tensor) -> None:
         self._round, self._x = round, x
-        self.client_ids = ids
+        self._ids = ids
+        self.looked_up = False
         self._rows: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._declared: dict[str, ClientState | Scratch] = {}
@@ -137,11 +138,18 @@ class Clients:
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
         self._start: Tensor | None = None
+        self.clipped: Tensor
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Who, as numbers; a local step that asks is not replayed for other clients."""
+        self.looked_up = True
+        return self._ids
 
     @cached_property
     def ids(self) -> Tensor:
         """Who: ``(n,)`` int64."""
-        return torch.tensor(self.client_ids, device=self._x.device)
+        return torch.tensor(self._ids, device=self._x.device)
 
     @property
     def x(self) -> Tensor:
@@ -236,7 +244,7 @@ class Clients:
 
     def log(self, name: str, values: Tensor) -> None:
         """Log a value a client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under ``name``."""
-        self.logs[name] = values.detach().reshape(len(self.client_ids))
+        self.logs[name] = values.detach().reshape(len(self._ids))
 
     def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
         """Say how much ``transmit`` sends, each client, in place of D parameters."""
@@ -246,7 +254,7 @@ class Clients:
         """The round's staged rows of a state, loaded at first access."""
         if key not in self._rows:
             self._declared[key] = declaration
-            loaded = [self._load(key, declaration, i) for i in self.client_ids]
+            loaded = [self._load(key, declaration, i) for i in self._ids]
             self._rows[key] = torch.stack(loaded)
             self._versions[key] = self._rows[key]._version
         return self._rows[key]
@@ -266,7 +274,12 @@ class Clients:
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
         shape = self._x.shape[1:] if declaration.shape is None else torch.Size(declaration.shape)
         kind = self._x.dtype if declaration.dtype is None else declaration.dtype
-        self.uploads[key] = torch.as_tensor(value).to(kind).expand(len(self.client_ids), *shape)
+        self.uploads[key] = torch.as_tensor(value).to(kind).expand(len(self._ids), *shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is theirs but x, by name."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "_x"}
+        return {**own, **self._rows}
 
     def begin(self, moved: bool) -> None:
         """Starts are final: remember them (``moved``: a method may have changed them)."""
@@ -281,7 +294,7 @@ class Clients:
                 yield key, self._declared[key], rows
 
     def _column(self, values: dict[int, int] | dict[int, float]) -> Tensor:
-        column = [[values[i]] for i in self.client_ids]
+        column = [[values[i]] for i in self._ids]
         return torch.tensor(column, dtype=self._round.wide, device=self._x.device)
 
 

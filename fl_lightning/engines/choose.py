@@ -12,12 +12,24 @@ from torch import Tensor
 
 from fl_lightning import client_optimizer
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.engines.capture import NOT_CAPTURED
 from fl_lightning.engines.concurrent import Concurrent
 from fl_lightning.engines.local import RandomState, Work
-from fl_lightning.engines.measure import Attributes, Copy, channels_last, draws, makespan, step_seconds
+from fl_lightning.engines.measure import (
+    CHANNELS_LAST,
+    Attributes,
+    Copy,
+    channels_last,
+    draws,
+    makespan,
+    replayed_seconds,
+    step_seconds,
+    uncapturable,
+)
 from fl_lightning.engines.replica import Convert, Replica, check_trainable
 from fl_lightning.engines.sequential import Engine, Sequential
 from fl_lightning.engines.stacked import Stack, Stacked
+from fl_lightning.engines.streams import Streams
 from fl_lightning.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +37,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, str]
 CLEARLY = 1.1  # how much faster concurrent has to be, so that the choice is stable where it matters little
+STREAMS = 16  # on a GPU; PyTorch hands out 32
 TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 
 
@@ -84,7 +97,7 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
 
             return Stacked(work, replica, optimizer_of, number, module.note), facts
         try:
-            beside = w.device.type == "cpu" and not draws(module, *copied(1)[0])
+            beside = w.device.type in ("cpu", "cuda") and not draws(module, *copied(1)[0])
         except Exception:  # it cannot be copied, or its step fails, which the first round will say
             beside = False
         instead = "concurrent" if beside else "sequential"
@@ -94,22 +107,28 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         facts = {"engine": "sequential", "threads": str(torch.get_num_threads()), **facts}
         return Sequential(work, *with_optimizer(replica), threads=int(facts["threads"])), facts
     workers = facts.get("workers", "0") if module.workers == "auto" else str(module.workers)
-    number = min(int(workers) or usable_cores(module), most_at_once(module))
-    if w.device.type != "cpu":
+    if w.device.type not in ("cpu", "cuda"):
         raise UserError(
-            f"engine='concurrent' on {w.device.type}: it trains clients on threads of a CPU. Use "
-            "engine='sequential', or trainer.accelerator=cpu."
+            f"engine='concurrent' on {w.device.type}: it trains clients on threads of a CPU or streams of a CUDA GPU. "
+            "Use engine='sequential', or trainer.accelerator=cpu."
         )
-    copies = copied(number)
-    if facts.get("why") == "asked for" and (drawn := draws(module, *copies[0])):
+    (first,) = copied(1)
+    if facts.get("why") == "asked for" and (drawn := draws(module, *first)):
         raise UserError(
-            f"engine='concurrent' cannot train {type(learner).__name__}: {drawn}. Threads share the "
+            f"engine='concurrent' cannot train {type(learner).__name__}: {drawn}. Clients side by side share the "
             "process's random generators and each has its own copy of the learner, so results would depend on which "
-            "thread trained which client. Use engine='sequential' (or 'auto'), or keep such state in a buffer."
+            "copy trained which client. Use engine='sequential' (or 'auto'), or keep such state in a buffer."
         )
     work.draws = False
-    facts |= {"workers": str(number), "threads": "1"}
-    return Concurrent(work, learner, copies, module.note), facts
+    if w.is_cuda:
+        torch.cuda.reset_peak_memory_stats(w.device)
+    reason = uncapturable(module, *first) if module.capture else "not asked for"
+    if reason and module.capture is True:
+        module.note(NOT_CAPTURED + reason)
+    number = min(int(workers) or most_beside(module), most_at_once(module))
+    facts |= {"workers": str(number), "threads": "1", "capture": f"no: {reason}" if reason else "yes"}
+    side_by_side = Concurrent if w.device.type == "cpu" else Streams
+    return side_by_side(work, learner, copied(number), module.note, not reason), facts
 
 
 def stack_size(module: FederatedModule) -> int:
@@ -166,6 +185,16 @@ def conversion(module: FederatedModule) -> Convert | None:
     return convert
 
 
+def most_beside(module: FederatedModule) -> int:
+    """Clients side by side: the process's cores; on a GPU as many as fit into its memory, up to ``STREAMS``."""
+    device = module.global_vector.device
+    if device.type == "cpu":
+        return usable_cores(module)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)  # of the steps tried
+    return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * module.global_vector.nbytes)))
+
+
 def usable_cores(module: FederatedModule) -> int:
     """Cores of this process, which shares the machine's with the run's other processes there."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -183,10 +212,12 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
     """Time a few real steps of real clients in copies of the learner, one by one and side by side."""
     threads = torch.get_num_threads()
     alone = {"engine": "sequential", "threads": str(threads)}
+    if module.global_vector.device.type == "cuda":
+        return measured_on_gpu(module, copied, alone)
     workers = usable_cores(module) if module.workers == "auto" else int(module.workers)
     workers = min(workers, most_at_once(module))
     if module.global_vector.device.type != "cpu":
-        return {**alone, "why": "on a CPU alone clients train side by side"}
+        return {**alone, "why": "clients train side by side on CPUs and CUDA GPUs"}
     if workers < 2:
         return {**alone, "why": "one core, or one client, for each process"}
     try:
@@ -217,3 +248,22 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
         facts["memory"] = "channels_last"
         why += f", and images in channels-last memory {images / seconds[kind]:.2f} of that"
     return {**facts, "why": why}
+
+
+def measured_on_gpu(module: FederatedModule, copied: Callable[[int], list[Copy]], alone: Facts) -> Facts:
+    """Side by side unless the learner draws random numbers; images in the memory format whose step takes less time."""
+    try:
+        first = copied(1)[0]
+    except Exception as error:
+        return {**alone, "why": f"{type(module.learner).__name__} cannot be copied ({type(error).__name__}: {error})"}
+    try:
+        if drawn := draws(module, *first):
+            return {**alone, "why": f"{drawn}, so clients train one after the other"}
+        seconds = replayed_seconds(module, *first)
+    except Exception as error:  # the first round will meet it, and say where
+        return {**alone, "why": f"not measured ({type(error).__name__})"}
+    told = ", ".join(f"{1000 * value:.3g} ms{name}" for name, value in seconds.items())
+    facts = {"engine": "concurrent", "why": f"on a GPU clients train on streams; a local step of one takes {told}"}
+    if seconds.get(CHANNELS_LAST, seconds[""]) * CLEARLY < seconds[""]:
+        facts["memory"] = "channels_last"
+    return facts

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.engines.capture import NOT_CAPTURED, Capture
 from fl_lightning.engines.local import RandomState, Work, full_gradient, train_client
 from fl_lightning.engines.replica import Replica
 from fl_lightning.engines.sequential import Collect
 from fl_lightning.rounds import Clients, Round
 
+WORTH = 20  # steps of a worker in a round, before a recording has saved what it costs
 WAITING_BYTES = 2**28  # so much may wait in the sum, so that the largest clients can go first
 
 
@@ -32,6 +34,7 @@ class Concurrent:
         learner: whose attributes, changed by its hooks between rounds, the copies follow.
         copies: replicas that :meth:`Replica.another` made, with their optimizers.
         warn: told when something drew random numbers all the same.
+        capture: whether local steps are recorded and replayed.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Concurrent:
         learner: Any,
         copies: list[tuple[Replica, ClientOptimizer]],
         warn: Callable[[str], None],
+        capture: bool = False,
     ) -> None:
         self.work, self.learner, self.copies, self._warn = work, learner, copies, warn
-        self._free = deque(copies)
+        self._captures = [Capture(lambda why: warn(NOT_CAPTURED + why)) if capture else None for _ in copies]
+        self._free = deque(zip(copies, self._captures, strict=True))
         self._here = threading.local()
         self.pool = ThreadPoolExecutor(len(copies), "client", initializer=torch.set_num_threads, initargs=(1,))
 
@@ -61,18 +66,23 @@ class Concurrent:
             replica.follow(self.learner)
         if len(leaves) * rest.nbytes <= WAITING_BYTES:
             leaves = sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])
+        for capture in self._captures:
+            if capture is not None:
+                capture.forget()
+        worth = sum(round.steps[client] for _, client in leaves) >= WORTH * len(self.copies)
         before = RandomState()
         stop = threading.Event()
 
         def train(leaf: int, client: int) -> None:
-            copy = self._free.popleft()
+            copy, capture = self._free.popleft()
             self._here.replica = copy[0]
             try:
                 with torch.no_grad():
-                    clients = train_client(self.work, *copy, round, client, factor, buffers, stop)
+                    captured = capture if worth else None
+                    clients = train_client(self.work, *copy, round, client, factor, buffers, stop, captured)
                     collect(leaf, clients, copy[1], copy[0])
             finally:
-                self._free.append(copy)
+                self._free.append((copy, capture))
 
         jobs = {self.pool.submit(train, leaf, client) for leaf, client in leaves}
         waiting = set(jobs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.engines.capture import Capture
 from fl_lightning.engines.replica import Replica
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.rounds import Clients, Round
@@ -43,26 +44,30 @@ def local_steps(
     methods: Methods,
     clip_norm: float | None,
     draws: bool = True,
+    capture: Capture | None = None,
 ) -> Tensor | None:
     """All local steps of the clients; returns ``(n,)`` in how many the clipping was active (None without clipping)."""
     perturb, mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
     corrections, step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
     changed = perturb is not None or mix is not None or bool(corrections) or clip_norm is not None
-    if optimizer.plain and isinstance(replica, Replica) and not changed:
-        for step, batch in enumerate(batches):  # nobody asks for the gradient as one vector
+    plain = optimizer.plain and isinstance(replica, Replica) and not changed
+    if clip_norm is not None:
+        clients.clipped = torch.zeros(len(replica.x), dtype=torch.int64, device=replica.x.device)
+    others = True
+
+    def take(batch: Any, step: Any) -> None:
+        nonlocal others
+        if plain and isinstance(replica, Replica):  # nobody asks for the gradient as one vector
             optimizer.step_each(replica.gradients(batch, step))
             for end in step_ends:
                 end(clients)
-        return None
-    clipped: Tensor | None = None
-    others = True
-    for step, batch in enumerate(batches):
+            return
         if perturb is None:
             gradient = replica.gradient(batch, step)
         else:
             before = RandomState(replica.x, others) if draws else None
             gradient = perturbed_gradient(replica, clients, batch, step, perturb, before)
-            if step == 0 and before is not None:  # NumPy's state is slow to read: a learner uses it at once or never
+            if others and before is not None:  # NumPy's state is slow to read: a learner uses it at once or never
                 others = before.moved()
         if mix is not None:
             gradient = methods.gradient(mix, clients, gradient)
@@ -71,12 +76,17 @@ def local_steps(
         if clip_norm is not None:
             factor = (clip_norm / clients.norm(gradient)).clamp(max=1)
             gradient = gradient * factor
-            active = (factor < 1)[:, 0].to(torch.int64)
-            clipped = active if clipped is None else clipped + active
+            clients.clipped.add_((factor < 1)[:, 0])
         optimizer.step(gradient)
         for end in step_ends:
             end(clients)
-    return clipped
+
+    if capture is not None and isinstance(replica, Replica):
+        capture.run(take, batches, clients, optimizer, replica.numbers)
+    else:
+        for step, batch in enumerate(batches):
+            take(batch, step)
+    return None if clip_norm is None else clients.clipped
 
 
 def perturbed_gradient(
@@ -194,6 +204,7 @@ def train_client(
     factor: float,
     buffers: dict[str, Tensor],
     stop: threading.Event | None = None,
+    capture: Capture | None = None,
 ) -> Clients:
     """One client's round in a replica, from the server's model and buffers to ``on_local_end``.
 
@@ -214,7 +225,9 @@ def train_client(
         clients.begin(moved=bool(work.methods["on_local_start"]) or round.parts is not None)
         optimizer.begin(factor, kept_optimizer_state(work, round, client))
         replica.reset()  # what another client, or a full gradient, left in the learner's metrics
-        clipped = local_steps(replica, clients, iter(counted), optimizer, work.methods, work.clip_norm, work.draws)
+        clipped = local_steps(
+            replica, clients, iter(counted), optimizer, work.methods, work.clip_norm, work.draws, capture
+        )
         for name, mean in replica.take_logs().items():
             clients.logs[name] = mean.reshape(1)
         if clipped is not None:

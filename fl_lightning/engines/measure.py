@@ -16,14 +16,20 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.engines.capture import Capture
 from fl_lightning.engines.local import RandomState, local_steps
 from fl_lightning.engines.replica import Convert, Replica, buffer_values
+from fl_lightning.engines.streams import Slot, own_stream
 from fl_lightning.methods import Methods
+from fl_lightning.rounds import Clients
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
 Copy = tuple[Replica, ClientOptimizer]
+TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
+SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
+CHANNELS_LAST = ", channels last"
 MEASURED_SECONDS = 0.03  # of each kind, each time; three times
 
 
@@ -72,14 +78,58 @@ def draws(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer)
         replica.reset()
 
 
+def uncapturable(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer) -> str:
+    """Why local steps cannot be recorded and replayed, tried on a few; empty if replays leave the same bits."""
+    client = max(module.participants(0), key=module.data.batches_per_epoch)
+    if not replica.x.is_cuda and module.capture == "auto":
+        prepare(module, replica, optimizer)
+        batches = list(module.data.client_batches(client, 0, 1))
+        with torch.no_grad():
+            once = timed(lambda: local_steps(replica, None, iter(batches), optimizer, Methods([]), None, draws=False))  # type: ignore[arg-type]
+        if once > SHORT_SECONDS:
+            return f"a local step takes {once:.2g} s, of which Python's share is small"
+    reasons: list[str] = []
+    found: list[list[Tensor]] = []
+    stream = own_stream(replica.x)
+    capture = Capture(reasons.append, stream)
+    try:
+        for how in (None, capture):
+            prepare(module, replica, optimizer)
+            attributes = Attributes(replica.learner, metrics=True, in_place=False)
+            batches = module.data.client_batches(client, 0, TRIED_STEPS, device=replica.x.device)
+            with torch.no_grad(), Slot(replica, optimizer, how, stream):
+                clients = Clients(None, [client], replica.x)  # type: ignore[arg-type]
+                local_steps(replica, clients, batches, optimizer, Methods([]), None, draws=False, capture=how)
+                found.append([replica.x.clone(), *(b.clone() for b in replica.buffers.values())])
+                found[-1] += [value for _, value in sorted(replica.take_logs().items())]
+            if changed := attributes.changed():
+                return f"its training_step changes {changed}"
+    except Exception as error:  # the first round will meet it again if it is the learner's
+        return f"a step fails when it is recorded ({type(error).__name__}: {error})"
+    finally:
+        if stream is not None:
+            stream.synchronize()
+        capture.forget()
+        replica.reset()
+    if reasons:
+        return reasons[0]
+    if not capture.replayed:
+        return "no client has two batches of one shape"
+    same = len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+    return "" if same else "replays do something else than its training_step does each time"
+
+
 class Attributes:
-    """What a learner's modules hold besides parameters, buffers and, unless ``metrics``, states of metrics."""
+    """What a learner's modules hold besides parameters, buffers and, unless ``metrics``, states of metrics.
+
+    Without ``in_place`` a tensor whose values changed is still what it was.
+    """
 
     SKIPPED = ("_parameters", "_buffers", "_trainer", "training")
     ITEMS = 100  # of longer containers the length alone is compared
 
-    def __init__(self, learner: nn.Module, metrics: bool = False) -> None:
-        self.learner, self.metrics = learner, metrics
+    def __init__(self, learner: nn.Module, metrics: bool = False, in_place: bool = True) -> None:
+        self.learner, self.metrics, self.in_place = learner, metrics, in_place
         self._kept: list[Any] = []  # so that no other object gets the id of one of them
         self.before = self._now()
 
@@ -103,7 +153,7 @@ class Attributes:
             return value
         self._kept.append(value)
         if isinstance(value, Tensor):
-            return id(value), 0 if value.is_inference() else value._version
+            return id(value), value._version if self.in_place and not value.is_inference() else 0
         if isinstance(value, np.ndarray):
             return id(value), value.tobytes()
         if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
@@ -121,6 +171,7 @@ def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimize
     replica.x.copy_(module.global_vector.detach())
     replica.load_buffers(buffer_values(module.learner))
     optimizer.begin(1.0, None)
+    replica.reset()
 
 
 def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> dict[str, float] | None:
@@ -131,8 +182,8 @@ def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> d
     ids = module.participants(0)
     plain = [replica.convert for replica, _ in copies]
     formats: dict[str, list[Convert | None]] = {"": plain}
-    if any(isinstance(part, nn.Conv2d) for part in module.learner.modules()):
-        formats[", channels last"] = [channels_last(convert) for convert in plain]
+    if has_convolutions(module):
+        formats[CHANNELS_LAST] = [channels_last(convert) for convert in plain]
     found: dict[str, list[float]] = {}
     with ThreadPoolExecutor(len(copies), initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
@@ -177,6 +228,43 @@ def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> d
                 replica.convert = convert
                 replica.reset()
     return {name: min(values) for name, values in found.items()}
+
+
+def replayed_seconds(module: FederatedModule, replica: Replica, optimizer: ClientOptimizer) -> dict[str, float]:
+    """Seconds of one client's local step on a GPU, replayed where it can be, with images in each memory format."""
+    client = max(module.participants(0), key=module.data.batches_per_epoch)
+    plain = replica.convert
+    formats = {"": plain, CHANNELS_LAST: channels_last(plain)} if has_convolutions(module) else {"": plain}
+    device = replica.x.device
+    stream = own_stream(replica.x)
+
+    def run(capture: Capture, steps: int) -> float:
+        prepare(module, replica, optimizer)
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        batches = module.data.client_batches(client, 0, steps, device=device)
+        with torch.no_grad(), Slot(replica, optimizer, capture, stream):
+            clients = Clients(None, [client], replica.x)  # type: ignore[arg-type]
+            local_steps(replica, clients, batches, optimizer, Methods([]), None, draws=False, capture=capture)
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    found = {}
+    try:
+        for name, convert in formats.items():
+            replica.convert, capture = convert, Capture(lambda why: None, stream)
+            run(capture, TRIED_STEPS)
+            short, long = (min(run(capture, steps) for _ in range(2)) for steps in (TRIED_STEPS, 5 * TRIED_STEPS))
+            found[name] = max(0.0, long - short) / (4 * TRIED_STEPS)
+            capture.forget()
+    finally:
+        replica.convert = plain
+        replica.reset()
+    return found
+
+
+def has_convolutions(module: FederatedModule) -> bool:
+    return any(isinstance(part, nn.Conv2d) for part in module.learner.modules())
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -48,7 +48,9 @@ class Replica:
         accepted = inspect.signature(self.step).parameters
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = False
-        self.logged: dict[str, list[Tensor]] = {}
+        self.logged: dict[str, list[Tensor]] = {}  # of the present step
+        self.sums: dict[str, Tensor] = {}  # over steps, float64; always the same tensors, which a recorded step adds to
+        self.numbers: dict[str, int] = {}
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._gathering: dict[str, Metric] = {}
         self._batch_start, self._batch_end = (
@@ -124,7 +126,9 @@ class Replica:
 
     def reset(self) -> None:
         """Forget what was logged and what the learner's metrics gathered."""
-        self.logged, self._gathering = {}, {}
+        self.logged, self._gathering, self.numbers = {}, {}, {}
+        for total in self.sums.values():
+            total.zero_()
         for metric in self.metrics:
             metric.reset()
 
@@ -161,6 +165,9 @@ class Replica:
                 "learn from, return a zero loss (0 * loss)"
             )
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        for name, values in self.logged.items():
+            self._add(name, values)
+        self.logged.clear()
         if log and self._batch_end is not None:
             self._batch_end(output, batch, step)
         return gradients
@@ -174,13 +181,20 @@ class Replica:
         """Means over the steps since the last call, float64 scalars; of a metric that was only updated, its value."""
         for name, metric in self._gathering.items():
             together, metric._to_sync = metric._to_sync, False  # other processes train other clients
-            self.logged[name] = [metric.compute().detach()]
+            self._add(name, [metric.compute().detach()])
             metric._to_sync = together
-        means = {
-            name: torch.stack([v.reshape(()) for v in values]).double().mean() for name, values in self.logged.items()
-        }
-        self.logged, self._gathering = {}, {}
+        means = {name: self.sums[name] / number for name, number in self.numbers.items()}
+        for total in self.sums.values():
+            total.zero_()
+        self.logged, self._gathering, self.numbers = {}, {}, {}
         return means
+
+    def _add(self, name: str, values: list[Tensor]) -> None:
+        if name not in self.sums:
+            self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.x.device)
+        for value in values:
+            self.sums[name].add_(value.reshape(()))
+        self.numbers[name] = self.numbers.get(name, 0) + len(values)
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set buffers to copies of values, in the tensors that the learner had at first."""

@@ -278,7 +278,7 @@ def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
     for name, attribute in vars(Clients).items():
         if isinstance(attribute, cached_property):
             own.__dict__.pop(name, None)
-    own.client_ids, own._x = [clients.client_ids[row]], clients.x[part]
+    own._ids, own._x = [clients.client_ids[row]], clients.x[part]
     own._rows = {key: rows[part] for key, rows in clients._rows.items()}
     own._versions, own._declared = dict(clients._versions), dict(clients._declared)
     own.uploads = {key: value[part] for key, value in clients.uploads.items()}

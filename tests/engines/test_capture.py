@@ -1,0 +1,239 @@
+"""A local step recorded and replayed leaves the same bits as one that runs each time, or runs each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learners import Lit, blobs, federated, trainer
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from fl_lightning.callback import ClientState, FederatedCallback, Scratch
+from fl_lightning.callbacks import (
+    ClientMomentum,
+    ControlVariates,
+    DynamicRegularization,
+    GlobalSharpnessAwareMinimization,
+    PartialAveraging,
+    ProximalTerm,
+    RelaxedInitialization,
+    SharpnessAwareMinimization,
+)
+from fl_lightning.engines import choose
+from fl_lightning.engines.streams import Streams
+from fl_lightning.schedules import Exponential
+
+
+class Normed(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+class Convolving(Lit):
+    """Convolutions, group normalisation, pooling, a part without gradient, a frozen one, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(16, 4),
+        )  # fmt: skip
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(20, 4).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        scores = self.net(x) + torch.tensor(0.1) * self.frozen(x)
+        scores = scores.index_select(1, torch.arange(4))
+        loss = nn.functional.cross_entropy(scores, y, label_smoothing=0.1)
+        self.log_dict({"train/loss": loss, "train/acc": (scores.argmax(1) == y).double().mean()})
+        return loss
+
+
+class Attending(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.net = nn.Sequential(nn.Unflatten(1, (5, 4)), self.inside, nn.Flatten(), nn.Linear(20, 4))
+
+
+class Counting(FederatedCallback):
+    """State of every kind, changed in each step in place and by assignment."""
+
+    number, scratch = ClientState(shape=(2,), synchronised=False), Scratch()
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        self.scratch[clients] = 0.5 * self.scratch[clients] + gradient
+        return gradient + 0.01 * self.scratch[clients] * clients.weights + 1e-3 * (clients.x - clients.start)
+
+    def on_local_step_end(self, clients: Any) -> None:
+        self.number[clients] += 1 / clients.steps
+
+
+class ByName(FederatedCallback):
+    """Treats clients differently by their number, in Python."""
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+        gradient.mul_(1 + clients.client_ids[0] / 10)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+
+CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
+    "plain": (Lit, lambda: [], {}),
+    "buffers": (Normed, lambda: [], {}),
+    "convolutions": (Convolving, lambda: [], {}),
+    "attention": (Attending, lambda: [], {}),
+    "momentum kept": (Lit, lambda: [], {"client_optimizer": momentum, "keep_optimizer_state": True}),
+    "clipping": (Lit, lambda: [ProximalTerm(Exponential(0.5))], {"clip_norm": 0.5, "lr_decay": 0.9}),
+    "fedsmoo": (Normed, lambda: [GlobalSharpnessAwareMinimization(0.05), DynamicRegularization()], {}),
+    "fedsam fedcm": (Lit, lambda: [SharpnessAwareMinimization(0.05), ClientMomentum()], {}),
+    "scaffold fedinit": (Lit, lambda: [ControlVariates(), RelaxedInitialization()], {"weighting": "samples"}),
+    "fedals scaffold": (Lit, lambda: [PartialAveraging(period=2), ControlVariates()], {}),
+    "own state": (Lit, lambda: [Counting()], {}),
+    "by client": (Lit, lambda: [ByName()], {}),
+}
+
+
+def ran(learner: type[Lit], callbacks: Any, arguments: dict[str, Any], **more: Any) -> Any:
+    torch.manual_seed(3)
+    settings = {"engine": "concurrent", "workers": 2, "participation": 0.8, "local_epochs": 4.5, **arguments, **more}
+    module = federated(learner(), **settings)
+    engines: list[Any] = []
+    module.learner.on_train_epoch_start = lambda: engines.append(module._engine)
+    run = trainer(3, callbacks())
+    run.fit(module, blobs(per_client=30))
+    rows = {
+        (name, int(i)): module.client_rows.read(name, int(i))
+        for name in module.client_rows.store.names()
+        for i in module.client_rows.store.clients(name)
+    }
+    logged = {k: v for k, v in run.callback_metrics.items() if not k.startswith("time")}
+    return module, {"w": module.global_vector.detach(), **rows, **module.server_states, **logged}, engines[0]
+
+
+def assert_same(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
+
+
+def replayed(engine: Any) -> int:
+    captures = engine._captures if hasattr(engine, "_captures") else [slot.capture for slot in engine.slots]
+    return sum(capture.replayed for capture in captures)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, expected, _ = ran(*CASES[name], engine="sequential")
+    for workers in (1, 2):
+        module, found, engine = ran(*CASES[name], capture=True, workers=workers)
+        assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
+        assert_same(expected, found)
+    monkeypatch.setattr(
+        choose, "Concurrent", Streams
+    )  # the GPU's engine, without streams, with more clients than slots
+    for capture in (True, False):
+        _, found, engine = ran(*CASES[name], capture=capture, workers=3)
+        assert isinstance(engine, Streams) and (replayed(engine) if capture else 1) > 0
+        assert_same(expected, found)
+
+
+class Indexed(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + batch_idx % 2)
+
+
+class Reading(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 1 else 2 * loss
+
+
+class Masking(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((x[y > 0], y[y > 0]), batch_idx)
+
+
+class Outside(Lit):
+    """Computes where no dispatcher sees it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = torch.from_numpy(np.abs(batch[0].numpy()).mean(1))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.log("train/loss", loss.mean())
+        return (loss * weight).mean()
+
+
+class Metrical(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("train/acc", self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+
+class Adaptive(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+REFUSED = {
+    Indexed: "uses batch_idx",
+    Reading: "reads a value",
+    Masking: "shape",
+    Outside: "something else",
+    Metrical: "changes accuracy",
+    Adaptive: "reads a value",
+}
+
+
+@pytest.mark.parametrize("learner", REFUSED, ids=lambda learner: learner.__name__)
+def test_steps_that_cannot_be_replayed_run_each_time(learner: type[Lit]) -> None:
+    _, expected, _ = ran(learner, list, {}, engine="sequential")
+    with pytest.warns(UserWarning, match="local steps are not captured"):
+        module, found, _ = ran(learner, list, {}, capture=True)
+    assert module.engine_facts["capture"].startswith("no: ") and REFUSED[learner] in module.engine_facts["capture"]
+    assert_same(expected, found)
+
+
+def test_a_hook_that_reads_a_value_ends_capture_and_not_the_run() -> None:
+    class Looking(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+            if float(gradient.abs().max()) > 0.05:
+                gradient.mul_(0.5)
+
+    _, expected, _ = ran(Lit, lambda: [Looking()], {}, engine="sequential")
+    with pytest.warns(UserWarning, match="local steps are not captured"):
+        _, found, engine = ran(Lit, lambda: [Looking()], {}, capture=True)
+    assert_same(expected, found)
+    assert replayed(engine) == 0
+
+
+def test_an_error_in_a_replayed_round_leaves_the_run_where_it_was() -> None:
+    class Breaking(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            if clients.round == 1 and int(clients.ids[0]) == 4:
+                raise ValueError("broken")
+
+    module = federated(engine="concurrent", workers=2, participation="all", local_epochs=5, capture=True)
+    with pytest.raises(ValueError, match="broken"):
+        trainer(3, [Breaking()]).fit(module, blobs())
+    again = federated(engine="concurrent", workers=2, participation="all", local_epochs=5, capture=True)
+    trainer(1).fit(again, blobs())
+    assert torch.equal(module.global_vector, again.global_vector)
+
+
+def test_capture_takes_auto_true_and_false() -> None:
+    for capture, expected in (("auto", "yes"), (True, "yes"), (False, "no: not asked for")):
+        module, _, _ = ran(Lit, list, {}, capture=capture)
+        assert module.engine_facts["capture"] == expected
