@@ -25,14 +25,14 @@ from fl_lightning import callbacks
 Round = Callable[[], tuple[float, float]]
 
 
-def bare(work: Workload, threads: int) -> Round:
+def bare(work: Workload, threads: int, device: str) -> Round:
     """The bare loop; FedAvg's work stands for methods that it does not have."""
     torch.manual_seed(0)
     loop = Bare(
-        work.network(), work.epochs, work.batch_size, LR, work.weight_decay, "ControlVariates" in work.methods,
-        work.registered,
+        work.network().to(device), work.epochs, work.batch_size, LR, work.weight_decay,
+        "ControlVariates" in work.methods, work.registered,
     )  # fmt: skip
-    x, y = work.arrays()
+    x, y = (array.to(device) for array in work.arrays())
     clients = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
 
     def round() -> tuple[float, float]:
@@ -44,25 +44,32 @@ def bare(work: Workload, threads: int) -> Round:
     return round
 
 
-def contenders(name: str, engines: list[str], cores: int) -> tuple[dict[str, Round], list[Ours]]:
+def contenders(
+    name: str, engines: list[str], cores: int, accelerator: str, others: bool
+) -> tuple[dict[str, Round], list[Ours]]:
     work = WORKLOADS[name]
-    found: dict[str, Round] = {f"bare, {n} thread{'s' * (n > 1)}": bare(work, n) for n in sorted({1, min(2, cores)})}
+    on_cpu = accelerator == "cpu"
+    threads_of = {f"bare, {n} thread{'s' * (n > 1)}": n for n in sorted({1, min(2, cores)})} if on_cpu else {"bare": 1}
+    found: dict[str, Round] = {who: bare(work, n, "cpu" if on_cpu else "cuda") for who, n in threads_of.items()}
     runs = []
     for engine in engines:
         methods = [getattr(callbacks, method)() for method in work.methods]
         threads = 1 if engine != "sequential, all threads" else cores
-        run = Ours(work, engine.split(",")[0], methods, threads)
+        run = Ours(work, engine.split(",")[0], methods, threads, accelerator)
         runs.append(run)
         found[engine] = run.round
-    from benchmarks.peers import peers
+    if on_cpu and others:
+        from benchmarks.peers import peers
 
-    if not work.methods:
         found.update(peers(work))
     return found, runs
 
 
-def measure(name: str, engines: list[str], repetitions: int, cores: int) -> dict[str, Any]:
-    rounds, runs = contenders(name, engines, cores)
+def measure(
+    name: str, engines: list[str], repetitions: int, cores: int, accelerator: str = "cpu", others: bool = True
+) -> dict[str, Any]:
+    """Of one workload, by contender: all seconds, their median, the ratio to the bare loop, the last loss."""
+    rounds, runs = contenders(name, engines, cores, accelerator, others)
     seconds: dict[str, list[float]] = {who: [] for who in rounds}
     losses: dict[str, list[float]] = {who: [] for who in rounds}
     for repetition in range(repetitions + 1):
@@ -91,6 +98,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; none: all")
     parser.add_argument("--engines", default="sequential,concurrent,stacked,auto", help="by commas")
+    parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"], help="peers take part on a CPU alone")
+    parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=Path, default=Path("speed.json"))
     given = parser.parse_args()
@@ -101,11 +110,13 @@ def main() -> None:
         "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
     }
     for name in given.workloads or WORKLOADS:
-        results[name] = measure(name, given.engines.split(","), given.repetitions, cores)
+        results[name] = measure(
+            name, given.engines.split(","), given.repetitions, cores, given.accelerator, not given.without_peers
+        )
         print(f"\n{name}{'':22}seconds a round   × the bare loop's speed   training loss")
         for who, result in results[name].items():
             used = result["engine"]
-            taken = " ".join(used[k] for k in ("engine", "workers", "memory") if k in used and who == "auto")
+            taken = " ".join(used[k] for k in ("engine", "workers", "memory", "capture") if k in used and who == "auto")
             line = f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}{result['loss']:22.4f}   {taken}"
             print(line.rstrip(), flush=True)
         given.json.write_text(json.dumps(results, indent=1))

@@ -19,6 +19,7 @@ from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.models import MLP, LeNet, ResNet18GN
 
 LR = 0.1
+FEDSMOO = ("GlobalSharpnessAwareMinimization", "DynamicRegularization")
 
 
 class SmallConvolutions(nn.Sequential):
@@ -57,10 +58,9 @@ WORKLOADS = {
     "W1": Workload(MLP, (1, 28, 28), 500, 5, 50),
     "W2": Workload(lambda: LeNet(10), (3, 32, 32), 500, 2, 50),
     "W3": Workload(lambda: ResNet18GN(10), (3, 32, 32), 500, 1, 50),
-    "W4-scaffold": Workload(MLP, (1, 28, 28), 500, 5, 50, methods=("ControlVariates",)),
-    "W4-fedsmoo": Workload(
-        MLP, (1, 28, 28), 500, 5, 50, methods=("GlobalSharpnessAwareMinimization", "DynamicRegularization")
-    ),
+    # the same ten clients in every round, so that all systems hold the same client states
+    "W4-scaffold": Workload(MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=("ControlVariates",)),
+    "W4-fedsmoo": Workload(MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=FEDSMOO),
     "W5": Workload(SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0),
 }
 
@@ -83,7 +83,16 @@ class Learner(pl.LightningModule):
 class Ours:
     """Our run of a workload, held between its rounds: ``round()`` gives seconds and loss of the next."""
 
-    def __init__(self, work: Workload, engine: str, methods: Sequence[Any] = (), threads: int = 1, **more: Any) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        engine: str,
+        methods: Sequence[Any] = (),
+        threads: int = 1,
+        accelerator: str = "cpu",
+        precision: Any = None,
+        **more: Any,
+    ) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(threads)
         x, y = work.arrays()
@@ -99,7 +108,7 @@ class Ours:
             **more,
         )
         self.data = InMemoryDataModule((x, y), clients=registered, batch_size=work.batch_size)
-        self.trainer = quiet_trainer(1, list(methods))
+        self.trainer = quiet_trainer(1, list(methods), accelerator=accelerator, devices=1, precision=precision)
         self._first = True
 
     def round(self) -> tuple[float, float]:
@@ -122,14 +131,13 @@ class Ours:
 
 
 def quiet_trainer(rounds: int, callbacks: list[Any], **settings: Any) -> pl.Trainer:
-    """A Trainer on the CPU that shows and keeps nothing."""
+    """A Trainer that shows and keeps nothing, on the CPU unless told otherwise."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     return pl.Trainer(
         max_epochs=rounds,
         callbacks=callbacks,
-        accelerator="cpu",
         enable_model_summary=False,
         log_every_n_steps=1,
         **{**quiet, **settings},

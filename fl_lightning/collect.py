@@ -60,8 +60,8 @@ class Collector:
             buffers = self._buffers(replica, self.round.weights[client])
         if buffers is not None:
             values.update(self._finished(clients, client, update, traffic), **buffers)
-            rows = {key: value[0].detach().cpu() for key, declared, value in clients.written()}
-            rows |= {key: row.detach().cpu() for key, row in self._kept(clients, optimizer).items()}
+            rows = {key: value[0] for key, declared, value in clients.written()}
+            rows = to_host(rows | self._kept(clients, optimizer))
         with self._lock:
             if not rows and "weight" not in values:
                 self.diverged.append(client)
@@ -98,7 +98,7 @@ class Collector:
                 up, up_bytes = up + count, up_bytes + count * value.element_size()
         traffic[UP_PARAMETERS], traffic[UP_BYTES] = round(up), round(up_bytes)
         for name, per_client in clients.logs.items():
-            values["log:" + name] = per_client[0].to(torch.float64)
+            values["log:" + name] = per_client[0].to(torch.float64, copy=True)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
         return values
 
@@ -134,6 +134,19 @@ class Collector:
             values[uniform if key else weighted] = row
         else:
             values[uniform], values[weighted] = row, row * weight
+
+
+def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows in the host's memory; from a GPU side by side into pinned memory, waited for once."""
+    there: dict[str, Tensor] = {}
+    for key, row in rows.items():
+        row = row.detach()
+        there[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True) if row.is_cuda else row
+        if row.is_cuda:
+            there[key].copy_(row, non_blocking=True)
+    if any(row.is_cuda for row in rows.values()):
+        torch.cuda.current_stream().synchronize()
+    return there
 
 
 def result_dtype(declaration: Declaration, default: torch.dtype) -> torch.dtype:

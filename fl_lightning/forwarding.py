@@ -57,7 +57,15 @@ class ForwardedHooks(pl.LightningModule):
                 object.__setattr__(self, step, types.MethodType(getattr(pl.LightningModule, step), self))
         self.transfers = [hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)]
         for hook in self.transfers:
-            object.__setattr__(self, hook, getattr(learner, hook))
+            object.__setattr__(self, hook, self._in_evaluation(getattr(learner, hook)))
+
+    def _in_evaluation(self, transfer: Callable[..., Any]) -> Callable[..., Any]:
+        """The learner's hook, for its own batches: Lightning's batch in training is the round's token."""
+
+        def hook(batch: Any, *args: Any) -> Any:
+            return batch if self.trainer.training else transfer(batch, *args)
+
+        return hook
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer; what they log in evaluation arrives here."""

@@ -263,7 +263,9 @@ class Clients:
         row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
         if row is None:
             return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
-        return row.to(self._x.device)
+        if self._x.is_cuda and not row.is_cuda:  # pinned, so that the host goes on while it is copied
+            row = row if row.is_pinned() else row.pin_memory()
+        return row.to(self._x.device, non_blocking=True)
 
     def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None:
         rows = self.rows(key, declaration)

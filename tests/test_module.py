@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from learners import Lit, blobs, federated, trainer
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning import Exponential, FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
@@ -356,3 +356,46 @@ def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
 
     with pytest.raises(UserError, match=r"Typo\.on_local_grad is no hook.*Did you mean 'on_local_gradient'"):
         trainer(1, [Typo()]).fit(federated(), blobs())
+
+
+class Transferring(Lit):
+    """Scales what arrives, by the hook that Lightning calls after a batch was moved."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return 2 * x, y
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_the_learners_transfer_hooks_see_its_batches_in_training_and_in_evaluation(engine: str) -> None:
+    class Scaled(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step((2 * batch[0], batch[1]), batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step((2 * batch[0], batch[1]), batch_idx)
+
+    found = []
+    for learner in (Scaled, Transferring):
+        torch.manual_seed(3)
+        module, run = federated(learner(), engine=engine), trainer(2)
+        run.fit(module, blobs())
+        assert module.engine_facts["engine"] == engine
+        found.append((module.global_vector.detach(), run.callback_metrics["val/loss"]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_what_hooks_log_is_read_and_not_changed(engine: str) -> None:
+    class Telling(ControlVariates):
+        def on_local_end(self, clients: Any) -> None:
+            super().on_local_end(clients)
+            clients.log("lr", clients.lr.expand(len(clients.ids)))
+
+    found = []
+    for method in (ControlVariates(), Telling()):
+        torch.manual_seed(3)
+        module, run = federated(engine=engine), trainer(3, [method])
+        run.fit(module, blobs())
+        found.append(module.global_vector.detach())
+    assert torch.equal(*found) and float(run.callback_metrics["lr"]) == pytest.approx(0.1, abs=1e-7)

@@ -151,13 +151,15 @@ def unstackable(module: FederatedModule, replica: Replica) -> str:
         trial = replica.another()  # so that the learner keeps its attributes
         stack = Stack(trial, 2)
         stack.x.copy_(module.global_vector.detach().expand_as(stack.x))
-        trial.x.copy_(module.global_vector.detach())
+        trial.x.fill_(torch.nan)  # where only a learner that reads parameters past the stack would look
         attributes = Attributes(trial.learner, metrics=True)
         own = {name: id(buffer) for name, buffer in trial.buffers.items()}
         with torch.no_grad():
             two = (ids[0], ids[-1])
             batches = [next(iter(module.data.client_batches(i, 0, 1, device=stack.x.device))) for i in two]
-            stack.gradient(stack.groups(list(enumerate(batches))), 0)
+            finite = stack.gradient(stack.groups(list(enumerate(batches))), 0).isfinite().all()
+        if not bool(finite):
+            return "its loss is not finite, or reads parameters that are not its modules'"
         if changed := [name for name, buffer in trial.buffers.items() if own.get(name) != id(buffer)]:
             return f"its training_step assigns to the buffer {changed[0]}"
         if attribute := attributes.changed():
