@@ -5,7 +5,7 @@ RUN := $(BIN)/fl-lightning
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format faults
+.PHONY: help demo test check format faults gpu-check
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -47,6 +47,9 @@ check: .venv/installed-dev  ## lint, formatting, types
 format: .venv/installed-dev  ## put the code in form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then time and profile them
+	$(BIN)/python -m benchmarks.gpu_check
 
 faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/plant.py

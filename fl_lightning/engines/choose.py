@@ -48,6 +48,8 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         UserError: the engine asked for cannot train this learner.
     """
     learner, w = module.learner, module.global_vector
+    if w.is_cuda and not torch.backends.cudnn.benchmark:  # as Trainer(benchmark=True) sets it
+        repeatable()
     check_trainable(learner, module.layout)
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
@@ -129,6 +131,12 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     facts |= {"workers": str(number), "threads": "1", "capture": f"no: {reason}" if reason else "yes"}
     side_by_side = Concurrent if w.device.type == "cpu" else Streams
     return side_by_side(work, learner, copied(number), module.note, not reason), facts
+
+
+def repeatable() -> None:
+    """On a GPU: kernels that leave the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
 
 
 def stack_size(module: FederatedModule) -> int:
@@ -220,8 +228,8 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
     workers = min(workers, most_at_once(module))
     if module.global_vector.device.type != "cpu":
         return {**alone, "why": "clients train side by side on CPUs and CUDA GPUs"}
-    if workers < 2:
-        return {**alone, "why": "one core, or one client, for each process"}
+    if workers < 2 and usable_cores(module) > 1:
+        return {**alone, "why": "one client for each process"}
     try:
         copies = copied(workers)
     except Exception as error:
@@ -229,6 +237,8 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
     try:
         if drawn := draws(module, *copies[0]):
             return {**alone, "why": f"{drawn}, so clients train one after the other"}
+        if workers < 2:  # on a thread of its own all the same, where local steps are captured
+            return {"engine": "concurrent", "workers": "1", "threads": "1", "why": "one core for each process"}
         lengths = [module.steps(0, i) for i in module.participants(0)[:: module.trainer.world_size]]
         seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
     except Exception as error:  # the first round will meet it, and say where

@@ -1,0 +1,197 @@
+"""``python -m benchmarks.gpu_check``: what a GPU computes, then how fast, in one table each (``make gpu-check``).
+
+Correctness first: side by side on streams, captured or not, has to leave the bits of one client after the other;
+stacked, and the CPU, the same to rounding. Then seconds a round, and where they go. Exits with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.speed import bare
+from benchmarks.workloads import WORKLOADS, Ours, Workload
+from fl_lightning import callbacks
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "FedAvg": (),
+    "FedInit": ("RelaxedInitialization",),
+    "FedProx": ("ProximalTerm",),
+    "FedDyn": ("DynamicRegularization",),
+    "FedCM": ("ClientMomentum",),
+    "SCAFFOLD": ("ControlVariates",),
+    "FedSAM": ("SharpnessAwareMinimization",),
+    "FedSMOO": ("GlobalSharpnessAwareMinimization", "DynamicRegularization"),
+    "FedALS": ("PartialAveraging",),
+}
+SMALL = {"samples": 60, "batch_size": 25, "epochs": 4, "clients": 5, "registered": 10}  # twelve steps, a short batch
+DOUBLE, HALF = 1e-9, 5e-2  # largest difference, relative to the largest entry
+
+
+@dataclasses.dataclass
+class Case:
+    """Two settings of one workload, and how near their models have to be after two rounds."""
+
+    what: str
+    work: Workload
+    methods: tuple[str, ...]
+    one: dict[str, Any]
+    other: dict[str, Any]
+    tolerance: float
+
+
+def cases(accelerator: str, works: list[str]) -> Iterator[Case]:
+    """What is compared, of each workload made small."""
+    there = {"accelerator": accelerator}
+    for name in works:
+        work = dataclasses.replace(WORKLOADS[name], **SMALL)
+        for method, parts in METHODS.items():
+            alone = {**there, "engine": "sequential"}
+            for how, of in (
+                ("captured", {"capture": True}),
+                ("eager", {"capture": False}),
+                ("two at once", {"workers": 2}),
+            ):
+                beside = {**there, "engine": "concurrent", "capture": True, **of}
+                yield Case(f"{name} {method}, side by side, {how}", work, parts, alone, beside, 0)
+            wide = {"precision": "64-true"}
+            yield Case(
+                f"{name} {method}, stacked in float64", work, parts, {**alone, **wide},
+                {**there, **wide, "engine": "stacked"}, DOUBLE,
+            )  # fmt: skip
+            yield Case(
+                f"{name} {method}, as on a CPU in float64", work, parts, {**alone, **wide},
+                {"accelerator": "cpu", **wide, "engine": "sequential"}, DOUBLE,
+            )  # fmt: skip
+        captured, mixed = {**there, "engine": "concurrent", "capture": True}, {"precision": "bf16-mixed"}
+        half = {**there, **mixed, "engine": "sequential"}
+        yield Case(f"{name} bf16, side by side, captured", work, (), half, {**captured, **mixed}, 0)
+        yield Case(f"{name} bf16, near float32", work, (), half, {**there, "engine": "sequential"}, HALF)
+        yield Case(f"{name} the same again", work, (), captured, captured, 0)
+
+
+def started(work: Workload, methods: tuple[str, ...], settings: dict[str, Any]) -> Ours:
+    return Ours(work, methods=[getattr(callbacks, m)() for m in methods], **copy.deepcopy(settings))
+
+
+def model(work: Workload, methods: tuple[str, ...], settings: dict[str, Any], rounds: int = 2) -> tuple[Tensor, str]:
+    """The global vector after some rounds, and whether steps were captured."""
+    run = started(work, methods, settings)
+    for _ in range(rounds):
+        run.round()
+    facts = run.module.engine_facts
+    run.close()
+    return run.module.global_vector.detach().cpu().double(), facts.get("capture", "")
+
+
+def check(case: Case) -> tuple[bool, str]:
+    """Whether it holds, and how far apart the models are."""
+    (one, _), (other, captured) = (model(case.work, case.methods, s) for s in (case.one, case.other))
+    apart = float((one - other).abs().max() / one.abs().max())
+    asked = case.other.get("capture") is True
+    told = f" ({captured})" if asked and captured != "yes" else ""
+    return apart <= case.tolerance and not told, f"{apart:.1e}, at most {case.tolerance:g}{told}"
+
+
+def workload(name: str, small: bool) -> Workload:
+    """As the table has it, with five epochs of W3."""
+    work = WORKLOADS[name]
+    if small:
+        return dataclasses.replace(work, **SMALL)
+    return dataclasses.replace(work, epochs=5) if name == "W3" else work
+
+
+def speeds(accelerator: str, names: list[str], repetitions: int, small: bool) -> dict[str, dict[str, list[float]]]:
+    """Seconds a round of each contender, interleaved."""
+    found = {}
+    for name in names:
+        work = workload(name, small)
+        there = {"accelerator": accelerator}
+        asked: dict[str, dict[str, Any]] = {
+            "sequential": {"engine": "sequential"},
+            "streams, eager": {"engine": "concurrent", "capture": False},
+            **{
+                f"{k} streams, captured": {"engine": "concurrent", "capture": True, "workers": k} for k in (1, 2, 5, 10)
+            },
+            "stacked": {"engine": "stacked"},
+            "auto": {"engine": "auto"},
+            "auto, bf16": {"engine": "auto", "precision": "bf16-mixed"},
+        }
+        runs = {who: started(work, work.methods, {**there, **settings}) for who, settings in asked.items()}
+        rounds = {"bare": bare(work, 1, "cpu" if accelerator == "cpu" else "cuda")}
+        rounds |= {who: run.round for who, run in runs.items()}
+        seconds: dict[str, list[float]] = {who: [] for who in rounds}
+        for repetition in range(repetitions + 2):
+            for who, round in rounds.items():
+                took, _ = round()
+                if repetition > 1:
+                    seconds[who].append(took)
+        print(f"\n{name}{'':24}seconds a round   times as fast as bare")
+        for who, taken in seconds.items():
+            ratio = statistics.median(b / t for b, t in zip(seconds["bare"], taken, strict=True))
+            facts = runs[who].module.engine_facts if who in runs else {}
+            told = " ".join(f"{k}={facts[k]}" for k in ("engine", "workers", "memory", "capture") if k in facts)
+            print(f"  {who:24}{statistics.median(taken):15.4f}{ratio:22.2f}   {told if 'auto' in who else ''}".rstrip())
+        for run in runs.values():
+            run.close()
+        found[name] = seconds
+    return found
+
+
+def profile(accelerator: str, name: str, small: bool) -> None:
+    """The kernels that one captured round spends its time in."""
+    work = workload(name, small)
+    run = started(work, work.methods, {"accelerator": accelerator, "engine": "concurrent"})
+    run.round()
+    run.round()
+    with torch.profiler.profile() as profiled:
+        run.round()
+    run.close()
+    order = "self_cpu_time_total" if accelerator == "cpu" else "self_cuda_time_total"
+    print(
+        f"\n{name}, one round\n{profiled.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("--accelerator", default="gpu", choices=["gpu", "cpu"], help="cpu: to try this command itself")
+    parser.add_argument("--check", nargs="*", default=["W1", "W2", "W3"], help="workloads whose results are compared")
+    parser.add_argument("--speed", nargs="*", default=list(WORKLOADS), help="workloads that are timed")
+    parser.add_argument("--profile", nargs="*", default=["W3"], help="workloads that are profiled")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--small", action="store_true", help="time and profile few samples, to try this command")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"))
+    given = parser.parse_args()
+    if given.accelerator == "gpu" and not torch.cuda.is_available():
+        print("no CUDA GPU is here; --accelerator cpu tries the command itself")
+        return 2
+    device = torch.cuda.get_device_name() if given.accelerator == "gpu" else "CPU"
+    print(f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}\n")
+    for method in set(METHODS) - set(given.methods):
+        METHODS.pop(method)
+    failed = 0
+    for case in cases(given.accelerator, given.check):
+        holds, told = check(case)
+        failed += not holds
+        print(f"  {'ok    ' if holds else 'FAILED'} {case.what}: {told}", flush=True)
+    print(f"\n{failed} comparisons failed")
+    given.json.write_text(json.dumps(speeds(given.accelerator, given.speed, given.repetitions, given.small), indent=1))
+    for name in given.profile:
+        profile(given.accelerator, name, given.small)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
