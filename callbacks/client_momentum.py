@@ -31,7 +31,7 @@ class ClientMomentum(FederatedCallback):
         self.alpha = alpha
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient.mul_(self.alpha).add_((1 - self.alpha) * self.delta)
+        gradient.mul_(self.alpha).add_(self.delta, alpha=1 - self.alpha)
 
     def on_local_end(self, clients: Clients) -> None:
         self.velocity[clients] = clients.mean_gradient

@@ -39,7 +39,7 @@ class DynamicRegularization(FederatedCallback):
             raise UserError(f"DynamicRegularization: penalty={penalty!r} is not accepted; it has to be above 0.")
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient += (clients.x - clients.w).mul_(self.penalty).sub_(self.lambda_i[clients])
+        gradient.add_(clients.x - clients.w, alpha=self.penalty).sub_(self.lambda_i[clients])
 
     def on_local_end(self, clients: Clients) -> None:
         moved = clients.x - clients.w

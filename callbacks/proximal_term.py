@@ -29,4 +29,4 @@ class ProximalTerm(FederatedCallback):
         self.mu = mu
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient += (clients.x - clients.w).mul_(self.mu)
+        gradient.add_(clients.x - clients.w, alpha=self.mu)

@@ -32,7 +32,7 @@ ELEMENTWISE = [
 class ClientOptimizer:
     """Steps ``x`` ``(1, D)`` with a gradient of that shape, whatever optimizer the user chose.
 
-    Plain SGD is two passes over x; optimizers that treat each coordinate alike work on the flat vector; others (and
+    Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat vector; others (and
     those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
     """
 
@@ -41,7 +41,7 @@ class ClientOptimizer:
         self.views: list[nn.Parameter] = []
         group = optimizer.param_groups[0]
         flat = is_flat(optimizer, learner)
-        self.plain = flat and is_plain_sgd(optimizer)
+        self.plain = flat and is_plain_sgd(optimizer) and x.is_floating_point()
         if self.plain:
             self.weight_decay = float(group["weight_decay"])
             self.base = [float(group["lr"])]
@@ -88,10 +88,7 @@ class ClientOptimizer:
 
     def step(self, gradient: Tensor) -> None:
         if self.plain:
-            (lr,) = self.rates
-            if self.weight_decay:
-                self.x.mul_(1 - lr * self.weight_decay)
-            self.x.add_(gradient, alpha=-lr)
+            self._fused([self.x], [gradient.to(self.x.dtype).contiguous()])
             return
         if gradient is not self.gradient:
             self.gradient.copy_(gradient)
@@ -99,10 +96,15 @@ class ClientOptimizer:
 
     def step_each(self, gradients: tuple[Tensor, ...]) -> None:
         """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without the copy into g."""
-        (lr,) = self.rates
-        if self.weight_decay:
-            self.x.mul_(1 - lr * self.weight_decay)
-        torch._foreach_add_(self._views_of_x, gradients, alpha=-lr)
+        dense = [g.to_dense() if g.is_sparse else g.contiguous() for g in gradients]
+        self._fused(self._views_of_x, dense)
+
+    def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
+        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel, which takes both in one order in memory."""
+        torch._fused_sgd_(
+            x, gradients, [], weight_decay=self.weight_decay, lr=self.rates[0], momentum=0.0, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=True,
+        )  # fmt: skip
 
     def state(self) -> dict[str, Tensor]:
         """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""

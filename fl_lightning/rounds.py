@@ -71,11 +71,9 @@ class Round:
         value = initial(self.w) if callable(initial) else self.w0 if initial == "initial_model" else self.w
         return value.to(kind).expand(size)
 
-    def coefficient(self, schedule: Schedule) -> Tensor:
-        """A schedule's value of this round, as one tensor."""
-        if schedule not in self._cache:
-            self._cache[schedule] = torch.tensor(schedule(self.t), dtype=torch.float64, device=self.w.device)
-        return self._cache[schedule]
+    def coefficient(self, schedule: Schedule) -> float:
+        """A schedule's value of this round."""
+        return float(schedule(self.t))
 
     def server_state(self, key: str, declaration: ServerState) -> Tensor:
         """The present value; in server hooks a copy that becomes the state when the round is committed."""
