@@ -1,0 +1,208 @@
+"""The ATen calls of a piece of code, recorded once, as a function that makes them again without that code's Python.
+
+Runs of calls become TorchScript functions, which do not hold the interpreter's lock; where that is not to be had,
+Python makes the calls. Either way they are the same calls on the same memory, so the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+SAME = (aten.detach.default, aten.alias.default)
+FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+WRITTEN = (torch.dtype, torch.memory_format, torch.layout)  # their repr is how code writes them
+
+
+@dataclass
+class Call:
+    """``names = function(text)``; ``uses`` are the names in the text."""
+
+    names: list[str]
+    uses: list[str]
+    function: Any
+    text: str
+    scripted: bool
+    alone: bool = False  # one name, of a result that is a list
+
+    def line(self, function: str) -> str:
+        """As code, by a name of the function."""
+        call = f"{function}({self.text})"
+        return f"{', '.join(self.names)}{',' * self.alone} = {call}" if self.names else call
+
+
+class Recording(TorchDispatchMode):
+    """The ATen calls within, as a function of the batch's leaves and of the tensors that were there before.
+
+    ``refused`` says why the calls may be others the next time, and is empty where they are not.
+
+    Args:
+        leaves: of the batch.
+        own: tensors that :meth:`bind` replaces by others of the same layout.
+    """
+
+    def __init__(self, leaves: list[Tensor], own: dict[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused = ""
+        self.counted: dict[str, int] = {}
+        self.one_client = False
+        self._names = {id(leaf): f"b{j}" for j, leaf in enumerate(leaves)}
+        self._arguments = list(self._names.values())
+        self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in own.items()}
+        self._fixed: dict[tuple[int, int], str] = {}
+        self._values: dict[str, Any] = {}
+        self._held: list[Any] = []  # so that no id is given twice
+        self._calls: list[Call] = []
+        self._run: Callable[..., None] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return out
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        self._held.append((given, out))
+        self._check(func, given)
+        made = any(id(a) in self._names for a in given)
+        if func in SAME or (func.is_view and not made):
+            if made:
+                self._names[id(out)] = self._names[id(given[0])]
+            return out  # of a tensor that stays, a view stays
+        if func in FRESH:
+            func, args, kwargs = aten.clone.default, (args[0],), {}
+        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        uses: list[str] = []
+        texts = [self._text(a, uses) for a in args] + [f"{k}={self._text(v, uses)}" for k, v in kwargs.items()]
+        names: list[str] = []
+        for o in outs:
+            if isinstance(o, Tensor) and not any(o is a for a in given):
+                self._names[id(o)] = f"t{len(self._held)}_{len(names)}"
+                names.append(self._names[id(o)])
+            else:
+                names.append("_")
+        alone = isinstance(out, (list, tuple)) and len(names) == 1
+        known = all(name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses)
+        scripted = known and not alone and not changes_lists(func)  # such changes TorchScript takes for no effect
+        self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone))
+        return out
+
+    def _check(self, func: Any, given: list[Tensor]) -> None:
+        if torch.Tag.data_dependent_output in func.tags:
+            self.refused = f"{func} reads a value, which may differ from step to step"
+        elif torch.Tag.dynamic_output_shape in func.tags:
+            integers = func is aten.index.Tensor and not any(a.dtype in (torch.bool, torch.uint8) for a in given[1:])
+            if not integers:
+                self.refused = f"the shape of {func}'s result may differ from step to step"
+
+    def _text(self, value: Any, uses: list[str]) -> str:
+        """How code names a value; tensors and numbers with a fraction are given to it."""
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._text(v, uses) for v in value)}]"
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if value is None or isinstance(value, (bool, int, str, *WRITTEN)):
+            return repr(value)
+        known = self._names.get(id(value))
+        name = known or (self._there(value) if isinstance(value, Tensor) else self._constant(value))
+        uses.append(name)
+        return name
+
+    def _there(self, tensor: Tensor) -> str:
+        """A tensor that was there before; parameters may be tied elsewhere later, so where it lies now counts."""
+        key = id(tensor), tensor.data_ptr()
+        if key not in self._fixed:
+            self._fixed[key] = self._constant(tensor.detach())
+        return self._fixed[key]
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self._values)}"
+        self._values[name] = value
+        return name
+
+    def _compiled(self) -> Callable[..., None]:
+        """The calls as one function; each tensor is given free after its last use."""
+        pieces: list[Call] = []
+        start = 0
+        while start < len(self._calls):
+            end = start
+            while end < len(self._calls) and self._calls[end].scripted:
+                end += 1
+            piece = self._script(start, end) if end > start else None
+            pieces += [piece] if piece is not None else self._calls[start : max(end, start + 1)]
+            start = max(end, start + 1)
+        last = {name: j for j, piece in enumerate(pieces) for name in piece.uses}
+        lines = ["pass"]
+        for j, piece in enumerate(pieces):
+            lines.append(piece.line(self._constant(piece.function)))
+            ends = sorted({n for n in (*piece.uses, *piece.names) if n.startswith("t") and last.get(n, j) == j})
+            lines += [" = ".join(ends) + " = None"] if ends else []
+        self._values["torch"] = torch
+        code = f"def replay({', '.join(self._arguments)}):\n " + "\n ".join(lines)
+        exec(compile(code, "<recorded local step>", "exec"), self._values)  # made of names and numbers alone
+        self._fixed_own = {
+            name: (self._storages[at], value.shape, value.stride(), value.storage_offset())
+            for name, value in self._values.items()
+            if isinstance(value, Tensor) and (at := value.untyped_storage().data_ptr()) in self._storages
+        }
+        self._held, self._names, self._calls = [], {}, []
+        return self._values["replay"]  # type: ignore[no-any-return]
+
+    def _script(self, start: int, end: int) -> Call | None:
+        """Some calls in a row as one TorchScript function; None where it cannot be compiled."""
+        calls = self._calls[start:end]
+        made = {name for call in calls for name in call.names}
+        later = {name for call in self._calls[end:] for name in call.uses}
+        needed = list(dict.fromkeys(name for call in calls for name in call.uses if name not in made))
+        given = sorted(made & later)
+        floats = {name for name in needed if isinstance(self._values.get(name), float)}
+        typed = ", ".join(f"{name}: {'float' if name in floats else 'Tensor'}" for name in needed)
+        lines = [call.line("torch.ops." + call.function._schema.name.replace("::", ".")) for call in calls]
+        lines.append(f"return {', '.join(given)}" if given else "return None")
+        function = script(f"def piece({typed}):\n " + "\n ".join(lines) + "\n")
+        return None if function is None else Call(given, needed, function, ", ".join(needed), False)
+
+    def bind(self, own: dict[str, Tensor]) -> bool:
+        """From here on with these tensors; False if some are missing, or it holds for one client alone."""
+        if self._run is None:
+            self._run = self._compiled()
+        if self.one_client or not {whose for whose, *_ in self._fixed_own.values()} <= own.keys():
+            return False
+        for name, (whose, shape, stride, offset) in self._fixed_own.items():
+            self._values[name] = own[whose].detach().as_strided(shape, stride, offset)
+        return True
+
+    def replay(self, leaves: list[Tensor], numbers: dict[str, int]) -> None:
+        """The step once more, on this batch."""
+        if self._run is None:
+            self._run = self._compiled()
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            self._run(*leaves)
+        for name, number in self.counted.items():
+            numbers[name] += number
+
+
+@cache
+def changes_lists(func: Any) -> bool:
+    """Whether a call changes tensors that it is given in a list."""
+    arguments = func._schema.arguments
+    return any(a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type) for a in arguments)
+
+
+@lru_cache(maxsize=64)
+def script(code: str) -> Callable[..., Any] | None:
+    """A TorchScript function, the same for all recordings of the same calls; None where it cannot be made."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.CompilationUnit(code).piece  # type: ignore[no-any-return]
+    except Exception:  # calls that TorchScript does not know, or a Python for which it is not made
+        return None
