@@ -29,7 +29,7 @@ def bare(work: Workload, threads: int, device: str) -> Round:
     """The bare loop; FedAvg's work stands for methods that it does not have."""
     torch.manual_seed(0)
     loop = Bare(
-        work.network().to(device), work.epochs, work.batch_size, LR, work.weight_decay,
+        work.others().to(device), work.epochs, work.batch_size, LR, work.weight_decay,
         "ControlVariates" in work.methods, work.registered,
     )  # fmt: skip
     x, y = (array.to(device) for array in work.arrays())

@@ -45,6 +45,12 @@ class Workload:
     registered: int = 100
     weight_decay: float = 1e-3
     methods: tuple[str, ...] = ()
+    usual: Callable[[], nn.Module] | None = None
+
+    @property
+    def others(self) -> Callable[[], nn.Module]:
+        """The network for the bare loop and peers: ``usual``, the same function as everybody writes it."""
+        return self.usual or self.network
 
     def arrays(self) -> tuple[Tensor, Tensor]:
         """Samples of ten noisy patterns, for the participants alone, client after client."""
@@ -57,7 +63,7 @@ class Workload:
 WORKLOADS = {
     "W1": Workload(MLP, (1, 28, 28), 500, 5, 50),
     "W2": Workload(lambda: LeNet(10), (3, 32, 32), 500, 2, 50),
-    "W3": Workload(lambda: ResNet18GN(10), (3, 32, 32), 500, 1, 50),
+    "W3": Workload(lambda: ResNet18GN(10), (3, 32, 32), 500, 1, 50, usual=lambda: ResNet18GN(10, live_taps=False)),
     # the same ten clients in every round, so that all systems hold the same client states
     "W4-scaffold": Workload(MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=("ControlVariates",)),
     "W4-fedsmoo": Workload(MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=FEDSMOO),

@@ -67,7 +67,7 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     if work.methods:
         raise Missing(f"it has no {' + '.join(work.methods)}")
     torch.manual_seed(0)
-    network = work.network()
+    network = work.others()
     if type(network) not in NETWORKS:
         raise Missing(f"{type(network).__name__} is not written in jax")
     forward = NETWORKS[type(network)]

@@ -20,7 +20,7 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     if work.methods not in ((), ("ControlVariates",)):
         raise Missing(f"it has no {' + '.join(work.methods)}")
     torch.manual_seed(0)
-    network = work.network()
+    network = work.others()
     x, y = work.arrays()
     own = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
     losses: list[Tensor] = []

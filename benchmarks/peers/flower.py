@@ -29,7 +29,7 @@ def prepared(workload: str) -> tuple[Bare, list[tuple[Tensor, Tensor]]]:
     """Once in each worker: network and loop (Flower leaves that to its users), and the clients."""
     work = WORKLOADS[workload]
     x, y = work.arrays()
-    loop = Bare(work.network(), work.epochs, work.batch_size, LR, work.weight_decay)
+    loop = Bare(work.others(), work.epochs, work.batch_size, LR, work.weight_decay)
     return loop, list(zip(x.split(work.samples), y.split(work.samples), strict=True))
 
 
@@ -59,7 +59,7 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         torch.manual_seed(0)
-        arrays = ArrayRecord(work.network().state_dict())
+        arrays = ArrayRecord(work.others().state_dict())
         strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=work.clients, min_available_nodes=work.clients)
 
         def round() -> float:

@@ -62,7 +62,7 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
         raise Missing("the states of its SCAFFOLD's clients are one process's")
     set_framework_module(pytorch_ops)
     torch.manual_seed(0)
-    module = Module(work.network())
+    module = Module(work.others())
     x, y = work.arrays()
     own = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
     turn = iter(int(i) for _ in iter(int, 1) for i in range(work.clients))

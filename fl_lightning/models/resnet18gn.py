@@ -7,9 +7,18 @@ from functools import partial
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from fl_lightning.models.live_taps import leave_out_dead_taps
+
 
 class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's ResNet-18 with ``GroupNorm(groups)``: 11,181,642 parameters for ten classes."""
+    """torchvision's ResNet-18 with ``GroupNorm(groups)``: 11,181,642 parameters for ten classes.
 
-    def __init__(self, num_classes: int, groups: int = 2) -> None:
+    Args:
+        live_taps: leave out the taps of convolutions that meet padding alone, which is the same function; a quarter
+            faster on 32x32 images (``python -m benchmarks.variants``).
+    """
+
+    def __init__(self, num_classes: int, groups: int = 2, live_taps: bool = True) -> None:
         super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, groups))
+        if live_taps:
+            leave_out_dead_taps(self)

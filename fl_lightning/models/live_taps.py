@@ -1,0 +1,30 @@
+"""Convolutions that leave out the taps which meet padding alone, on maps of one or two pixels a side."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+
+class LiveTaps(nn.Conv2d):
+    """A 3x3 convolution with padding 1 (and no bias, dilation or groups): the same function, weights and gradients.
+
+    On 1x1 maps only the centre tap ever meets data, on 2x2 maps with stride 2 only four do; the others have gradient 0.
+    In ResNet-18 with 32x32 inputs these are 62 % of all weights. Results differ from Conv2d's in rounding.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``(n, inputs, height, width)``."""
+        if x.shape[-2:] == (1, 1) and self.stride == (1, 1):
+            return linear(x.flatten(1), self.weight[:, :, 1, 1])[:, :, None, None]
+        if x.shape[-2:] == (2, 2) and self.stride == (2, 2):
+            return linear(x.flatten(1), self.weight[:, :, 1:, 1:].flatten(1))[:, :, None, None]
+        return super().forward(x)
+
+
+def leave_out_dead_taps(network: nn.Module) -> None:
+    """Make all 3x3 convolutions with padding 1 in a network of this kind; parameters and their names stay."""
+    for module in network.modules():
+        plain = type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1)
+        if plain and module.bias is None and module.dilation == (1, 1) and module.groups == 1:
+            module.__class__ = LiveTaps
