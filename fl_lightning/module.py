@@ -52,11 +52,12 @@ class FederatedModule(Cohort):
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
         init_from: a checkpoint or exported file whose weights to start from.
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
-            thread of a CPU, same bits whatever their number; ``"stacked"``: many as one batch of models, the same to
-            rounding; ``"auto"``: the faster one of the first two, measured before round 0.
+            thread of a CPU or one stream of a GPU, same bits whatever their number; ``"stacked"``: many as one batch of
+            models, the same to rounding; ``"auto"``: the faster one of the first two, measured before round 0.
         clients_at_once: clients of a group of the stacked engine; ``"auto"``: as fit into a gigabyte.
-        workers: threads of the concurrent engine; ``"auto"``: the process's cores.
-        capture: CUDA graphs; for engines on a GPU.
+        workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on a GPU up to 16.
+        capture: whether the concurrent engine records a local step and replays it: same bits, without the learner's
+            Python; ``"auto"``: where a trial before round 0 leaves the same bits, and steps are short or on a GPU.
         seed: None: that of ``seed_everything``; none there either: drawn, and kept in the checkpoint.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
 

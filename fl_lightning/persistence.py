@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +62,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         dist.all_gather_object(everyone, index)
         index = merge_indices(everyone)
     if store.names():
-        store.collect(folder, [index, *indices_on_disk(module)])
+        store.collect(folder, chain([index], indices_on_disk(module)))
     w, at, learner = module.global_vector.detach(), module.evaluated_vector, module.learner
     folders = [str(folder.resolve())]
     directory = getattr(module.trainer.checkpoint_callback, "dirpath", None)
@@ -92,8 +94,8 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     learner.on_save_checkpoint(checkpoint)
 
 
-def indices_on_disk(module: FederatedModule) -> list[Any]:
-    """Which rows the checkpoints beside this run's need; each file is opened once."""
+def indices_on_disk(module: FederatedModule) -> Iterator[Any]:
+    """Which rows the checkpoints beside this run's need, looked up when asked for; each file is opened once."""
     present: dict[Any, Any] = {}
     for callback in module.trainer.checkpoint_callbacks:
         directory = getattr(callback, "dirpath", None)
@@ -102,7 +104,7 @@ def indices_on_disk(module: FederatedModule) -> list[Any]:
             file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             present[file] = module.known_indices[file] if file in module.known_indices else index_in(path)
     module.known_indices = present
-    return list(present.values())
+    yield from present.values()
 
 
 def index_in(path: Path) -> dict[str, Any]:

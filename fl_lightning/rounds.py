@@ -281,6 +281,10 @@ class Clients:
         own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "_x"}
         return {**own, **self._rows}
 
+    def told(self) -> list[Tensor]:
+        """What hooks logged and uploaded so far."""
+        return [*self.logs.values(), *self.uploads.values()]
+
     def begin(self, moved: bool) -> None:
         """Starts are final: remember them (``moved``: a method may have changed them)."""
         self._start = self._x.clone() if moved else self._round.w.expand_as(self._x)

@@ -81,10 +81,8 @@ class Capture:
                 own = {**clients.tensors(), **optimizer.tensors()}
                 bound = shape == self._shape and self._recorded is not None and self._recorded.bind(own)
                 if not bound:
-                    self._shape, clients.looked_up = shape, False
-                    bound = self._record(step, batch, index, own, numbers)
-                    if self._recorded is not None:
-                        self._recorded.one_client = clients.looked_up
+                    self._shape = shape
+                    bound = self._record(step, batch, index, own, clients, numbers)
                     continue
             if bound and shape == self._shape:
                 assert self._recorded is not None
@@ -93,11 +91,14 @@ class Capture:
             else:
                 step(batch, index)
 
-    def _record(self, step: Step, batch: Any, index: int, own: dict[str, Tensor], numbers: dict[str, int]) -> bool:
+    def _record(
+        self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, numbers: dict[str, int]
+    ) -> bool:
         """Take this step, and hold it for the next ones; False if it cannot be repeated."""
         made: Recording | Graph
         self._recorded, before = None, dict(numbers)
-        leaves = tree_leaves(batch)
+        leaves, told = tree_leaves(batch), clients.told()
+        clients.looked_up = False
         try:
             if self.stream is None:
                 recording = Recording(leaves, own)
@@ -108,12 +109,17 @@ class Capture:
                 why, made = "", Graph(step, batch, self.stream, self._pool)
             if numbers.keys() != before.keys():
                 why = why or "not every step logs the same names"
-        except (IndexUsed, torch.AcceleratorError) as error:
+            if [id(value) for value in clients.told()] != [id(value) for value in told]:
+                why = why or "a hook logs or uploads in each step"
+        except RuntimeError as error:
+            if self.stream is None and not isinstance(error, IndexUsed):
+                raise
             why = str(error).strip().splitlines()[0]
             numbers.clear()
             numbers.update(before)
             step(batch, index)
         else:
+            made.one_client = made.one_client or clients.looked_up
             made.counted = {name: number - before.get(name, 0) for name, number in numbers.items()}
             if self.stream is not None:  # while it was recorded nothing was computed
                 numbers.update(before)
@@ -137,7 +143,7 @@ class Graph:
     """A step as a CUDA graph on a stream of its own.
 
     Raises:
-        torch.AcceleratorError: something in it cannot be captured; nothing was computed.
+        RuntimeError: something in it cannot be captured; nothing was computed.
     """
 
     def __init__(self, step: Step, batch: Any, stream: torch.cuda.Stream, pool: Any) -> None:

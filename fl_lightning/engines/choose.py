@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
 Facts = dict[str, str]
-CLEARLY = 1.1  # how much faster concurrent has to be, so that the choice is stable where it matters little
+CLEARLY = 1.1  # how much faster something unusual has to be, so that the choice is stable where it matters little
 STREAMS = 16  # on a GPU; PyTorch hands out 32
 TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 
@@ -243,16 +243,15 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
         seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
     except Exception as error:  # the first round will meet it, and say where
         return {**alone, "why": f"not measured ({type(error).__name__})"}
-    # one thread a client from here on, so that timing decides how fast a run is and not its bits
-    alone["threads"] = "1"
+    alone["threads"] = "1"  # as beside others, so that timing decides how fast a run is and not its bits
     if seconds is None:
         return {**alone, "why": f"a round's local steps take less than {1000 * TINY_SECONDS:g} ms"}
     one_by_one, side_by_side = sum(lengths) * seconds["alone"], makespan(lengths, workers) * seconds["beside"]
     why = (
-        f"measured: a round's local steps take {one_by_one:.3g} s one client after the other on {threads} "
-        f"thread{'s' * (threads > 1)}, {side_by_side:.3g} s with {workers} side by side"
+        f"measured, on one thread a client: a round's local steps take {one_by_one:.3g} s one client after the other, "
+        f"{side_by_side:.3g} s with {workers} side by side"
     )
-    together = side_by_side * CLEARLY < one_by_one
+    together = side_by_side < one_by_one * CLEARLY  # where they are near, captured steps decide
     facts = {"engine": "concurrent", "workers": str(workers), "threads": "1"} if together else alone
     kind = "beside" if together else "alone"
     images = seconds.get(f"{kind}, channels last")

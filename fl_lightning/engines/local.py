@@ -127,10 +127,11 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def moved(self) -> bool:
-        """Whether anything was drawn since, on the CPU."""
+        """Whether anything was drawn since."""
         now = RandomState()
         return not (
-            torch.equal(self.torch, now.torch)
+            (self.cuda is None or torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)))  # type: ignore[arg-type]
+            and torch.equal(self.torch, now.torch)
             and self.python == now.python
             and self.numpy[2:] == now.numpy[2:]
             and bool((self.numpy[1] == now.numpy[1]).all())

@@ -19,6 +19,7 @@ from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.capture import Capture
 from fl_lightning.engines.local import RandomState, local_steps
 from fl_lightning.engines.replica import Convert, Replica, buffer_values
+from fl_lightning.engines.sequential import intra_op_threads
 from fl_lightning.engines.streams import Slot, own_stream
 from fl_lightning.methods import Methods
 from fl_lightning.rounds import Clients
@@ -102,6 +103,8 @@ def uncapturable(module: FederatedModule, replica: Replica, optimizer: ClientOpt
                 local_steps(replica, clients, batches, optimizer, Methods([]), None, draws=False, capture=how)
                 found.append([replica.x.clone(), *(b.clone() for b in replica.buffers.values())])
                 found[-1] += [value for _, value in sorted(replica.take_logs().items())]
+            if stream is not None:
+                stream.synchronize()
             if changed := attributes.changed():
                 return f"its training_step changes {changed}"
     except Exception as error:  # the first round will meet it again if it is the learner's
@@ -175,7 +178,7 @@ def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimize
 
 
 def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> dict[str, float] | None:
-    """Seconds of a local step: one client ``alone`` on all intra-op threads, or ``beside`` as many others as copies.
+    """Seconds of a local step on one thread: one client ``alone``, or ``beside`` as many others as copies.
 
     Both also with channels-last images where the learner has convolutions. None where a step takes less than ``worth``.
     """
@@ -193,7 +196,8 @@ def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> d
                 local_steps(copies[j][0], None, batches, copies[j][1], Methods([]), None)  # type: ignore[arg-type]
 
         def alone(steps: int) -> float:
-            return timed(lambda: some(0, steps)) / steps
+            with intra_op_threads(1):
+                return timed(lambda: some(0, steps)) / steps
 
         def beside(steps: int) -> float:
             return timed(lambda: list(pool.map(some, range(len(copies)), [steps] * len(copies)))) / steps

@@ -11,7 +11,7 @@ from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.callback import ClientState, FederatedCallback, Scratch
+from fl_lightning.callback import ClientState, FederatedCallback, Scratch, Upload
 from fl_lightning.callbacks import (
     ClientMomentum,
     ControlVariates,
@@ -217,6 +217,33 @@ def test_a_hook_that_reads_a_value_ends_capture_and_not_the_run() -> None:
         _, found, engine = ran(Lit, lambda: [Looking()], {}, capture=True)
     assert_same(expected, found)
     assert replayed(engine) == 0
+
+
+class Telling(FederatedCallback):
+    """Logs and uploads in each step; the last values count."""
+
+    sent = Upload()
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+        clients.log("norm", clients.norm(gradient))
+        self.sent[clients] = 2 * gradient
+
+    def on_server_update(self, server: Any) -> None:
+        server.log("sent", self.sent.mean().norm())
+
+
+class Whole(FederatedCallback):
+    """Reads all samples of a client in each step."""
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+        gradient.mul_(0.5).add_(clients.full_gradient(clients.x), alpha=0.5)
+
+
+@pytest.mark.parametrize("method", [Telling, Whole])
+def test_hooks_that_log_upload_or_read_all_samples_in_each_step(method: type[FederatedCallback]) -> None:
+    _, expected, _ = ran(Lit, lambda: [method()], {}, engine="sequential")
+    _, found, _ = ran(Lit, lambda: [method()], {}, capture=True)
+    assert_same(expected, found)
 
 
 def test_an_error_in_a_replayed_round_leaves_the_run_where_it_was() -> None:
