@@ -127,4 +127,3 @@ def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: p
     trainer(1).fit(fast, data())
     trainer(1).fit(viewing, data())
     assert fast.engine_facts["memory"] == "channels_last" and "memory" not in viewing.engine_facts
-    assert fast.engine_facts["engine"] == "concurrent"
