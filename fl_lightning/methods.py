@@ -117,6 +117,15 @@ class Methods:
                     return type(callback).__name__
         return None
 
+    def in_steps_of_others(self) -> str:
+        """The first callback, not packaged here, that has a hook in each local step; or an empty string."""
+        hooks = ("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end")
+        for callback in self.callbacks:
+            packaged = type(callback).__module__.startswith("fl_lightning.")
+            if not packaged and any(overrides(callback, hook) for hook in hooks):
+                return type(callback).__name__
+        return ""
+
     def fingerprint(self) -> dict[str, str]:
         """Stateful callbacks and their plain arguments, to compare with a checkpoint's."""
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}

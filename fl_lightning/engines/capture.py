@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.recording import Recording
 
 if TYPE_CHECKING:
     from fl_lightning.client_optimizer import ClientOptimizer
+    from fl_lightning.engines.replica import Replica
     from fl_lightning.rounds import Clients
 
 NOT_CAPTURED = "local steps are not captured, and run one by one: "
@@ -48,10 +51,13 @@ class Capture:
     Args:
         warn: told why a step cannot be replayed, when it turns out that it cannot.
         stream: on a GPU, of the replica; recordings are CUDA graphs there.
+        shared: whether a recording of one client may be replayed for others.
     """
 
-    def __init__(self, warn: Callable[[str], None], stream: torch.cuda.Stream | None = None) -> None:
-        self.warn, self.stream = warn, stream
+    def __init__(
+        self, warn: Callable[[str], None], stream: torch.cuda.Stream | None = None, shared: bool = True
+    ) -> None:
+        self.warn, self.stream, self.shared = warn, stream, shared
         self.replayed = 0
         self._works = True
         self._recorded: Recording | Graph | None = None
@@ -68,9 +74,9 @@ class Capture:
         batches: Iterator[Any],
         clients: Clients,
         optimizer: ClientOptimizer,
-        numbers: dict[str, int],
+        replica: Replica,
     ) -> None:
-        """All steps of one client: ``step(batch, index)``, which counts up ``numbers`` in Python."""
+        """All steps of one client: ``step(batch, index)``."""
         bound, first = False, None
         for index, batch in enumerate(batches):
             leaves, spec = flat(batch)
@@ -79,46 +85,62 @@ class Capture:
                 first = shape
             elif not bound and self._works and shape == first and None not in shape[1]:
                 own = {**clients.tensors(), **optimizer.tensors()}
-                bound = shape == self._shape and self._recorded is not None and self._recorded.bind(own)
+                known = self.shared and shape == self._shape and self._recorded is not None
+                bound = known and self._recorded.bind(own)  # type: ignore[union-attr]
                 if not bound:
                     self._shape = shape
-                    bound = self._record(step, batch, index, own, clients, numbers)
+                    bound = self._record(step, batch, index, own, clients, replica)
                     continue
             if bound and shape == self._shape:
                 assert self._recorded is not None
-                self._recorded.replay(leaves, numbers)
+                self._recorded.replay(leaves, replica.numbers)
                 self.replayed += 1
             else:
                 step(batch, index)
 
     def _record(
-        self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, numbers: dict[str, int]
+        self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, replica: Replica
     ) -> bool:
         """Take this step, and hold it for the next ones; False if it cannot be repeated."""
         made: Recording | Graph
-        self._recorded, before = None, dict(numbers)
-        leaves, told = tree_leaves(batch), clients.told()
+        self._recorded, before = None, dict(replica.numbers)
+        leaves, numbers = tree_leaves(batch), replica.numbers
+        changing = [replica.x, *own.values(), *replica.buffers.values(), *replica.sums.values(), *leaves]
+        copies = [tensor.clone() for tensor in changing]
+        told, kept = clients.told(), Attributes(replica.learner, metrics=True, in_place=False)
+        buffers = list(replica.buffers.values())
         clients.looked_up = False
         try:
-            if self.stream is None:
-                recording = Recording(leaves, own)
-                with recording:
-                    step(batch, NoIndex())
-                why, made = recording.refused, recording
-            else:
-                why, made = "", Graph(step, batch, self.stream, self._pool)
-            if numbers.keys() != before.keys():
-                why = why or "not every step logs the same names"
-            if [id(value) for value in clients.told()] != [id(value) for value in told]:
-                why = why or "a hook logs or uploads in each step"
+            with Looks() as looks:
+                if self.stream is None:
+                    recording = Recording(leaves, own)
+                    with recording:
+                        step(batch, NoIndex())
+                    why, made = recording.refused, recording
+                else:
+                    why, made = "", Graph(step, batch, self.stream, self._pool)
         except RuntimeError as error:
             if self.stream is None and not isinstance(error, IndexUsed):
                 raise
             why = str(error).strip().splitlines()[0]
+            for tensor, copy in zip(changing, copies, strict=True):  # what was done so far is undone
+                tensor.copy_(copy)
+            replica.logged.clear()
             numbers.clear()
             numbers.update(before)
             step(batch, index)
         else:
+            if numbers.keys() != before.keys():
+                why = why or "not every step logs the same names"
+            if not same(clients.told(), told):
+                why = why or "a hook logs or uploads in each step"
+            if not same([*clients.tensors().values()], [v for k, v in own.items() if not k.startswith("optimizer.")]):
+                why = why or "a hook gives clients another tensor in each step"
+            if not same(list(replica.buffers.values()), buffers):
+                why = why or "training_step assigns to a buffer"
+            if changed := kept.changed():
+                why = why or f"training_step changes {changed}"
+            why = why or looks.seen
             made.one_client = made.one_client or clients.looked_up
             made.counted = {name: number - before.get(name, 0) for name, number in numbers.items()}
             if self.stream is not None:  # while it was recorded nothing was computed
@@ -130,6 +152,22 @@ class Capture:
             return False
         self._recorded = made
         return True
+
+
+class Looks(TorchFunctionMode):
+    """Notes in ``seen`` when the values of a tensor are read where no ATen call shows it."""
+
+    seen = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr"):
+            self.seen = f"the values of a tensor are read ({func.__name__})"
+        return func(*args, **(kwargs or {}))
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def flat(batch: Any) -> tuple[list[Any], Any]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fl_lightning import client_optimizer
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.capture import NOT_CAPTURED
 from fl_lightning.engines.concurrent import Concurrent
 from fl_lightning.engines.local import RandomState, Work
 from fl_lightning.engines.measure import (
     CHANNELS_LAST,
-    Attributes,
     Copy,
     channels_last,
     draws,
@@ -106,6 +106,8 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         module.note(f"engine='stacked' cannot train {type(learner).__name__} ({reason}); engine='{instead}' does")
         facts = {**facts, "engine": instead, "why": f"it cannot be stacked: {reason}"}
     if facts["engine"] != "concurrent":
+        if module.capture is True:
+            module.note(f"{NOT_CAPTURED}engine='{facts['engine']}' trains, and engine='concurrent' alone captures")
         facts = {"engine": "sequential", "threads": str(torch.get_num_threads()), **facts}
         return Sequential(work, *with_optimizer(replica), threads=int(facts["threads"])), facts
     workers = facts.get("workers", "0") if module.workers == "auto" else str(module.workers)
@@ -124,13 +126,21 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     work.draws = False
     if w.is_cuda:
         torch.cuda.reset_peak_memory_stats(w.device)
-    reason = uncapturable(module, *first) if module.capture else "not asked for"
+    foreign = module.methods.in_steps_of_others()
+    if not module.capture:
+        reason = "not asked for"
+    elif not type(module._client).__module__.startswith("torch.optim"):
+        reason = f"{type(module._client).__name__} is not one of torch's optimizers"
+    elif foreign and module.capture == "auto":
+        reason = f"{foreign} is not a packaged method; capture=True captures it too"
+    else:
+        reason = uncapturable(module, *first)
     if reason and module.capture is True:
         module.note(NOT_CAPTURED + reason)
     number = min(int(workers) or most_beside(module), most_at_once(module))
     facts |= {"workers": str(number), "threads": "1", "capture": f"no: {reason}" if reason else "yes"}
     side_by_side = Concurrent if w.device.type == "cpu" else Streams
-    return side_by_side(work, learner, copied(number), module.note, not reason), facts
+    return side_by_side(work, learner, copied(number), module.note, not reason, not foreign), facts
 
 
 def repeatable() -> None:
@@ -228,7 +238,7 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
     workers = min(workers, most_at_once(module))
     if module.global_vector.device.type != "cpu":
         return {**alone, "why": "clients train side by side on CPUs and CUDA GPUs"}
-    if workers < 2 and usable_cores(module) > 1:
+    if workers < 2 and usable_cores(module) > 1 and module.workers != 1:
         return {**alone, "why": "one client for each process"}
     try:
         copies = copied(workers)
@@ -238,7 +248,12 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
         if drawn := draws(module, *copies[0]):
             return {**alone, "why": f"{drawn}, so clients train one after the other"}
         if workers < 2:  # on a thread of its own all the same, where local steps are captured
-            return {"engine": "concurrent", "workers": "1", "threads": "1", "why": "one core for each process"}
+            return {
+                "engine": "concurrent",
+                "workers": "1",
+                "threads": "1",
+                "why": "one at a time, as asked or one core",
+            }
         lengths = [module.steps(0, i) for i in module.participants(0)[:: module.trainer.world_size]]
         seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
     except Exception as error:  # the first round will meet it, and say where

@@ -34,7 +34,7 @@ class Concurrent:
         learner: whose attributes, changed by its hooks between rounds, the copies follow.
         copies: replicas that :meth:`Replica.another` made, with their optimizers.
         warn: told when something drew random numbers all the same.
-        capture: whether local steps are recorded and replayed.
+        capture: whether local steps are recorded and replayed; ``shared``: those of one client for others too.
     """
 
     def __init__(
@@ -44,9 +44,12 @@ class Concurrent:
         copies: list[tuple[Replica, ClientOptimizer]],
         warn: Callable[[str], None],
         capture: bool = False,
+        shared: bool = True,
     ) -> None:
         self.work, self.learner, self.copies, self._warn = work, learner, copies, warn
-        self._captures = [Capture(lambda why: warn(NOT_CAPTURED + why)) if capture else None for _ in copies]
+        self._captures = [
+            Capture(lambda why: warn(NOT_CAPTURED + why), shared=shared) if capture else None for _ in copies
+        ]
         self._free = deque(zip(copies, self._captures, strict=True))
         self._here = threading.local()
         self.pool = ThreadPoolExecutor(len(copies), "client", initializer=torch.set_num_threads, initargs=(1,))

@@ -82,7 +82,7 @@ def local_steps(
             end(clients)
 
     if capture is not None and isinstance(replica, Replica):
-        capture.run(take, batches, clients, optimizer, replica.numbers)
+        capture.run(take, batches, clients, optimizer, replica)
     else:
         for step, batch in enumerate(batches):
             take(batch, step)

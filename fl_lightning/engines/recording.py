@@ -57,6 +57,8 @@ class Recording(TorchDispatchMode):
         self.one_client = False
         self._names = {id(leaf): f"b{j}" for j, leaf in enumerate(leaves)}
         self._arguments = list(self._names.values())
+        if len(self._arguments) < len(leaves):
+            self.refused = "a batch holds one tensor twice"
         self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in own.items()}
         self._fixed: dict[tuple[int, int], str] = {}
         self._values: dict[str, Any] = {}
@@ -67,8 +69,13 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "profiler":
+        try:
+            return out if func.namespace == "profiler" else self._note(func, args, kwargs, out)
+        except Exception as error:  # of taking notes: the step itself goes on
+            self.refused = f"{func} cannot be recorded ({type(error).__name__})"
             return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         self._held.append((given, out))
         self._check(func, given)

@@ -59,7 +59,7 @@ class Streams:
         learner: whose attributes, changed by its hooks between rounds, the copies follow.
         copies: replicas that :meth:`Replica.another` made, with their optimizers.
         warn: told when a local step cannot be captured.
-        capture: whether local steps become CUDA graphs.
+        capture: whether local steps become CUDA graphs; ``shared`` concerns recordings on a CPU alone.
     """
 
     def __init__(
@@ -69,12 +69,13 @@ class Streams:
         copies: list[tuple[Replica, ClientOptimizer]],
         warn: Callable[[str], None],
         capture: bool,
+        shared: bool = True,
     ) -> None:
         self.work, self.learner = work, learner
         self.slots = []
         for replica, optimizer in copies:
             stream = own_stream(replica.x)
-            recorder = Capture(lambda why: warn(NOT_CAPTURED + why), stream) if capture else None
+            recorder = Capture(lambda why: warn(NOT_CAPTURED + why), stream, shared) if capture else None
             self.slots.append(Slot(replica, optimizer, recorder, stream))
 
     def run(

@@ -191,7 +191,7 @@ REFUSED = {
     Indexed: "uses batch_idx",
     Reading: "reads a value",
     Masking: "shape",
-    Outside: "something else",
+    Outside: "values of a tensor are read",
     Metrical: "changes accuracy",
     Adaptive: "reads a value",
 }
@@ -217,6 +217,98 @@ def test_a_hook_that_reads_a_value_ends_capture_and_not_the_run() -> None:
         _, found, engine = ran(Lit, lambda: [Looking()], {}, capture=True)
     assert_same(expected, found)
     assert replayed(engine) == 0
+
+
+class Later(Lit):
+    """Steps that can be replayed in round 0 and not in the next ones: each in its own way."""
+
+    way = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.register_buffer("mean", torch.zeros(20))
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.current_epoch == 0:
+            return loss
+        if self.way == "index":
+            return loss * (1 + batch_idx % 2)
+        if self.way == "buffer":
+            self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+            return loss + 0.1 * self.mean.sum() * self.net[0].bias.sum()
+        if self.way == "attribute":
+            self.calls += 1
+            return loss * (0.5 if self.calls % 4 == 0 else 1)
+        return loss * (3 if 3 not in batch[1].tolist() else 1)
+
+
+@pytest.mark.parametrize("way", ["index", "buffer", "attribute", "values"])
+def test_steps_that_change_in_a_later_round_run_each_time(way: str) -> None:
+    def make() -> Later:
+        learner = Later()
+        learner.way = way
+        return learner
+
+    alone = {"workers": 1} if way == "attribute" else {}  # what is kept on the learner goes on in its copy
+    _, expected, _ = ran(make, list, {}, capture=False, **alone)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="local steps are not captured"):
+        module, found, _ = ran(make, list, {}, capture=True, **alone)  # type: ignore[arg-type]
+    assert module.engine_facts["capture"] == "yes"  # as far as round 0 could tell
+    assert_same(expected, found)
+
+
+class Noisy(FederatedCallback):
+    """Draws from a generator that each client is given at its start, and keeps a tensor on the client."""
+
+    def on_local_start(self, clients: Any) -> None:
+        clients.draws = torch.Generator().manual_seed(1000 * clients.round + clients.client_ids[0])
+        clients.scale = float(clients.steps)
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        noise = torch.randn(gradient.shape, generator=clients.draws, dtype=gradient.dtype)
+        return gradient + 0.01 * noise / clients.scale
+
+
+class Remembering(FederatedCallback):
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        before, clients.before = getattr(clients, "before", gradient), gradient.clone()
+        return 0.5 * (gradient + before)
+
+
+class NumPyNoise(FederatedCallback):
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.from_numpy(np.tanh(gradient.numpy()))
+
+
+@pytest.mark.parametrize("method", [Noisy, Remembering, NumPyNoise])
+def test_methods_of_users_are_captured_when_asked_for_and_then_with_the_same_bits(method: type[Any]) -> None:
+    _, expected, _ = ran(Lit, lambda: [method()], {}, engine="sequential")
+    module, found, _ = ran(Lit, lambda: [method()], {})
+    assert f"{method.__name__} is not a packaged method" in module.engine_facts["capture"]
+    assert_same(expected, found)
+    _, found, _ = ran(Lit, lambda: [method()], {}, capture=True)
+    assert_same(expected, found)
+
+
+def test_optimizers_of_users_are_not_captured() -> None:
+    class Lookahead(torch.optim.SGD):
+        taken = 0
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.taken += 1
+            if self.taken % 8 == 0:
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(0.9)
+
+    given = {"client_optimizer": lambda parameters: Lookahead(parameters, lr=0.1), "workers": 1}
+    _, expected, _ = ran(Lit, list, given, capture=False)
+    module, found, _ = ran(Lit, list, given, capture=True)
+    assert "Lookahead is not one of torch's optimizers" in module.engine_facts["capture"]
+    assert_same(expected, found)
 
 
 class Telling(FederatedCallback):
