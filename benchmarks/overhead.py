@@ -33,16 +33,17 @@ def main() -> None:
         name: Ours(WORKLOADS[given.workload], given.engine, [getattr(callbacks, part)() for part in parts])
         for name, parts in METHODS.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # FedAvg's just before or after, own
     for repetition in range(given.repetitions + 1):
         for name, run in runs.items():
-            took, _ = run.round()
+            first, second = (run, runs["FedAvg"]) if repetition % 2 else (runs["FedAvg"], run)
+            one, other = first.round()[0], second.round()[0]
             if repetition:
-                seconds[name].append(took)
+                seconds[name].append((other, one) if repetition % 2 else (one, other))
     print(f"{'':12}seconds a round   × FedAvg's time   ({given.workload}, {given.engine})")
-    for name, taken in seconds.items():
-        ratio = statistics.median(t / f for t, f in zip(taken, seconds["FedAvg"], strict=True))
-        print(f"  {name:10}{statistics.median(taken):15.3f}{ratio:18.2f}")
+    for name, pairs in seconds.items():
+        ratio = statistics.median(own / fedavg for fedavg, own in pairs)
+        print(f"  {name:10}{statistics.median(own for _, own in pairs):15.3f}{ratio:18.2f}")
         runs[name].close()
     given.json.write_text(json.dumps(seconds, indent=1))
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
+from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState, Upload
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.rounds import Clients, Server
 
@@ -27,6 +27,7 @@ class ControlVariates(FederatedCallback):
     title = "SCAFFOLD"
     c_i = ClientState(synchronised=True)
     c = ServerState(sent=True, synchronised=True)
+    correction = Scratch()
     change = Upload()
 
     def __init__(self, estimate: Literal["displacement", "gradient"] = "displacement") -> None:
@@ -38,8 +39,11 @@ class ControlVariates(FederatedCallback):
             )
         self.estimate = estimate
 
+    def on_local_start(self, clients: Clients) -> None:
+        self.correction[clients] = self.c - self.c_i[clients]
+
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient.add_(self.c).sub_(self.c_i[clients])
+        gradient.add_(self.correction[clients])
 
     def on_local_end(self, clients: Clients) -> None:
         if self.estimate == "gradient":

@@ -11,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, ServerState, Upload
+from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, Scratch, ServerState, Upload
 from fl_lightning.errors import UserError
 from fl_lightning.rounds import Clients, Server
 from fl_lightning.schedules import Schedule
@@ -30,6 +30,7 @@ class DynamicRegularization(FederatedCallback):
     penalty = Coefficient()
     lambda_i = ClientState(synchronised=True)
     lambda_mean = ServerState(synchronised=True)
+    anchor = Scratch()
     moved = Upload(sent="derived from x")
 
     def __init__(self, penalty: float | Schedule = 0.1) -> None:
@@ -38,12 +39,15 @@ class DynamicRegularization(FederatedCallback):
         if not isinstance(penalty, Schedule) and penalty <= 0:
             raise UserError(f"DynamicRegularization: penalty={penalty!r} is not accepted; it has to be above 0.")
 
+    def on_local_start(self, clients: Clients) -> None:
+        self.anchor[clients] = self.lambda_i[clients].add(clients.w, alpha=self.penalty)
+
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient.add_(clients.x - clients.w, alpha=self.penalty).sub_(self.lambda_i[clients])
+        gradient.add_(clients.x, alpha=self.penalty).sub_(self.anchor[clients])
 
     def on_local_end(self, clients: Clients) -> None:
         moved = clients.x - clients.w
-        self.lambda_i[clients] -= self.penalty * moved
+        self.lambda_i[clients].sub_(moved, alpha=self.penalty)
         self.moved[clients] = moved
 
     def on_server_update(self, server: Server) -> None:

@@ -32,6 +32,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     radius = Coefficient()
     mu_i = ClientState(synchronised=False)
     s = ServerState(sent=True, synchronised=False)
+    shift = Scratch()  # μ_i + s
     last = Scratch()
     dual = Upload()
 
@@ -39,21 +40,25 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         super().__init__()
         self.radius = radius
 
+    def on_local_start(self, clients: Clients) -> None:
+        self.shift[clients] = self.mu_i[clients] + self.s
+
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
-        mu_i, e = self.mu_i[clients], self.last[clients]
-        q = torch.sub(gradient, mu_i, out=e).sub_(self.s)
+        shift, e = self.shift[clients], self.last[clients]
+        q = torch.sub(gradient, shift, out=e)
         norm = clients.norm(q)
-        e = q.mul_(self.radius / torch.where(norm > 0, norm, 1.0))
-        mu_i.add_(e).sub_(self.s)
+        e = q.mul_((self.radius / norm).nan_to_num(posinf=0.0))
+        shift.add_(e).sub_(self.s)
         return e
 
     def on_local_end(self, clients: Clients) -> None:
+        self.mu_i[clients] = self.shift[clients] - self.s
         self.dual[clients] = self.mu_i[clients] - self.last[clients]
 
     def on_server_update(self, server: Server) -> None:
         mean = self.dual.mean()
         norm = torch.linalg.vector_norm(mean)
-        self.s = self.radius * mean / torch.where(norm > 0, norm, 1.0)
+        self.s = mean * (self.radius / norm).nan_to_num(posinf=0.0)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if owner := pl_module.methods.owner("parts"):

@@ -6,7 +6,6 @@ x + ρ g/‖g‖ on the same batch.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fl_lightning.callback import Coefficient, FederatedCallback
@@ -31,4 +30,4 @@ class SharpnessAwareMinimization(FederatedCallback):
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
         norm = clients.norm(gradient)
-        return gradient.mul_(self.radius / torch.where(norm > 0, norm, 1.0))
+        return gradient.mul_((self.radius / norm).nan_to_num(posinf=0.0))

@@ -13,6 +13,7 @@ from fl_lightning.callback import Declaration, Upload
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.replica import Replica
 from fl_lightning.errors import UserError
+from fl_lightning.flat import all_finite
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.rounds import Clients, Round
 
@@ -56,7 +57,7 @@ class Collector:
         values: Leaf = {"traffic": traffic}
         rows: dict[str, Tensor] = {}
         buffers = None
-        if bool(torch.isfinite(torch.linalg.vector_norm(update, ord=float("inf")))):
+        if all_finite(update):
             buffers = self._buffers(replica, self.round.weights[client])
         if buffers is not None:
             values.update(self._finished(clients, client, update, traffic), **buffers)
@@ -84,7 +85,7 @@ class Collector:
         if transmit is not None:
             update = checked_rows(transmit, transmit(clients, update), update).clone()
         self._sum(values, "", update[0].to(wide), weight)
-        sent = self.methods.sent_by_clients()
+        sent = self.methods.sent_by_clients(clients.moved)
         size = update.element_size()
         parameters, number = clients.transmitted
         parameters = self.averaged_size if parameters is None else parameters

@@ -136,6 +136,7 @@ class Clients:
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
         self._start: Tensor | None = None
+        self.moved = False
         self.clipped: Tensor
 
     @property
@@ -251,14 +252,17 @@ class Clients:
     def rows(self, key: str, declaration: ClientState | Scratch) -> Tensor:
         """The round's staged rows of a state, loaded at first access."""
         if key not in self._rows:
-            self._declared[key] = declaration
-            loaded = [self._load(key, declaration, i) for i in self._ids]
-            self._rows[key] = torch.stack(loaded)
-            self._versions[key] = self._rows[key]._version
+            self._keep(key, declaration, torch.stack([self._load(key, declaration, i) for i in self._ids]))
         return self._rows[key]
+
+    def _keep(self, key: str, declaration: ClientState | Scratch, rows: Tensor) -> None:
+        self._declared[key], self._rows[key], self._versions[key] = declaration, rows, rows._version
 
     def _load(self, key: str, declaration: ClientState | Scratch, client: int) -> Tensor:
         row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
+        if row is None and declaration.initial == "zeros":
+            like = self._x[0] if declaration.shape is None else self._x.new_empty(declaration.shape)
+            return torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device).expand_as(like)
         if row is None:
             return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
         if self._x.is_cuda and not row.is_cuda:  # pinned, so that the host goes on while it is copied
@@ -266,6 +270,9 @@ class Clients:
         return row.to(self._x.device, non_blocking=True)
 
     def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None:
+        if key not in self._rows and isinstance(declaration, Scratch):  # its zeros would be overwritten
+            one = self._load(key, declaration, self._ids[0])
+            self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))
         rows = self.rows(key, declaration)
         if value is not rows:
             rows.copy_(torch.as_tensor(value))
@@ -286,8 +293,10 @@ class Clients:
         return [*self.logs.values(), *self.uploads.values()]
 
     def begin(self, moved: bool) -> None:
-        """Starts are final: remember them (``moved``: a method may have changed them)."""
-        self._start = self._x.clone() if moved else self._round.w.expand_as(self._x)
+        """Starts are final: remember them; ``moved``: a method changed them."""
+        self.moved = moved
+        own = moved or self.kept_mask is not None
+        self._start = self._x.clone() if own else self._round.w.expand_as(self._x)
         if self.kept_mask is not None and self.kept_origin is not None:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self._start)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from fl_lightning.callback import ClientState, ServerState
 from fl_lightning.client_optimizer import is_plain_sgd
 from fl_lightning.collect import BUFFER_BYTES, DOWN_CLIENTS, MISSING, UP_BYTES, UP_PARAMETERS, Collector
 from fl_lightning.errors import Diverged
+from fl_lightning.flat import all_finite
 from fl_lightning.rounds import Round, Server
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def conclude(module: FederatedModule, round: Round, collector: Collector) -> dic
         methods.run("on_server_update", server)
         if server.averaged is not None:
             server.update = torch.where(server.averaged, server.update, 0.0)
-        if not bool(torch.isfinite(torch.linalg.vector_norm(server.update, ord=math.inf))):
+        if not all_finite(server.update):
             raise Diverged(diverged_text(round.t, "the server's update"))
     else:
         server.update = torch.zeros_like(round.w)
     step_server_optimizer(module, server)
-    if not bool(torch.isfinite(torch.linalg.vector_norm(server.w, ord=math.inf))):
+    if not all_finite(server.w):
         raise Diverged(diverged_text(round.t, "the server's model"))
     module.set_evaluated(evaluated(round, server, w_before))
     server.evaluated = module.evaluated_vector.detach()

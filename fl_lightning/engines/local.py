@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,24 +49,23 @@ def local_steps(
     """All local steps of the clients; returns ``(n,)`` in how many the clipping was active (None without clipping)."""
     perturb, mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
     corrections, step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
-    changed = perturb is not None or mix is not None or bool(corrections) or clip_norm is not None
-    plain = optimizer.plain and isinstance(replica, Replica) and not changed
+    changed = mix is not None or bool(corrections) or clip_norm is not None
+    apart = optimizer.plain and isinstance(replica, Replica) and not changed  # nobody asks for it as a vector
+    gradient_of: Callable[..., Any] = replica.gradient
+    if apart and isinstance(replica, Replica):
+        gradient_of = replica.gradients
     if clip_norm is not None:
         clients.clipped = torch.zeros(len(replica.x), dtype=torch.int64, device=replica.x.device)
     others = True
 
     def take(batch: Any, step: Any) -> None:
         nonlocal others
-        if plain and isinstance(replica, Replica):  # nobody asks for the gradient as one vector
-            optimizer.step_each(replica.gradients(batch, step))
-            for end in step_ends:
-                end(clients)
-            return
         if perturb is None:
-            gradient = replica.gradient(batch, step)
+            gradient = gradient_of(batch, step)
         else:
             before = RandomState(replica.x, others) if draws else None
-            gradient = perturbed_gradient(replica, clients, batch, step, perturb, before)
+            with perturbed(replica, clients, batch, step, perturb, before):
+                gradient = gradient_of(batch, step, log=False)
             if others and before is not None:  # NumPy's state is slow to read: a learner uses it at once or never
                 others = before.moved()
         if mix is not None:
@@ -77,7 +76,10 @@ def local_steps(
             factor = (clip_norm / clients.norm(gradient)).clamp(max=1)
             gradient = gradient * factor
             clients.clipped.add_((factor < 1)[:, 0])
-        optimizer.step(gradient)
+        if apart:
+            optimizer.step_each(gradient)
+        else:
+            optimizer.step(gradient)
         for end in step_ends:
             end(clients)
 
@@ -89,10 +91,11 @@ def local_steps(
     return None if clip_norm is None else clients.clipped
 
 
-def perturbed_gradient(
+@contextmanager
+def perturbed(
     replica: Model, clients: Clients, batch: Any, step: int, perturb: Any, before: RandomState | None
-) -> Tensor:
-    """The gradient at x + e, same batch and random numbers; buffers come back from the first pass."""
+) -> Iterator[None]:
+    """Within, gradients are at x + e, with the random numbers of the first pass; its buffers come back afterwards."""
     first = replica.gradient(batch, step)
     after = {name: buffer.clone() for name, buffer in replica.buffers.items()}
     e = checked_rows(perturb, perturb(clients, first), first)
@@ -100,7 +103,7 @@ def perturbed_gradient(
         before.restore()
     try:
         with replica.moved(e):
-            return replica.gradient(batch, step, log=False)
+            yield
     finally:
         replica.load_buffers(after)
 
@@ -220,10 +223,7 @@ def train_client(
     try:
         if work.draws:
             seed_client(work.seed, round.t, client)
-        if round.parts is not None:
-            round.parts.start(clients, round)
-        work.methods.run("on_local_start", clients)
-        clients.begin(moved=bool(work.methods["on_local_start"]) or round.parts is not None)
+        start(work, clients)
         optimizer.begin(factor, kept_optimizer_state(work, round, client))
         replica.reset()  # what another client, or a full gradient, left in the learner's metrics
         clipped = local_steps(
@@ -240,6 +240,15 @@ def train_client(
             error.add_note(f"in round {round.t}, client {client}, local step {counted.step} (all counted from 0)")
         raise
     return clients
+
+
+def start(work: Work, clients: Clients) -> None:
+    """From the server's model, and parts that clients keep, to where methods let them start."""
+    if clients._round.parts is not None:
+        clients._round.parts.start(clients, clients._round)
+    before = clients.x._version
+    work.methods.run("on_local_start", clients)
+    clients.begin(moved=clients.x._version != before)
 
 
 class Stopped(Exception):

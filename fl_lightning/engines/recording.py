@@ -7,8 +7,9 @@ Python makes the calls. Either way they are the same calls on the same memory, s
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+VIEWS = (aten.t.default, aten.view.default)
 SAME = (aten.detach.default, aten.alias.default)
 FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 WRITTEN = (torch.dtype, torch.memory_format, torch.layout)  # their repr is how code writes them
@@ -33,6 +35,8 @@ class Call:
     text: str
     scripted: bool
     alone: bool = False  # one name, of a result that is a list
+    given: list[Tensor] = field(default_factory=list)
+    out: Any = None
 
     def line(self, function: str) -> str:
         """As code, by a name of the function."""
@@ -99,7 +103,7 @@ class Recording(TorchDispatchMode):
         alone = isinstance(out, (list, tuple)) and len(names) == 1
         known = all(name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses)
         scripted = known and not alone and not changes_lists(func)  # such changes TorchScript takes for no effect
-        self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone))
+        self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone, given, out))
         return out
 
     def _check(self, func: Any, given: list[Tensor]) -> None:
@@ -137,6 +141,7 @@ class Recording(TorchDispatchMode):
 
     def _compiled(self) -> Callable[..., None]:
         """The calls as one function; each tensor is given free after its last use."""
+        self._save_copies()
         pieces: list[Call] = []
         start = 0
         while start < len(self._calls):
@@ -162,6 +167,30 @@ class Recording(TorchDispatchMode):
         }
         self._held, self._names, self._calls = [], {}, []
         return self._values["replay"]  # type: ignore[no-any-return]
+
+    def _save_copies(self) -> None:
+        """Matrix products that are only copied elsewhere, as gradients are, are written there at once."""
+        made_by = {name: j for j, call in enumerate(self._calls) for name in call.names}
+        uses = Counter(name for call in self._calls for name in call.uses)
+        unneeded: set[int] = set()
+        for j, copy in enumerate(self._calls):
+            if copy.function is not aten.copy_.default or copy.uses[0] not in self._values:
+                continue
+            (there, copied), name, views = copy.given, copy.uses[-1], []
+            while uses[name] == 1 and name in made_by and self._calls[made_by[name]].function in VIEWS:
+                views.append(made_by[name])
+                name = self._calls[views[-1]].uses[0]
+            at = made_by.get(name, j)
+            product = self._calls[at]
+            if product.function is not aten.mm.default or uses[name] > 1 or not alike(there, copied, product.out):
+                continue
+            if any(overlap(there, other) for call in self._calls[at:j] for other in call.given):
+                continue
+            into = self._constant(there.detach().view(product.out.shape))
+            text = f"{product.text}, out={into}"
+            self._calls[at] = Call(["_"], [*product.uses, into], aten.mm.out, text, True)
+            unneeded.update(views, [j])
+        self._calls = [call for j, call in enumerate(self._calls) if j not in unneeded]
 
     def _script(self, start: int, end: int) -> Call | None:
         """Some calls in a row as one TorchScript function; None where it cannot be compiled."""
@@ -195,6 +224,25 @@ class Recording(TorchDispatchMode):
             self._run(*leaves)
         for name, number in self.counted.items():
             numbers[name] += number
+
+
+def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
+    """Whether a copy of all of the product, in its order in memory, is what is written."""
+    tensors = there, copied, product
+    whole = copied.data_ptr() == product.data_ptr() and copied.numel() == product.numel()
+    return whole and there.dtype == product.dtype and all(t.is_contiguous() for t in tensors)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    (a, b), (c, d) = reach(one), reach(other)
+    return a < d and c < b
+
+
+def reach(tensor: Tensor) -> tuple[int, int]:
+    """From the first byte to past the last."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 @cache

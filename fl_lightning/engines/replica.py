@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.errors import UserError
-from fl_lightning.flat import Layout, flatten, tie, trainable
+from fl_lightning.flat import Layout, fill, tie, trainable
 
 Convert = Callable[[Any, Any], Any]
 SHIMS = ("log", "log_dict")
@@ -38,9 +38,9 @@ class Replica:
     ) -> None:
         self.learner, self.layout, self.x = learner, layout, x
         self.g = torch.zeros_like(x)
-        self._flat = self.g.view(-1)
+        self._views_of_g = layout.views(self.g.view(-1))
         self._views = layout.views(x.view(-1))
-        self._probe: Tensor | None = None
+        self._second: tuple[Tensor, list[Tensor]] | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = _buffer_slots(learner)
         self.forward_context, self.convert = forward_context, convert
@@ -96,16 +96,19 @@ class Replica:
 
     @contextmanager
     def moved(self, e: Tensor) -> Iterator[None]:
-        """Within, the learner's parameters are at x + e; x stays as it is."""
-        if self._probe is None:
-            self._probe = torch.empty_like(self.x)
-            self._probe_views = self.layout.views(self._probe.view(-1))
-        torch.add(self.x, e, out=self._probe)
-        tie(self.parameters, self._probe_views)
+        """Within, the learner's parameters are at x + e, in the storage of g, and gradients go elsewhere."""
+        if self._second is None:
+            second = torch.empty_like(self.g)
+            self._second = second, self.layout.views(second.view(-1))
+        first = self.g, self._views_of_g
+        torch.add(self.x, e, out=self.g)
+        tie(self.parameters, self._views_of_g)
+        self.g, self._views_of_g = self._second
         try:
             yield
         finally:
             tie(self.parameters, self._views)
+            self.g, self._views_of_g = first
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
@@ -174,7 +177,7 @@ class Replica:
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
         """∇ℓ(x; batch) ``(1, D)``. The returned storage is reused by the next call."""
-        flatten(self.gradients(batch, step, log), out=self._flat)
+        fill(self._views_of_g, self.gradients(batch, step, log))
         return self.g
 
     def take_logs(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fl_lightning.client_optimizer import ClientOptimizer
 from fl_lightning.engines.concurrent import WAITING_BYTES
-from fl_lightning.engines.local import Work, full_gradient, local_steps, random_state_kept, seed_client
+from fl_lightning.engines.local import Work, full_gradient, local_steps, random_state_kept, seed_client, start
 from fl_lightning.engines.replica import Replica
 from fl_lightning.engines.sequential import Collect
 from fl_lightning.rounds import Clients, Round
@@ -195,10 +195,7 @@ class Stacked:
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
-            if round.parts is not None:
-                round.parts.start(clients, round)
-            work.methods.run("on_local_start", clients)
-            clients.begin(moved=bool(work.methods["on_local_start"]) or round.parts is not None)
+            start(work, clients)
             optimizer.begin(factor, None)
             limit: Any = None if work.clip_norm is None else stack.x.new_full((len(ids), 1), work.clip_norm)
             batches = self._batches(stack, clients, limit)

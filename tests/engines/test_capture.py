@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fl_lightning.callbacks import (
     SharpnessAwareMinimization,
 )
 from fl_lightning.engines import choose
+from fl_lightning.engines.recording import Recording
 from fl_lightning.engines.streams import Streams
 from fl_lightning.schedules import Exponential
 
@@ -356,3 +358,35 @@ def test_capture_takes_auto_true_and_false() -> None:
     for capture, expected in (("auto", "yes"), (True, "yes"), (False, "no: not asked for")):
         module, _, _ = ran(Lit, list, {}, capture=capture)
         assert module.engine_facts["capture"] == expected
+
+
+COPIES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], object]] = {
+    "once": lambda x, w, out, other: out.copy_(x @ w),
+    "twice": lambda x, w, out, other: (p := x @ w, out.copy_(p), other.copy_(p)),
+    "onto what was read before": lambda x, w, out, other: (p := x @ w, other.add_(out), out.copy_(p)),
+    "onto what is written before": lambda x, w, out, other: (p := x @ w, out.zero_(), out.copy_(p)),
+    "onto a part that is read before": lambda x, w, out, other: (p := x @ w, other.add_(out[1, 2]), out.copy_(p)),
+    "onto a factor": lambda x, w, out, other: out.copy_(out @ w),
+    "transposed": lambda x, w, out, other: out.copy_((x @ w).t()),
+    "transposed twice": lambda x, w, out, other: out.copy_((w.t() @ x.t()).t().t()),
+    "in another dtype": lambda x, w, out, other: out.copy_(x.double() @ w.double()),
+    "to a transposed place": lambda x, w, out, other: out.t().copy_(x @ w),
+}
+
+
+@pytest.mark.parametrize("way", list(COPIES))
+def test_a_product_that_is_copied_is_the_same_when_replayed(way: str) -> None:
+    draw = torch.Generator().manual_seed(3)
+    batches = [torch.randn(4, 4, generator=draw) for _ in range(4)]
+    w, start = torch.randn(4, 4, generator=draw), torch.randn(4, 4, generator=draw)
+    recorded, eager = (start.clone(), start.clone()), (start.clone(), start.clone())
+    recording = Recording([batches[0]], {})
+    with torch.no_grad():
+        with recording:
+            COPIES[way](batches[0], w, *recorded)
+        COPIES[way](batches[0], w, *eager)
+        for batch in batches[1:]:
+            recording.replay([batch], {})
+            COPIES[way](batch, w, *eager)
+    assert not recording.refused
+    assert torch.equal(recorded[0], eager[0]) and torch.equal(recorded[1], eager[1])
