@@ -12,14 +12,17 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.speed import bare
+from benchmarks.bare import prepared
+from benchmarks.speed import timed
 from benchmarks.workloads import WORKLOADS, Ours, Workload
 from fl_lightning import callbacks
 
@@ -35,6 +38,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "FedALS": ("PartialAveraging",),
 }
 SMALL = {"samples": 60, "batch_size": 25, "epochs": 4, "clients": 5, "registered": 10}  # twelve steps, a short batch
+FREE = "auto, any kernels"
 DOUBLE, HALF = 1e-9, 5e-2  # largest difference, relative to the largest entry
 
 
@@ -126,10 +130,12 @@ def speeds(accelerator: str, names: list[str], repetitions: int, small: bool) ->
             "stacked": {"engine": "stacked"},
             "auto": {"engine": "auto"},
             "auto, bf16": {"engine": "auto", "precision": "bf16-mixed"},
+            FREE: {"engine": "auto"},
         }
         runs = {who: started(work, work.methods, {**there, **settings}) for who, settings in asked.items()}
-        rounds = {"bare": bare(work, 1, "cpu" if accelerator == "cpu" else "cuda")}
+        rounds = {"bare": timed(prepared(work, "cpu" if accelerator == "cpu" else "cuda"))}
         rounds |= {who: run.round for who, run in runs.items()}
+        rounds[FREE] = with_any_kernels(runs[FREE].round)
         seconds: dict[str, list[float]] = {who: [] for who in rounds}
         for repetition in range(repetitions + 2):
             for who, round in rounds.items():
@@ -148,6 +154,29 @@ def speeds(accelerator: str, names: list[str], repetitions: int, small: bool) ->
     return found
 
 
+def with_any_kernels(round: Callable[[], tuple[float, float]]) -> Callable[[], tuple[float, float]]:
+    """A round whose kernels may sum in another order each time: what the reproducible flags cost."""
+
+    def free() -> tuple[float, float]:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False):
+            return round()
+
+    return free
+
+
+def waits(run: Ours) -> dict[str, int]:
+    """Where in one round the host waits for the GPU, and how often."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run.round()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in told if "synchroniz" in str(w.message))
+    return dict(places.most_common())
+
+
 def profile(accelerator: str, name: str, small: bool) -> None:
     """The kernels that one captured round spends its time in."""
     work = workload(name, small)
@@ -156,6 +185,8 @@ def profile(accelerator: str, name: str, small: bool) -> None:
     run.round()
     with torch.profiler.profile() as profiled:
         run.round()
+    if accelerator == "gpu":
+        print(f"\n{name}: the host waits for the GPU in one round at", waits(run) or "no place")
     run.close()
     order = "self_cpu_time_total" if accelerator == "cpu" else "self_cuda_time_total"
     print(

@@ -18,30 +18,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.bare import Bare
-from benchmarks.workloads import LR, WORKLOADS, Ours, Workload
+from benchmarks.bare import prepared
+from benchmarks.peers import PEERS, Peer, peers
+from benchmarks.workloads import WORKLOADS, Ours
 from fl_lightning import callbacks
 
 Round = Callable[[], tuple[float, float]]
 
 
-def bare(work: Workload, threads: int, device: str) -> Round:
-    """The bare loop; FedAvg's work stands for methods that it does not have."""
-    torch.manual_seed(0)
-    loop = Bare(
-        work.others().to(device), work.epochs, work.batch_size, LR, work.weight_decay,
-        "ControlVariates" in work.methods, work.registered,
-    )  # fmt: skip
-    x, y = (array.to(device) for array in work.arrays())
-    clients = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
+def timed(round: Callable[[], float]) -> Round:
+    """A round that gives its mean loss, with its seconds."""
 
-    def round() -> tuple[float, float]:
-        torch.set_num_threads(threads)
+    def timed_round() -> tuple[float, float]:
         began = time.perf_counter()
-        loss = loop.round(clients)
+        loss = round()
         return time.perf_counter() - began, loss
 
-    return round
+    return timed_round
 
 
 def contenders(
@@ -49,8 +42,12 @@ def contenders(
 ) -> tuple[dict[str, Round], list[Ours]]:
     work = WORKLOADS[name]
     on_cpu = accelerator == "cpu"
-    threads_of = {f"bare, {n} thread{'s' * (n > 1)}": n for n in sorted({1, min(2, cores)})} if on_cpu else {"bare": 1}
-    found: dict[str, Round] = {who: bare(work, n, "cpu" if on_cpu else "cuda") for who, n in threads_of.items()}
+    found: dict[str, Round] = {}
+    if on_cpu:
+        loops = {f"bare, {n} thread{'s' * (n > 1)}": Peer("bare", n) for n in sorted({1, min(2, cores)})}
+        found |= peers(work, {**loops, **(PEERS if others else {})})
+    else:
+        found["bare"] = timed(prepared(work, "cuda"))
     runs = []
     for engine in engines:
         methods = [getattr(callbacks, method)() for method in work.methods]
@@ -58,10 +55,6 @@ def contenders(
         run = Ours(work, engine.split(",")[0], methods, threads, accelerator)
         runs.append(run)
         found[engine] = run.round
-    if on_cpu and others:
-        from benchmarks.peers import peers
-
-        found.update(peers(work))
     return found, runs
 
 

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fl_lightning.devices import sent
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -36,9 +38,9 @@ class CropFlip:
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
         """Images x ``(n, channels, height, width)`` of any dtype: changed, in a new tensor."""
         p, (height, width) = self.padding, x.shape[-2:]
-        offsets = torch.from_numpy(draws.offsets).to(x.device)
+        offsets = sent(draws.offsets, x.device)
         windows = pad(x, (p, p, p, p)).unfold(2, height, 1).unfold(3, width, 1)
         x = windows[torch.arange(len(x), device=x.device), :, offsets[:, 0], offsets[:, 1]]
         if self.flip:
-            x = torch.where(torch.from_numpy(draws.flips).to(x.device).view(-1, 1, 1, 1), x.flip(-1), x)
+            x = torch.where(sent(draws.flips, x.device).view(-1, 1, 1, 1), x.flip(-1), x)
         return x

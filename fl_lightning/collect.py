@@ -11,6 +11,7 @@ from torch import Tensor
 from fl_lightning.aggregation import Leaf, TreeSum
 from fl_lightning.callback import Declaration, Upload
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.devices import to_host
 from fl_lightning.engines.replica import Replica
 from fl_lightning.errors import UserError
 from fl_lightning.flat import all_finite
@@ -135,19 +136,6 @@ class Collector:
             values[uniform if key else weighted] = row
         else:
             values[uniform], values[weighted] = row, row * weight
-
-
-def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows in the host's memory; from a GPU side by side into pinned memory, waited for once."""
-    there: dict[str, Tensor] = {}
-    for key, row in rows.items():
-        row = row.detach()
-        there[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True) if row.is_cuda else row
-        if row.is_cuda:
-            there[key].copy_(row, non_blocking=True)
-    if any(row.is_cuda for row in rows.values()):
-        torch.cuda.current_stream().synchronize()
-    return there
 
 
 def result_dtype(declaration: Declaration, default: torch.dtype) -> torch.dtype:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation import Leaf
 from fl_lightning.callback import ClientState, Initial, Scratch, ServerState, Upload
+from fl_lightning.devices import sent
 from fl_lightning.errors import UserError
 from fl_lightning.flat import Layout
 from fl_lightning.schedules import Schedule
@@ -148,7 +149,7 @@ class Clients:
     @cached_property
     def ids(self) -> Tensor:
         """Who: ``(n,)`` int64."""
-        return torch.tensor(self._ids, device=self._x.device)
+        return sent(self._ids, self._x.device)
 
     @property
     def x(self) -> Tensor:
@@ -265,9 +266,7 @@ class Clients:
             return torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device).expand_as(like)
         if row is None:
             return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
-        if self._x.is_cuda and not row.is_cuda:  # pinned, so that the host goes on while it is copied
-            row = row if row.is_pinned() else row.pin_memory()
-        return row.to(self._x.device, non_blocking=True)
+        return sent(row, self._x.device)
 
     def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None:
         if key not in self._rows and isinstance(declaration, Scratch):  # its zeros would be overwritten
@@ -308,7 +307,7 @@ class Clients:
 
     def _column(self, values: dict[int, int] | dict[int, float]) -> Tensor:
         column = [[values[i]] for i in self._ids]
-        return torch.tensor(column, dtype=self._round.wide, device=self._x.device)
+        return sent(column, self._x.device, self._round.wide)
 
 
 class Server:

@@ -51,9 +51,9 @@ PEERS = {
 }
 
 
-def peers(work: Workload) -> dict[str, Running]:
+def peers(work: Workload, asked: dict[str, Peer]) -> dict[str, Running]:
     """Those that are installed and have this workload, ready for their first round; a line for each of the others."""
-    started = {name: Running(name, peer, work) for name, peer in PEERS.items()}
+    started = {name: Running(name, peer, work) for name, peer in asked.items()}
     found = {}
     for name, running in started.items():
         if why := running.refusal():

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from fl_lightning import client_optimizer
 from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.devices import keep_memory
 from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.capture import NOT_CAPTURED
 from fl_lightning.engines.concurrent import Concurrent
 from fl_lightning.engines.local import RandomState, Work
 from fl_lightning.engines.measure import (
     CHANNELS_LAST,
+    TINY_SECONDS,
     Copy,
     channels_last,
     draws,
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 Facts = dict[str, str]
 CLEARLY = 1.1  # how much faster something unusual has to be, so that the choice is stable where it matters little
 STREAMS = 16  # on a GPU; PyTorch hands out 32
-TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 
 
 def choose(module: FederatedModule) -> tuple[Engine, Facts]:
@@ -50,6 +51,7 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
     learner, w = module.learner, module.global_vector
     if w.is_cuda and not torch.backends.cudnn.benchmark:  # as Trainer(benchmark=True) sets it
         repeatable()
+    keep_memory()
     check_trainable(learner, module.layout)
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
@@ -255,7 +257,7 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
                 "why": "one at a time, as asked or one core",
             }
         lengths = [module.steps(0, i) for i in module.participants(0)[:: module.trainer.world_size]]
-        seconds = step_seconds(module, copies, worth=TINY_SECONDS / sum(lengths))
+        seconds = step_seconds(module, copies, sum(lengths))
     except Exception as error:  # the first round will meet it, and say where
         return {**alone, "why": f"not measured ({type(error).__name__})"}
     alone["threads"] = "1"  # as beside others, so that timing decides how fast a run is and not its bits

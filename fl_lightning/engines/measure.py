@@ -29,7 +29,9 @@ Copy = tuple[Replica, ClientOptimizer]
 TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
 SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
 CHANNELS_LAST = ", channels last"
-MEASURED_SECONDS = 0.03  # of each kind, each time; three times
+MEASURED_SECONDS = 0.03  # of each kind, each time
+MEASURED_PART = 0.1  # of a round, spent on it where the noise of three times would decide
+TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 
 
 def channels_last(convert: Convert | None) -> Convert:
@@ -128,10 +130,11 @@ def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimize
     replica.reset()
 
 
-def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> dict[str, float] | None:
+def step_seconds(module: FederatedModule, copies: list[Copy], in_round: int) -> dict[str, float] | None:
     """Seconds of a local step on one thread: one client ``alone``, or ``beside`` as many others as copies.
 
-    Both also with channels-last images where the learner has convolutions. None where a step takes less than ``worth``.
+    Both also with channels-last images where the learner has convolutions. None where a round's ``in_round`` steps
+    take less than ``TINY_SECONDS``.
     """
     ids = module.participants(0)
     plain = [replica.convert for replica, _ in copies]
@@ -162,10 +165,12 @@ def step_seconds(module: FederatedModule, copies: list[Copy], worth: float) -> d
         try:
             alone(1)
             first = alone(1)
-            if first < worth:
+            if first * in_round < TINY_SECONDS:
                 return None
             steps = max(1, min(50, int(MEASURED_SECONDS / first)))
-            for repeat in range(4 if steps > 1 else 3):  # the first is a warm-up
+            kinds = 2 * len(formats) * steps
+            times = max(3, min(7, int(MEASURED_PART * in_round / kinds)))
+            for repeat in range(1 + times):  # the first is a warm-up
                 for name in list(formats):
                     use(name)
                     try:

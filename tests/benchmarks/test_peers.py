@@ -20,7 +20,7 @@ def losses(
     if importlib.util.find_spec(PACKAGES.get(module, module)) is None:
         pytest.skip(f"{module} is not installed (extra `bench`)")
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import peers, speed, workloads
+    from benchmarks import bare, peers, workloads
 
     work = workloads.WORKLOADS[workload]
     running = peers.Running(module, peers.Peer(module, processes=processes), work)
@@ -29,8 +29,8 @@ def losses(
         theirs = [running()[1] for _ in range(2)]
     finally:
         running.close()
-    bare = speed.bare(work, 1)
-    return theirs, [bare()[1] for _ in range(2)]
+    loop = bare.prepared(work, "cpu")
+    return theirs, [loop() for _ in range(2)]
 
 
 @pytest.mark.parametrize(("module", "processes"), ROWS)
@@ -51,8 +51,8 @@ def test_what_cannot_play_is_left_out_with_a_line(
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks import peers, workloads
 
-    monkeypatch.setattr(peers, "PEERS", {"Nobody": peers.Peer("nobody"), "fedlab": peers.Peer("fedlab")})
-    assert peers.peers(workloads.WORKLOADS["W4-fedsmoo"]) == {}
+    asked = {"Nobody": peers.Peer("nobody"), "fedlab": peers.Peer("fedlab")}
+    assert peers.peers(workloads.WORKLOADS["W4-fedsmoo"], asked) == {}
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Nobody is left out: not installed")
     assert lines[1].startswith("fedlab is left out: ")

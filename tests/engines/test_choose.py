@@ -14,7 +14,7 @@ from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.engines import choose
+from fl_lightning.engines import choose, measure
 from fl_lightning.engines.measure import makespan
 
 
@@ -46,7 +46,7 @@ def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__()
             self.net.insert(1, torch.nn.BatchNorm1d(8))
 
-    monkeypatch.setattr(choose, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
     monkeypatch.setattr(choose, "CLEARLY", 1e9)
     torch.manual_seed(3)
     one = federated(Normed(), engine="sequential")
@@ -121,7 +121,7 @@ def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: p
     def data() -> Any:
         return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
 
-    monkeypatch.setattr(choose, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
     monkeypatch.setattr(choose, "CLEARLY", 1e-9)  # whatever was measured last is taken
     fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
     trainer(1).fit(fast, data())

@@ -1,0 +1,11 @@
+"""The bare PyTorch loop, in a process of its own as the others are: a run's settings of the process are not its."""
+
+from __future__ import annotations
+
+from benchmarks.bare import prepared
+from benchmarks.peers import Rounds
+from benchmarks.workloads import Workload
+
+
+def play(work: Workload, processes: int, rounds: Rounds) -> None:
+    rounds(prepared(work, "cpu"))
