@@ -24,7 +24,7 @@ METHODS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--engine", default="sequential")
+    parser.add_argument("--engine", default="concurrent")
     parser.add_argument("--workload", default="W1", choices=list(WORKLOADS))
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=Path, default=Path("overhead.json"))

@@ -185,14 +185,16 @@ def one_of(name: str, value: object, accepted: tuple[str | bool, ...]) -> None:
         )
 
 
-def positive(name: str, value: float | None, whole: bool = False) -> None:
-    """Refuse what is not a number above 0 (``whole``: an integer)."""
-    if value is None:
+def positive(name: str, value: float | str | None, whole: bool = False, or_auto: bool = False) -> None:
+    """Refuse what is not a number above 0 (``whole``: an integer; ``or_auto``: or ``"auto"``)."""
+    if value is None or (or_auto and value == "auto"):
         return
     number = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
     if not number or (whole and int(value) != value):
         kind = "an integer" if whole else "a number"
-        raise UserError(f"{name}={value!r} is not accepted; it has to be {kind} above 0.")
+        raise UserError(
+            f"{name}={value!r} is not accepted; it has to be {kind} above 0{' or auto' if or_auto else ''}."
+        )
 
 
 def rate(name: str, value: object) -> None:

@@ -84,8 +84,8 @@ class FederatedModule(Cohort):
         on_nonfinite: str = "stop",
         init_from: str | None = None,
         engine: str = "auto",
-        clients_at_once: int | str = "auto",
-        workers: int | str = "auto",
+        clients_at_once: int | float | str = "auto",
+        workers: int | float | str = "auto",
         capture: bool | str = "auto",
         seed: int | None = None,
         strict_resume: bool = True,
@@ -106,9 +106,8 @@ class FederatedModule(Cohort):
         checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
         checks.one_of("engine", engine, ("auto", "sequential", "concurrent", "stacked"))
         checks.one_of("capture", capture, ("auto", True, False))
-        at_once = None if clients_at_once == "auto" else clients_at_once
-        checks.positive("clients_at_once", at_once, whole=True)  # type: ignore[arg-type]
-        checks.positive("workers", None if workers == "auto" else workers, whole=True)  # type: ignore[arg-type]
+        checks.positive("clients_at_once", clients_at_once, whole=True, or_auto=True)
+        checks.positive("workers", workers, whole=True, or_auto=True)
         self.learner: Any = learner
         self.adopt(learner)
         self.participation, self.sampling = participation, sampling
@@ -119,7 +118,9 @@ class FederatedModule(Cohort):
         self.server_optimizer, self.server_lr_decay = server_optimizer, server_lr_decay
         self.weighting, self.buffer_policy, self.on_nonfinite = weighting, buffers, on_nonfinite
         self.init_from, self.engine, self.seed, self.strict_resume = init_from, engine, seed, strict_resume
-        self.clients_at_once, self.workers, self.capture = clients_at_once, workers, capture
+        self.clients_at_once = clients_at_once if isinstance(clients_at_once, str) else int(clients_at_once)
+        self.workers = workers if isinstance(workers, str) else int(workers)
+        self.capture = capture
         self.notes: list[str] = []
         self.engine_facts: dict[str, str] = {}
         self.learner_config: dict[str, Any] = {}
@@ -198,7 +199,11 @@ class FederatedModule(Cohort):
             self.note("participation=1 is one client a round; for all of them give 'all' or 1.0")
         self._sizes = self.data.client_sizes()
         self.learner.on_fit_start()
+        before = self.resume_from or {}
         self._engine, self.engine_facts = choose(self)
+        began, now = (before.get("engine") or {}).get("engine"), self.engine_facts["engine"]
+        if began and began != now:
+            self.note(f"engine='{now}' goes on with what '{began}' began: alike to rounding, not to the bit")
         self.resume_from = None
 
     def refuse_undeclared_synchronisation(self) -> None:

@@ -58,6 +58,8 @@ OPTIONS = {
     "participation true": ("--model.participation", "true", ["participation", "true", "fraction"]),
     "negative learning rate": ("--model.learner.lr", -1, ["SGD", "learning rate: -1.0", "model.client_optimizer"]),
     "stray word": ("stray", "", ["stray"]),
+    "a part of a worker": ("--model.workers", "1.5", ["workers=1.5", "an integer above 0 or auto"]),
+    "workers in words": ("--model.workers", "many", ["workers='many'", "an integer above 0 or auto"]),
 }
 
 

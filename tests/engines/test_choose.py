@@ -83,6 +83,15 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, mon
     assert threading.main_thread() not in callers  # which would be left on the one thread of a worker
 
 
+def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> None:
+    run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
+    run.fit(federated(Lit(), engine="sequential"), blobs())
+    with pytest.warns(UserWarning, match="engine='stacked' goes on with what 'sequential' began"):
+        trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+            federated(Lit(), engine="stacked"), blobs(), ckpt_path=run.checkpoint_callback.best_model_path
+        )
+
+
 def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> None:
     class Locked(Lit):
         def __init__(self) -> None:
