@@ -24,6 +24,7 @@ from benchmarks.workloads import WORKLOADS, Ours
 from fl_lightning import callbacks
 
 Round = Callable[[], tuple[float, float]]
+ENGINES = ("sequential", "concurrent", "stacked", "auto")
 
 
 def timed(round: Callable[[], float]) -> Round:
@@ -51,8 +52,7 @@ def contenders(
     runs = []
     for engine in engines:
         methods = [getattr(callbacks, method)() for method in work.methods]
-        threads = 1 if engine != "sequential, all threads" else cores
-        run = Ours(work, engine.split(",")[0], methods, threads, accelerator)
+        run = Ours(work, engine, methods, accelerator=accelerator)
         runs.append(run)
         found[engine] = run.round
     return found, runs
@@ -98,14 +98,17 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := sorted(set(given.workloads) - set(WORKLOADS)):
         parser.error(f"unknown workload {unknown[0]}; known are {', '.join(WORKLOADS)}")
+    engines = given.engines.split(",")
+    if unknown := sorted(set(engines) - set(ENGINES)):
+        parser.error(f"unknown engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
+    if given.accelerator == "gpu" and not torch.cuda.is_available():
+        parser.error("no CUDA GPU is here")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     results: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
     }
     for name in given.workloads or WORKLOADS:
-        results[name] = measure(
-            name, given.engines.split(","), given.repetitions, cores, given.accelerator, not given.without_peers
-        )
+        results[name] = measure(name, engines, given.repetitions, cores, given.accelerator, not given.without_peers)
         print(f"\n{name}{'':22}seconds a round   × the bare loop's speed   training loss")
         for who, result in results[name].items():
             used = result["engine"]

@@ -25,6 +25,7 @@ class ControlVariates(FederatedCallback):
     """
 
     title = "SCAFFOLD"
+    moves_start = False
     c_i = ClientState(synchronised=True)
     c = ServerState(sent=True, synchronised=True)
     correction = Scratch()

@@ -27,6 +27,7 @@ class DynamicRegularization(FederatedCallback):
     """
 
     title = "FedDyn"
+    moves_start = False
     penalty = Coefficient()
     lambda_i = ClientState(synchronised=True)
     lambda_mean = ServerState(synchronised=True)

@@ -28,6 +28,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     """
 
     title = "FedSMOO's perturbation"
+    moves_start = False
     neutral = {"radius": 0.0}
     radius = Coefficient()
     mu_i = ClientState(synchronised=False)

@@ -259,6 +259,10 @@ class FederatedCallback(pl.Callback):
     sends: ClassVar[Literal["x", "displacement", ""]] = ""
     """What the server can compute from what ``transmit`` sends: x_{i,K}, x_{i,K} - x_{i,0}, or neither."""
 
+    moves_start: ClassVar[bool] = True
+    """Whether ``on_local_start`` changes ``clients.x``. False: it prepares the local steps alone, and starting at w,
+    the server knows the clients' displacement from what they send."""
+
     _declared: dict[str, Declaration]
     _bound_round: Round | None
 
@@ -307,7 +311,10 @@ class FederatedCallback(pl.Callback):
         """``clients.x`` ``(n, D)`` holds what the clients start from; change it in place or assign it."""
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
-        """One owner. The loss gradient is taken again at x + the returned ``(n, D)``: same batch, same randomness."""
+        """One owner. The loss gradient is taken again at x + the returned ``(n, D)``: same batch, same randomness.
+
+        ``gradient`` may be changed and returned; its memory is used again, so keep a copy, if anything.
+        """
         raise NotImplementedError
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:

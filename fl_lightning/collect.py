@@ -86,7 +86,7 @@ class Collector:
         if transmit is not None:
             update = checked_rows(transmit, transmit(clients, update), update).clone()
         self._sum(values, "", update[0].to(wide), weight)
-        sent = self.methods.sent_by_clients(clients.moved)
+        sent = self.methods.sent_by_clients()
         size = update.element_size()
         parameters, number = clients.transmitted
         parameters = self.averaged_size if parameters is None else parameters

@@ -93,13 +93,15 @@ class Methods:
     def sent_to_clients(self) -> dict[str, ServerState]:
         return {k: d for k, d in self.declared.items() if isinstance(d, ServerState) and d.sent}
 
-    def sent_by_clients(self, moved: bool) -> dict[str, Upload]:
-        """Uploads that are counted; those derived from what is sent anyway are not (methods.md, section 12).
+    @property
+    def move_starts(self) -> bool:
+        """Whether clients may start elsewhere than at w, parts that they keep aside."""
+        return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
-        ``moved``: whether a method let clients start elsewhere than at w.
-        """
+    def sent_by_clients(self) -> dict[str, Upload]:
+        """Uploads that are counted; those derived from what is sent anyway are not (methods.md, section 12)."""
         known = {self._sends}
-        if self._sends and not moved:  # one gives the other
+        if self._sends and not self.move_starts:  # one gives the other
             known = {"x", "displacement"}
         source = {"derived": "displacement", "derived from x": "x"}
         return {

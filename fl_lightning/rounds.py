@@ -137,7 +137,6 @@ class Clients:
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
         self._start: Tensor | None = None
-        self.moved = False
         self.clipped: Tensor
 
     @property
@@ -292,8 +291,7 @@ class Clients:
         return [*self.logs.values(), *self.uploads.values()]
 
     def begin(self, moved: bool) -> None:
-        """Starts are final: remember them; ``moved``: a method changed them."""
-        self.moved = moved
+        """Starts are final: remember them; ``moved``: a method may have changed them."""
         own = moved or self.kept_mask is not None
         self._start = self._x.clone() if own else self._round.w.expand_as(self._x)
         if self.kept_mask is not None and self.kept_origin is not None:

@@ -120,29 +120,41 @@ def choose(module: FederatedModule) -> tuple[Engine, Facts]:
         )
     (first,) = copied(1)
     if facts.get("why") == "asked for" and (drawn := draws(module, *first)):
+        way_out = ", or keep such state in a buffer" if "changes" in drawn else ""
         raise UserError(
             f"engine='concurrent' cannot train {type(learner).__name__}: {drawn}. Clients side by side share the "
             "process's random generators and each has its own copy of the learner, so results would depend on which "
-            "copy trained which client. Use engine='sequential' (or 'auto'), or keep such state in a buffer."
+            f"copy trained which client. Use engine='sequential' (or 'auto'){way_out}."
         )
     work.draws = False
     if w.is_cuda:
         torch.cuda.reset_peak_memory_stats(w.device)
-    foreign = module.methods.in_steps_of_others()
-    if not module.capture:
-        reason = "not asked for"
-    elif not type(module._client).__module__.startswith("torch.optim"):
-        reason = f"{type(module._client).__name__} is not one of torch's optimizers"
-    elif foreign and module.capture == "auto":
-        reason = f"{foreign} is not a packaged method; capture=True captures it too"
-    else:
-        reason = uncapturable(module, *first)
+    reason = not_captured(module, first)
     if reason and module.capture is True:
         module.note(NOT_CAPTURED + reason)
     number = min(int(workers) or most_beside(module), most_at_once(module))
     facts |= {"workers": str(number), "threads": "1", "capture": f"no: {reason}" if reason else "yes"}
+
+    def tell(what: str) -> None:
+        if what.startswith(NOT_CAPTURED):
+            facts["capture"] = f"no: {what.removeprefix(NOT_CAPTURED)}"
+        module.note(what)
+
     side_by_side = Concurrent if w.device.type == "cpu" else Streams
-    return side_by_side(work, learner, copied(number), module.note, not reason, not foreign), facts
+    alike = not module.methods.in_steps_of_others()
+    return side_by_side(work, learner, copied(number), tell, not reason, alike), facts
+
+
+def not_captured(module: FederatedModule, first: Copy) -> str:
+    """Why local steps are not captured, or an empty string; a few are tried on a copy of the learner."""
+    foreign = module.methods.in_steps_of_others()
+    if not module.capture:
+        return "not asked for"
+    if not type(module._client).__module__.startswith("torch.optim"):
+        return f"{type(module._client).__name__} is not one of torch's optimizers"
+    if foreign and module.capture == "auto":
+        return f"{foreign} is not a packaged method; capture=True captures it too"
+    return uncapturable(module, *first)
 
 
 def repeatable() -> None:
@@ -257,7 +269,8 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
                 "why": "one at a time, as asked or one core",
             }
         lengths = [module.steps(0, i) for i in module.participants(0)[:: module.trainer.world_size]]
-        seconds = step_seconds(module, copies, sum(lengths))
+        captured = not not_captured(module, copies[0])
+        seconds = step_seconds(module, copies, sum(lengths), captured)
     except Exception as error:  # the first round will meet it, and say where
         return {**alone, "why": f"not measured ({type(error).__name__})"}
     alone["threads"] = "1"  # as beside others, so that timing decides how fast a run is and not its bits
@@ -266,9 +279,9 @@ def measured(module: FederatedModule, copied: Callable[[int], list[Copy]]) -> Fa
     one_by_one, side_by_side = sum(lengths) * seconds["alone"], makespan(lengths, workers) * seconds["beside"]
     why = (
         f"measured, on one thread a client: a round's local steps take {one_by_one:.3g} s one client after the other, "
-        f"{side_by_side:.3g} s with {workers} side by side"
+        f"{side_by_side:.3g} s with {workers} side by side{' and captured' if captured else ''}"
     )
-    together = side_by_side < one_by_one * CLEARLY  # where they are near, captured steps decide
+    together = side_by_side < one_by_one * CLEARLY
     facts = {"engine": "concurrent", "workers": str(workers), "threads": "1"} if together else alone
     kind = "beside" if together else "alone"
     images = seconds.get(f"{kind}, channels last")

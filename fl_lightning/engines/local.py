@@ -248,7 +248,9 @@ def start(work: Work, clients: Clients) -> None:
         clients._round.parts.start(clients, clients._round)
     before = clients.x._version
     work.methods.run("on_local_start", clients)
-    clients.begin(moved=clients.x._version != before)
+    if clients.x._version != before and not work.methods.move_starts:
+        raise TypeError("an on_local_start changed clients.x, and its class has moves_start = False")
+    clients.begin(moved=work.methods.move_starts)
 
 
 class Stopped(Exception):

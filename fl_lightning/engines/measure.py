@@ -130,9 +130,10 @@ def prepare(module: FederatedModule, replica: Replica, optimizer: ClientOptimize
     replica.reset()
 
 
-def step_seconds(module: FederatedModule, copies: list[Copy], in_round: int) -> dict[str, float] | None:
+def step_seconds(module: FederatedModule, copies: list[Copy], in_round: int, capture: bool) -> dict[str, float] | None:
     """Seconds of a local step on one thread: one client ``alone``, or ``beside`` as many others as copies.
 
+    Beside others, steps are replayed where ``capture`` says that they will be; what methods do is left out.
     Both also with channels-last images where the learner has convolutions. None where a round's ``in_round`` steps
     take less than ``TINY_SECONDS``.
     """
@@ -143,18 +144,21 @@ def step_seconds(module: FederatedModule, copies: list[Copy], in_round: int) -> 
         formats[CHANNELS_LAST] = [channels_last(convert) for convert in plain]
     found: dict[str, list[float]] = {}
     with ThreadPoolExecutor(len(copies), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        recorded = {name: [Capture(lambda why: None) if capture else None for _ in copies] for name in formats}
 
-        def some(j: int, steps: int) -> None:
+        def some(j: int, steps: int, how: Capture | None = None) -> None:
+            (replica, optimizer), client = copies[j], ids[j % len(ids)]
             with torch.no_grad():
-                batches = module.data.client_batches(ids[j % len(ids)], 0, steps, device=copies[j][0].x.device)
-                local_steps(copies[j][0], None, batches, copies[j][1], Methods([]), None)  # type: ignore[arg-type]
+                batches = module.data.client_batches(client, 0, steps, device=replica.x.device)
+                clients = Clients(None, [client], replica.x)  # type: ignore[arg-type]
+                local_steps(replica, clients, batches, optimizer, Methods([]), None, draws=False, capture=how)
 
         def alone(steps: int) -> float:
             with intra_op_threads(1):
                 return timed(lambda: some(0, steps)) / steps
 
-        def beside(steps: int) -> float:
-            return timed(lambda: list(pool.map(some, range(len(copies)), [steps] * len(copies)))) / steps
+        def beside(steps: int, how: list[Capture | None]) -> float:
+            return timed(lambda: list(pool.map(some, range(len(copies)), [steps] * len(copies), how))) / steps
 
         def use(name: str) -> None:
             for (replica, _), convert in zip(copies, formats[name], strict=True):
@@ -174,7 +178,8 @@ def step_seconds(module: FederatedModule, copies: list[Copy], in_round: int) -> 
                 for name in list(formats):
                     use(name)
                     try:
-                        both = alone(steps if repeat else 1), beside(steps if repeat else 1)
+                        number = steps if repeat else 3 if capture else 1  # of which the second is recorded
+                        both = alone(number), beside(number, recorded[name])
                     except RuntimeError:
                         if not name:
                             raise

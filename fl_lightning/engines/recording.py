@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+ALIGNED = 64  # bytes, as new tensors are
 VIEWS = (aten.t.default, aten.view.default)
 SAME = (aten.detach.default, aten.alias.default)
 FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -170,8 +171,14 @@ class Recording(TorchDispatchMode):
 
     def _save_copies(self) -> None:
         """Matrix products that are only copied elsewhere, as gradients are, are written there at once."""
+        if any(t.layout is not torch.strided for call in self._calls for t in call.given):
+            return
         made_by = {name: j for j, call in enumerate(self._calls) for name in call.names}
         uses = Counter(name for call in self._calls for name in call.uses)
+        touched: dict[int, list[tuple[int, int, int]]] = {}  # by storage: which call, from which byte to which
+        for j, call in enumerate(self._calls):
+            for t in call.given:
+                touched.setdefault(t.untyped_storage().data_ptr(), []).append((j, *reach(t)))
         unneeded: set[int] = set()
         for j, copy in enumerate(self._calls):
             if copy.function is not aten.copy_.default or copy.uses[0] not in self._values:
@@ -184,11 +191,14 @@ class Recording(TorchDispatchMode):
             product = self._calls[at]
             if product.function is not aten.mm.default or uses[name] > 1 or not alike(there, copied, product.out):
                 continue
-            if any(overlap(there, other) for call in self._calls[at:j] for other in call.given):
+            storage, (begin, end) = there.untyped_storage().data_ptr(), reach(there)
+            meanwhile = any(at <= k < j and begin < b and a < end for k, a, b in touched[storage])
+            if meanwhile or storage in self._storages:
                 continue
             into = self._constant(there.detach().view(product.out.shape))
             text = f"{product.text}, out={into}"
             self._calls[at] = Call(["_"], [*product.uses, into], aten.mm.out, text, True)
+            touched[storage].append((at, begin, end))
             unneeded.update(views, [j])
         self._calls = [call for j, call in enumerate(self._calls) if j not in unneeded]
 
@@ -227,16 +237,11 @@ class Recording(TorchDispatchMode):
 
 
 def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
-    """Whether a copy of all of the product, in its order in memory, is what is written."""
-    tensors = there, copied, product
-    whole = copied.data_ptr() == product.data_ptr() and copied.numel() == product.numel()
-    return whole and there.dtype == product.dtype and all(t.is_contiguous() for t in tensors)
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory."""
-    (a, b), (c, d) = reach(one), reach(other)
-    return a < d and c < b
+    """Whether all of the product, in its order in memory, is what is written, and its bits will be those of a copy."""
+    whole = copied.data_ptr() == product.data_ptr() and there.shape == copied.shape
+    in_order = all(t.is_contiguous() and t.numel() == product.numel() for t in (there, copied, product))
+    aligned = there.data_ptr() % ALIGNED == 0  # a product's last bits depend on it
+    return whole and in_order and aligned and there.dtype == product.dtype
 
 
 def reach(tensor: Tensor) -> tuple[int, int]:

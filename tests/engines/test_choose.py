@@ -40,6 +40,14 @@ def test_auto_takes_what_is_faster_and_says_why() -> None:
     assert tiny.engine_facts["engine"] == "sequential"
 
 
+def test_auto_times_replayed_steps_where_steps_will_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
+    for capture in (True, False):
+        module = federated(Lit(), workers=2, capture=capture, local_epochs=4)
+        trainer(1).fit(module, blobs())
+        assert ("and captured" in module.engine_facts["why"]) == capture
+
+
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     class Normed(Lit):
         def __init__(self) -> None:
