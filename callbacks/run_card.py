@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.loggers import MetricsCSV
+from fl_lightning.methods import arguments
 from fl_lightning.results import Metrics
 from fl_lightning.segments import written_aside
 
@@ -126,7 +126,7 @@ def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
     head = describe() if describe is not None else type(module).__name__
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    methods = [(type(c).__name__, _arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
+    methods = [(type(c).__name__, arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
     run = [("rounds", str(trainer.max_epochs)), ("seed", str(getattr(module, "run_seed", "not set")))]
     card = getattr(data, "card", None)
     versions = [(name, _version(name)) for name in ("fl-lightning", "torch", "pytorch-lightning")]
@@ -143,11 +143,6 @@ def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
             ("Versions", versions), ("Machine", machine),
         ]
     )  # fmt: skip
-
-
-def _arguments(callback: Any) -> str:
-    names = [name for name in inspect.signature(type(callback)).parameters if hasattr(callback, name)]
-    return ", ".join(f"{name}={getattr(callback, name)!r}" for name in names)
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> str:

@@ -299,3 +299,11 @@ def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
     process.kill(signal.SIGINT)
     assert process.wait(timeout=15).returncode == 130
     assert not (cli.folder / "x/checkpoints/last.ckpt").exists()
+
+
+def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:
+    options = ("--method.mu", "Exponential", "--method.mu.gamma", "0.5", "--trainer.max_epochs", "2")
+    result = cli("fit", "-c", "base", "-c", "data/digits", "-c", "method/fedprox", *options)
+    assert result.returncode == 0, result.stderr
+    card = (cli.folder / "runs/digits-fedprox-1/card.md").read_text(encoding="utf-8")
+    assert "| ProximalTerm | mu=Exponential(gamma=0.5) |" in card
