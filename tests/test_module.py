@@ -399,3 +399,15 @@ def test_what_hooks_log_is_read_and_not_changed(engine: str) -> None:
         run.fit(module, blobs())
         found.append(module.global_vector.detach())
     assert torch.equal(*found) and float(run.callback_metrics["lr"]) == pytest.approx(0.1, abs=1e-7)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_a_method_that_says_it_does_not_move_starts_may_not(engine: str) -> None:
+    class Moving(FederatedCallback):
+        moves_start = False
+
+        def on_local_start(self, clients: Any) -> None:
+            clients.x.mul_(0.9)
+
+    with pytest.raises(TypeError, match="moves_start = False"):
+        trainer(1, [Moving()]).fit(federated(Lit(), engine=engine), blobs())
