@@ -17,7 +17,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.methods import arguments
 from fl_lightning.results import Metrics
-from fl_lightning.segments import written_aside
+from fl_lightning.storage.files import written_aside
 
 _SHOWN = (
     "val/acc", "train/loss", "divergence/participants", "time/round",

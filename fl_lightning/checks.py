@@ -124,6 +124,21 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
+def check_fixed_parameters(trainer: Any) -> None:
+    """Refuse callbacks that change during a fit which parameters are trained.
+
+    Raises:
+        UserError: with the callback's name.
+    """
+    for callback in trainer.callbacks:
+        if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
+            raise UserError(
+                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the set of trainable "
+                "parameters is fixed at its start. Set requires_grad in the learner's __init__, setup or "
+                "configure_model; for another set, begin another fit with init_from."
+            )
+
+
 def check_data(data: Any) -> None:
     """Refuse data without clients.
 

@@ -18,7 +18,6 @@ import fl_lightning.models
 import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.compose import Command, class_name, parse_yaml
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
@@ -36,6 +35,7 @@ from fl_lightning.run_folder import (
 )
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import GracefulStop
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 _BASES: dict[str, type] = {
     "method": FederatedCallback,

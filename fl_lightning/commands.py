@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.cli import FederatedCLI
 from fl_lightning.compose import Command
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.parsing_errors import not_an_optimizer
 from fl_lightning.run_folder import check_writable
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 _NOISE = (
     ".*LeafSpec.*",

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import read_rows
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.store import ClientStore
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl

@@ -6,11 +6,11 @@ the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod 2^k), which are
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fl_lightning.processes import collective_device, gathered, world_size
 
 Leaf = dict[str, Tensor]
 
@@ -71,17 +71,17 @@ def _merge(a: Leaf | None, b: Leaf | None) -> Leaf | None:
 
 def sum_over_processes(total: Leaf | None) -> Leaf | None:
     """The processes' sums combined along the same tree; the same bits everywhere. Alone: unchanged."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    world = world_size()
+    if world == 1:
         return total
-    world = dist.get_world_size()
-    shapes: list[Any] = [None] * world
-    dist.all_gather_object(shapes, total and {k: (v.shape, v.dtype) for k, v in total.items()})
+    mine_are = None if total is None else {k: (v.shape, v.dtype) for k, v in total.items()}
+    shapes = gathered(mine_are)
     present: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for shape in shapes:
         present.update(shape or {})
     if not present:
         return None
-    device = next(iter(total.values())).device if total else _collective_device()
+    device = next(iter(total.values())).device if total else collective_device()
     leaves: list[Leaf] = [{} for _ in range(world)]
     for dtype in sorted({d for _, d in present.values()}, key=str):
         keys = sorted(k for k, (_, d) in present.items() if d == dtype)
@@ -97,17 +97,13 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
         dist.all_gather(everyone, mine)
         sizes = [present[k][0].numel() for k in keys]
         for rank, vector in enumerate(everyone):
-            if shapes[rank]:
-                leaves[rank].update(
-                    (k, part.view(present[k][0]).clone())
-                    for k, part in zip(keys, torch.split(vector, sizes), strict=True)
-                    if k in shapes[rank]
-                )
+            own = shapes[rank] or {}
+            leaves[rank].update(
+                (k, part.view(present[k][0]).clone())
+                for k, part in zip(keys, torch.split(vector, sizes), strict=True)
+                if k in own
+            )
     tree = TreeSum(world)
     for rank in range(world):
         tree.add(rank, leaves[rank] or None)
     return tree.total
-
-
-def _collective_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

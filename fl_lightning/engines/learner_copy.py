@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.errors import UserError
-from fl_lightning.flat import Layout, fill, tie, trainable
+from fl_lightning.learner import Layout, buffer_slots, check_trainable, fill, lightning_modules, tie, trainable
+from fl_lightning.round.context import Round
 
 Convert = Callable[[Any, Any], Any]
 SHIMS = ("log", "log_dict")
 
 
-class Replica:
+class LearnerCopy:
     """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and what the learner logs meanwhile.
 
     Args:
@@ -42,7 +42,7 @@ class Replica:
         self._views = layout.views(x.view(-1))
         self._second: tuple[Tensor, list[Tensor]] | None = None
         self.parameters = [p for _, p in trainable(learner)]
-        self._slots, self._own_buffers = _buffer_slots(learner)
+        self._slots, self._own_buffers = buffer_slots(learner)
         self.forward_context, self.convert = forward_context, convert
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
@@ -51,6 +51,7 @@ class Replica:
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.sums: dict[str, Tensor] = {}  # over steps, float64; always the same tensors, which a recorded step adds to
         self.numbers: dict[str, int] = {}
+        self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._gathering: dict[str, Metric] = {}
         self._batch_start, self._batch_end = (
@@ -71,7 +72,7 @@ class Replica:
         now = {name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()}
         return {name: buffer for name, buffer in now.items() if buffer is not None}
 
-    def another(self) -> Replica:
+    def another(self) -> LearnerCopy:
         """One with its own copy of the learner and its own x, for another thread."""
         learner = self.learner
         trainers = [(part, part._trainer) for part in lightning_modules(learner)]
@@ -82,10 +83,10 @@ class Replica:
         finally:
             for part, trainer in trainers:
                 part._trainer = trainer
-        replica = Replica(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
-        replica.attach()
-        replica.follow(learner)
-        return replica
+        another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
+        another.attach()
+        another.follow(learner)
+        return another
 
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
@@ -95,7 +96,7 @@ class Replica:
                 object.__setattr__(part, name, shim)
 
     @contextmanager
-    def moved(self, e: Tensor) -> Iterator[None]:
+    def shifted(self, e: Tensor) -> Iterator[None]:
         """Within, the learner's parameters are at x + e, in the storage of g, and gradients go elsewhere."""
         if self._second is None:
             second = torch.empty_like(self.g)
@@ -199,7 +200,12 @@ class Replica:
             self.sums[name].add_(value.reshape(()))
         self.numbers[name] = self.numbers.get(name, 0) + len(values)
 
-    def load_buffers(self, values: dict[str, Tensor]) -> None:
+    def load(self, round: Round) -> None:
+        """To the server's model and buffers."""
+        self.x.copy_(round.w)
+        self.load_buffers(round.buffers)
+
+    def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Set buffers to copies of values, in the tensors that the learner had at first."""
         for name, places in self._slots.items():
             own, value = self._own_buffers[name], values.get(name)
@@ -228,29 +234,6 @@ class Replica:
             self._log(name, value)
 
 
-def lightning_modules(learner: nn.Module) -> list[Any]:
-    """The learner and the LightningModules inside it, of either namespace."""
-    return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
-
-
-def check_trainable(learner: nn.Module, layout: Layout) -> None:
-    """Refuse another set of trainable parameters than the run began with.
-
-    Raises:
-        UserError: ``requires_grad`` of some was changed since.
-    """
-    now = {name for name, _ in trainable(learner)}
-    if now == layout.keys():
-        return
-    frozen, added = (sorted(names) for names in (layout.keys() - now, now - layout.keys()))
-    what = [f"{n[0]}{', …' if len(n) > 1 else ''} {how}" for n, how in ((frozen, "frozen"), (added, "unfrozen")) if n]
-    raise UserError(
-        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began (requires_grad was changed, by a "
-        "hook or a callback such as BaseFinetuning). The set of trainable parameters is fixed at the start of a fit: "
-        "set requires_grad in __init__, setup or configure_model; for another set, begin another fit with init_from."
-    )
-
-
 def _carries_over(value: object) -> bool:
     """Whether an attribute is plain data, which a copy of the learner can take over by value."""
     if isinstance(value, (list, tuple, set)):
@@ -258,22 +241,3 @@ def _carries_over(value: object) -> bool:
     if isinstance(value, dict):
         return all(_carries_over(k) and _carries_over(v) for k, v in value.items())
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
-
-
-def _buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
-    """Where each buffer is registered (shared ones in several places), and the tensor there, or None."""
-    slots: dict[str, list[tuple[nn.Module, str]]] = {}
-    tensors: dict[str, Tensor | None] = {}
-    names: dict[int, str] = {}
-    for prefix, module in learner.named_modules():
-        for leaf, buffer in module._buffers.items():
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            name = name if buffer is None else names.setdefault(id(buffer), name)
-            slots.setdefault(name, []).append((module, leaf))
-            tensors[name] = buffer
-    return slots, tensors
-
-
-def buffer_values(learner: nn.Module) -> dict[str, Tensor]:
-    """Copies of a learner's buffers by name."""
-    return {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}

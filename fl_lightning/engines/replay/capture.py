@@ -8,22 +8,18 @@ others are replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from fl_lightning.engines.attributes import Attributes
-from fl_lightning.engines.recording import Recording
-
-if TYPE_CHECKING:
-    from fl_lightning.client_optimizer import ClientOptimizer
-    from fl_lightning.engines.replica import Replica
-    from fl_lightning.rounds import Clients
-
-NOT_CAPTURED = "local steps are not captured, and run one by one: "
+from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.engines.replay.attributes import Attributes
+from fl_lightning.engines.replay.recording import Recording
+from fl_lightning.round.clients import Clients
 
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "format", "str")
 Step = Callable[[Any, Any], None]
@@ -46,11 +42,11 @@ class NoIndex:
 
 
 class Capture:
-    """Replays steps of the clients that one replica trains one after the other.
+    """Replays steps of the clients that one worker trains one after the other.
 
     Args:
         warn: told why a step cannot be replayed, when it turns out that it cannot.
-        stream: on a GPU, of the replica; recordings are CUDA graphs there.
+        stream: on a GPU, of the worker; recordings are CUDA graphs there.
         shared: whether a recording of one client may be replayed for others.
     """
 
@@ -74,7 +70,7 @@ class Capture:
         batches: Iterator[Any],
         clients: Clients,
         optimizer: ClientOptimizer,
-        replica: Replica,
+        copy: LearnerCopy,
     ) -> None:
         """All steps of one client: ``step(batch, index)``."""
         bound, first = False, None
@@ -84,34 +80,34 @@ class Capture:
             if index == 0:
                 first = shape
             elif not bound and self._works and shape == first and None not in shape[1]:
-                own = {**clients.tensors(), **optimizer.tensors()}
+                own = {**clients.step_tensors(), **optimizer.tensors()}
                 known = self.shared and shape == self._shape and self._recorded is not None
                 bound = known and self._recorded.bind(own)  # type: ignore[union-attr]
                 if not bound:
                     self._shape = shape
-                    bound = self._record(step, batch, index, own, clients, replica)
+                    bound = self._record(step, batch, index, own, clients, copy)
                     continue
             if bound and shape == self._shape:
                 assert self._recorded is not None
-                self._recorded.replay(leaves, replica.numbers)
+                self._recorded.replay(leaves, copy.numbers)
                 self.replayed += 1
             else:
                 step(batch, index)
 
     def _record(
-        self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, replica: Replica
+        self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, copy: LearnerCopy
     ) -> bool:
         """Take this step, and hold it for the next ones; False if it cannot be repeated."""
         made: Recording | Graph
-        self._recorded, before = None, dict(replica.numbers)
-        leaves, numbers = tree_leaves(batch), replica.numbers
-        changing = [replica.x, *own.values(), *replica.buffers.values(), *replica.sums.values(), *leaves]
+        self._recorded, before = None, dict(copy.numbers)
+        leaves, numbers = tree_leaves(batch), copy.numbers
+        changing = [copy.x, *own.values(), *copy.buffers.values(), *copy.sums.values(), *leaves]
         copies = [tensor.clone() for tensor in changing]
-        told, kept = clients.told(), Attributes(replica.learner, metrics=True, in_place=False)
-        buffers = list(replica.buffers.values())
+        given, kept = clients.given(), Attributes(copy.learner, metrics=True, in_place=False)
+        buffers = list(copy.buffers.values())
         clients.looked_up = False
         try:
-            with Looks() as looks:
+            with ValueReads() as reads:
                 if self.stream is None:
                     recording = Recording(leaves, own)
                     with recording:
@@ -123,24 +119,26 @@ class Capture:
             if self.stream is None and not isinstance(error, IndexUsed):
                 raise
             why = str(error).strip().splitlines()[0]
-            for tensor, copy in zip(changing, copies, strict=True):  # what was done so far is undone
-                tensor.copy_(copy)
-            replica.logged.clear()
+            for tensor, held in zip(changing, copies, strict=True):  # what was done so far is undone
+                tensor.copy_(held)
+            copy.logged.clear()
             numbers.clear()
             numbers.update(before)
             step(batch, index)
         else:
             if numbers.keys() != before.keys():
                 why = why or "not every step logs the same names"
-            if not same(clients.told(), told):
+            if not same(clients.given(), given):
                 why = why or "a hook logs or uploads in each step"
-            if not same([*clients.tensors().values()], [v for k, v in own.items() if not k.startswith("optimizer.")]):
+            if not same(
+                [*clients.step_tensors().values()], [v for k, v in own.items() if not k.startswith("optimizer.")]
+            ):
                 why = why or "a hook gives clients another tensor in each step"
-            if not same(list(replica.buffers.values()), buffers):
+            if not same(list(copy.buffers.values()), buffers):
                 why = why or "training_step assigns to a buffer"
             if changed := kept.changed():
                 why = why or f"training_step changes {changed}"
-            why = why or looks.seen
+            why = why or reads.seen
             made.one_client = made.one_client or clients.looked_up
             made.counted = {name: number - before.get(name, 0) for name, number in numbers.items()}
             if self.stream is not None:  # while it was recorded nothing was computed
@@ -154,7 +152,7 @@ class Capture:
         return True
 
 
-class Looks(TorchFunctionMode):
+class ValueReads(TorchFunctionMode):
     """Notes in ``seen`` when the values of a tensor are read where no ATen call shows it."""
 
     seen = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
-from fl_lightning.flat import Layout, trainable
+from fl_lightning.learner import Layout, trainable
+from fl_lightning.round.context import ClientRates
+from fl_lightning.settings import OptimizerFactory
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 ELEMENTWISE = [
     "SGD",
     "Adam",
@@ -176,16 +177,47 @@ def weight_decays(optimizer: Optimizer) -> list[float]:
     ]
 
 
-def differing_groups(optimizer: Optimizer) -> str:
-    """Why ``clients.lr`` has no one value, or an empty string."""
+def rates(optimizer: Optimizer, device: torch.device) -> ClientRates:
+    """The settings of the first group, before any decay, and in which of them the groups differ."""
+    first, several = optimizer.param_groups[0], ""
     for what in ("lr", "weight_decay"):
         values = sorted({float(g.get(what, 0)) for g in optimizer.param_groups})
-        if len(values) > 1:
-            return (
-                f"the client optimizer has parameter groups of several values of {what} ({values}), and a method of "
-                "this run reads the client learning rate, which has to be one. Use one group, or another method."
-            )
-    return ""
+        if len(values) > 1 and not several:
+            several = f"{what} ({values})"
+    return ClientRates(
+        factor=1.0,
+        lr=torch.tensor(float(first["lr"]), dtype=torch.float64, device=device),
+        momentum=float(first.get("momentum", 0.0)),
+        weight_decay=weight_decays(optimizer)[0],
+        plain_sgd=is_plain_sgd(optimizer),
+        several=several,
+    )
+
+
+def of_server(factory: OptimizerFactory | None, w: Tensor) -> Optimizer:
+    """The server optimizer over w; without a factory SGD with learning rate 1."""
+    parameters: list[Any] = [w]
+    return torch.optim.SGD(parameters, lr=1.0) if factory is None else factory(parameters)
+
+
+def of_clients(factory: OptimizerFactory | None, learner: Any, note: Callable[[str], None]) -> Optimizer:
+    """The optimizer of the local steps, over the learner's parameters.
+
+    Raises:
+        UserError: it takes more than one gradient a step; or the learner gives none, or several.
+    """
+    if factory is not None:
+        optimizer = factory([p for _, p in trainable(learner)])
+    else:
+        optimizer, scheduler = from_learner(learner)
+        if scheduler:
+            note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
+            "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
+        )
+    return optimizer
 
 
 def from_learner(learner: Any) -> tuple[Optimizer, bool]:

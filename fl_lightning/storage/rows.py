@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fl_lightning.rounds import Rows
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.store import ClientStore
+
+Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
 
 
 class ClientRows:
@@ -45,19 +46,22 @@ class ClientRows:
                         outgoing[trainer].setdefault(key, {})[client] = row
         self._fetched = merged(self._exchange(outgoing))
 
-    def commit(self, rows: Rows, ids: list[int]) -> None:
-        """After a round: rows go to their owners, which commit them at once."""
-        if self.world > 1:
-            outgoing: list[Rows] = [{} for _ in range(self.world)]
-            for key, by_client in rows.items():
-                for client, row in by_client.items():
-                    outgoing[client % self.world].setdefault(key, {})[client] = row
-            own = outgoing[self.rank]
-            outgoing[self.rank] = {}
-            rows = merged([own, *self._exchange(outgoing)])
-            self._fetched = {}
+    def bring_home(self, rows: Rows) -> Rows:
+        """After a round: send rows to their owners; gives those that this process owns. Nothing is committed yet."""
+        if self.world == 1:
+            return rows
+        outgoing: list[Rows] = [{} for _ in range(self.world)]
+        for key, by_client in rows.items():
+            for client, row in by_client.items():
+                outgoing[client % self.world].setdefault(key, {})[client] = row
+        own, outgoing[self.rank] = outgoing[self.rank], {}
+        return merged([own, *self._exchange(outgoing)])
+
+    def commit(self, rows: Rows) -> None:
+        """Make rows that are at home the clients' state, all at once."""
+        self._fetched = {}
         if rows:
-            self.store.commit(rows)
+            self.store.commit(rows, make_room=False)
 
     def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
         if self._group is None:

@@ -1,13 +1,23 @@
-"""A learner's trainable parameters as one flat vector: the layout, and tying parameters to a vector as views."""
+"""What a learner is: its trainable parameters as one flat vector, its buffers, its layers, the modules inside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
+
+LAYERS = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.MultiheadAttention,
+)
 
 
 class Layout(dict[str, tuple[slice, torch.Size]]):
@@ -18,6 +28,8 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
     >>> layout = Layout(nn.Linear(3, 2))
     >>> layout.size, layout["bias"]
     (8, (slice(6, 8, None), torch.Size([2])))
+
+    ``layers``: the names of each layer's parameters, as :func:`layers_of` has them.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -27,6 +39,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             self[name] = (slice(start, start + parameter.numel()), parameter.shape)
             start += parameter.numel()
         self.size = start
+        self.layers = [[name for name in names if name in self] for names in layers_of(learner)]
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parameters' views into ``vector`` ``(D,)``, in layout order."""
@@ -62,6 +75,69 @@ def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
     """Make the parameters share storage with views into a flat vector."""
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
+
+
+def lightning_modules(learner: nn.Module) -> list[Any]:
+    """The learner and the LightningModules inside it, of either namespace."""
+    return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
+
+
+def check_trainable(learner: nn.Module, layout: Layout) -> None:
+    """Refuse another set of trainable parameters than the run began with.
+
+    Raises:
+        UserError: ``requires_grad`` of some was changed since.
+    """
+    now = {name for name, _ in trainable(learner)}
+    if now == layout.keys():
+        return
+    frozen, added = (sorted(names) for names in (layout.keys() - now, now - layout.keys()))
+    what = [f"{n[0]}{', …' if len(n) > 1 else ''} {how}" for n, how in ((frozen, "frozen"), (added, "unfrozen")) if n]
+    raise UserError(
+        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began (requires_grad was changed, by a "
+        "hook or a callback such as BaseFinetuning). The set of trainable parameters is fixed at the start of a fit: "
+        "set requires_grad in __init__, setup or configure_model; for another set, begin another fit with init_from."
+    )
+
+
+def buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
+    """Where each buffer is registered (shared ones in several places), and the tensor there, or None."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    tensors: dict[str, Tensor | None] = {}
+    names: dict[int, str] = {}
+    for prefix, module in learner.named_modules():
+        for leaf, buffer in module._buffers.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            name = name if buffer is None else names.setdefault(id(buffer), name)
+            slots.setdefault(name, []).append((module, leaf))
+            tensors[name] = buffer
+    return slots, tensors
+
+
+def buffer_values(learner: nn.Module) -> dict[str, Tensor]:
+    """Copies of a learner's buffers by name."""
+    return {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
+
+
+def layers_of(learner: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each layer; parameters of other modules belong to the last layer registered before."""
+    layers: list[list[str]] = []
+    early: list[str] = []
+    inside = "\0"
+    for name, module in learner.named_modules():
+        prefix = name + "." if name else ""
+        if name.startswith(inside):
+            continue
+        layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
+        own = [prefix + p for p, _ in module.named_parameters(recurse=layer)]
+        if layer:
+            layers.append(own)
+            inside = prefix or "\0"
+        else:
+            (layers[-1] if layers else early).extend(own)
+    if layers:
+        layers[0] = early + layers[0]
+    return layers or [early]
 
 
 def check_learner_parameters(learner: nn.Module) -> None:

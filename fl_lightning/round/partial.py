@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.rounds import Clients, Round
 
 COPY, ORIGIN, ELAPSED, WRITTEN = "parts.x", "parts.origin", "parts.elapsed", "parts.round"
 
@@ -59,38 +58,3 @@ class Parts:
             return False
         last_averaged = -1 if period is None else t // period * period - 1
         return written > last_averaged
-
-    def start(self, clients: Clients, round: Round) -> None:
-        """Put the clients' own copies into ``clients.x``; note where and when their displacement began."""
-        x = clients.x
-        origin, mask = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-        elapsed = torch.zeros(x.shape, dtype=round.wide, device=x.device)
-        for row, client in enumerate(clients.client_ids):
-            written = round.read(WRITTEN, client)
-            if written is None:
-                continue
-            copy, began = round.read(COPY, client), round.read(ORIGIN, client)
-            since = round.read(ELAPSED, client)
-            assert copy is not None and began is not None and since is not None
-            for p, (part, period) in enumerate(zip(self.masks, self.periods, strict=True)):
-                if self.valid(round.t, int(written), period):
-                    mask[row] |= part
-                    elapsed[row][part] = since[p].to(elapsed)
-            full = torch.zeros_like(x[row])
-            full[self.kept] = copy.to(x)
-            x[row] = torch.where(mask[row], full, x[row])
-            origin[row][self.kept] = began.to(x)
-        clients.kept_origin, clients.kept_elapsed, clients.kept_mask = origin, elapsed, mask
-
-    def end(self, clients: Clients, row: int) -> dict[str, Tensor]:
-        """The rows that a client keeps after a round."""
-        if not self.masks:
-            return {}
-        elapsed = clients.total_elapsed().expand_as(clients.x)[row]
-        first = torch.stack([elapsed[mask][0] for mask in self.masks])
-        return {
-            COPY: clients.x[row][self.kept].clone(),
-            ORIGIN: clients.origin[row][self.kept].clone(),
-            ELAPSED: first,
-            WRITTEN: torch.tensor(clients.round),
-        }

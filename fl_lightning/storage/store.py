@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning import segments
 from fl_lightning.errors import UserError
-from fl_lightning.segments import RANKS, Index, merge_indices, segment_name, segment_number
+from fl_lightning.storage import segments
+from fl_lightning.storage.segments import RANKS, Index, merge_indices, segment_name, segment_number
 
 __all__ = ["ClientStore", "Index", "merge_indices"]
 
@@ -97,10 +97,11 @@ class ClientStore:
         except UserError as error:
             raise UserError(f"Cannot read {key[0]!r} of client {key[1]}. {error}") from error
 
-    def commit(self, rows: Mapping[str, Mapping[int, Tensor]]) -> None:
+    def commit(self, rows: Mapping[str, Mapping[int, Tensor]], make_room: bool = True) -> None:
         """Make {name: {client: row}} the clients' state, all or nothing; the tensors are ours from now on.
 
-        A row that is a view of a larger tensor, or not on the CPU, is copied.
+        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written,
+        and so cannot fail, until :meth:`make_room` is called.
         """
         flat = ((name, int(client), row) for name, of in rows.items() for client, row in of.items())
         new = {(name, client): _owned(name, client, row) for name, client, row in flat}
@@ -108,6 +109,12 @@ class ClientStore:
             before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
             self._dirty.update(new)  # one step: nothing can interrupt it half-way
             self._dirty_bytes += sum(row.nbytes for row in new.values()) - before
+            if make_room:
+                self._shrink()
+
+    def make_room(self) -> None:
+        """Bring what is over the budget to disk."""
+        with self._lock:
             self._shrink()
 
     def clients(self, name: str) -> IntArray:

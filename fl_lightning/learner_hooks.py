@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
-from fl_lightning.engines.replica import lightning_modules
+from fl_lightning.learner import lightning_modules
 
 HOOKS = [
     "on_fit_end",
@@ -40,7 +40,7 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 STEPS = ("validation_step", "test_step", "predict_step")
 
 
-class ForwardedHooks(pl.LightningModule):
+class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
@@ -48,6 +48,14 @@ class ForwardedHooks(pl.LightningModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.learner(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The learner's own, under its own names."""
+        return self.learner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        strict = strict and self.learner.strict_loading
+        return self.learner.load_state_dict(state_dict, strict=strict)
 
     def adopt(self, learner: Any) -> None:
         """Hide steps that the learner does not have, so that Lightning skips their loops; take its transfer hooks."""
@@ -96,7 +104,7 @@ class ForwardedHooks(pl.LightningModule):
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    def hook(self: ForwardedHooks, *args: Any, **kwargs: Any) -> Any:
+    def hook(self: LearnerHooks, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.learner, name)(*args, **kwargs)
 
     hook.__name__ = name
@@ -104,7 +112,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _step(name: str) -> Callable[..., Any]:
-    def step(self: ForwardedHooks, *args: Any) -> Any:
+    def step(self: LearnerHooks, *args: Any) -> Any:
         own = getattr(self.learner, name)
         code = own.__code__
         variadic = bool(code.co_flags & 0x04)
@@ -117,6 +125,6 @@ def _step(name: str) -> Callable[..., Any]:
 
 
 for _name in HOOKS:
-    setattr(ForwardedHooks, _name, _forwarded(_name))
+    setattr(LearnerHooks, _name, _forwarded(_name))
 for _name in STEPS:
-    setattr(ForwardedHooks, _name, _step(_name))
+    setattr(LearnerHooks, _name, _step(_name))

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fl_lightning import persistence
-from fl_lightning.checkpoint import AtomicCheckpointIO
-from fl_lightning.engines.replica import lightning_modules
-from fl_lightning.flat import Layout, check_learner_parameters, flatten, tie, trainable
-from fl_lightning.forwarding import ForwardedHooks
+from fl_lightning.learner import (
+    Layout,
+    buffer_values,
+    check_learner_parameters,
+    flatten,
+    lightning_modules,
+    tie,
+    trainable,
+)
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
 
 
-class GlobalModel(ForwardedHooks):
-    """Base of FederatedModule: the learner's parameters are views into one vector, which is evaluated and saved."""
+class GlobalModel:
+    """The learner, whose parameters are views into one vector, which is evaluated and saved.
 
-    learner_config: dict[str, Any]
-    _layout: Layout | None = None
-    _w: Tensor | None = None
-    _evaluated: Tensor | None = None
+    ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own hyper-parameters.
+    """
+
+    def __init__(self, learner: Any) -> None:
+        self.learner: Any = learner
+        self.config: dict[str, Any] = {}
+        self._layout: Layout | None = None
+        self._w: Tensor | None = None
+        self._evaluated: Tensor | None = None
 
     @property
     def layout(self) -> Layout:
@@ -32,16 +44,21 @@ class GlobalModel(ForwardedHooks):
         return self._layout
 
     @property
-    def global_vector(self) -> Tensor:
-        """The server's model w ``(D,)``."""
+    def w(self) -> Tensor:
+        """The server's model ``(D,)``."""
         self.build()
         assert self._w is not None
         return self._w
 
     @property
-    def evaluated_vector(self) -> Tensor:
+    def evaluated(self) -> Tensor:
         """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
-        return self.global_vector if self._evaluated is None else self._evaluated
+        return self.w if self._evaluated is None else self._evaluated
+
+    @property
+    def evaluates_w(self) -> bool:
+        """Whether what is evaluated is w."""
+        return self._evaluated is None
 
     def build(self, again: bool = False) -> None:
         """Lay the learner's parameters out in one vector and tie them to it; ``again``: after it may have moved."""
@@ -52,7 +69,7 @@ class GlobalModel(ForwardedHooks):
             check_learner_parameters(self.learner)
             self._layout, self._w, self._evaluated = Layout(self.learner), None, None
         first = parameters[0]
-        views = [] if self._w is None else self._layout.views(self.evaluated_vector.detach())
+        views = [] if self._w is None else self._layout.views(self.evaluated.detach())
         tied = bool(views) and all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
         if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
             flat = flatten([p.detach() for p in parameters])
@@ -61,14 +78,35 @@ class GlobalModel(ForwardedHooks):
             else:
                 self._w.data = flat
             self._evaluated = None
-        tie(parameters, self._layout.views(self.evaluated_vector.detach()))
+        tie(parameters, self._layout.views(self.evaluated.detach()))
 
-    def set_evaluated(self, vector: Tensor | None) -> None:
-        """Evaluate and export ``vector`` (None: w)."""
+    def evaluate_at(self, vector: Tensor | None) -> None:
+        """Evaluate and export ``vector`` (None: w) from here on."""
         if vector is None and self._evaluated is None:
             return
         self._evaluated = vector
-        tie([p for _, p in trainable(self.learner)], self.layout.views(self.evaluated_vector.detach()))
+        tie([p for _, p in trainable(self.learner)], self.layout.views(self.evaluated.detach()))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the learner's buffers by name."""
+        return buffer_values(self.learner)
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into the learner's buffers of these names."""
+        for name, buffer in self.learner.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])
+
+    def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
+        """Take up w, what is evaluated (None: w) and buffers, by value."""
+        with torch.no_grad():
+            self.w.copy_(w)
+        self.evaluate_at(evaluated)
+        self.set_buffers(buffers)
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """What ``load_from_checkpoint`` gives to the learner's class, as far as it is plain data."""
+        return dict(self.config) or {k: v for k, v in dict(self.learner.hparams).items() if is_plain(v)}
 
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
@@ -85,20 +123,11 @@ class GlobalModel(ForwardedHooks):
                 part.__dict__.pop(name, None)
         tie(
             [p for _, p in trainable(learner)],
-            [v.clone() for v in self.layout.views(self.evaluated_vector.detach())],
+            [v.clone() for v in self.layout.views(self.evaluated.detach())],
         )
         if path is not None:
-            parameters = self.learner_config or {k: v for k, v in learner.hparams.items() if persistence.plain(v)}
-            weights = {"state_dict": learner.state_dict(), "hyper_parameters": parameters}
+            weights = {"state_dict": learner.state_dict(), "hyper_parameters": self.hyper_parameters()}
             AtomicCheckpointIO().save_checkpoint(
                 {**weights, "pytorch-lightning_version": version("pytorch-lightning")}, path
             )
         return learner
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The learner's own, under its own names."""
-        return self.learner.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        strict = strict and self.learner.strict_loading
-        return self.learner.load_state_dict(state_dict, strict=strict)

@@ -11,17 +11,17 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage.files import written_aside
 
 WAY_OUT = "Resume from an older checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
 
@@ -35,41 +35,6 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 _FILE = re.compile(r"rows-(\d{8,})-r(\d+)\.safetensors")
 RANKS = 1 << 16  # a segment's number in an index: its number in the folder * RANKS + the rank that wrote it
-
-
-@contextmanager
-def written_aside(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that becomes ``path`` whole and at once when the block ends; after an error nothing changed.
-
-    What a killed process leaves behind is ``.<name>.tmp``, which the next write of the same name replaces.
-    Raises UserError where the folder cannot be written.
-    """
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "wb") as file:
-            yield file
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-        if durable:
-            _sync_folder(path.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            aside.unlink()
-        if isinstance(error, OSError):
-            why = error.strerror or error
-            raise UserError(f"Cannot write {path}: {why}. Give a folder that can be written to.") from error
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
