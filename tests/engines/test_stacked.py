@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
 from fl_lightning import callbacks as methods
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.engines import stacked
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Walking(FederatedCallback):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, SharpnessAwareMinimization
 from fl_lightning.errors import UserError
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Normed(Lit):

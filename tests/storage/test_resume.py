@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from learners import Lit, blobs, federated, trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import CommunicationLogger, ControlVariates, DivergenceLogger, RelaxedInitialization
 from fl_lightning.loggers import MetricsCSV
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 ROUNDS, KILLED_IN = 4, 2
 PHASES = ["local step", "commit", "segment", "checkpoint", "after checkpoint", "validation"]

@@ -9,7 +9,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from learners import Lit, blobs, federated, trainer
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from fl_lightning.engines.replica import Replica, buffer_values
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.flat import Layout
 from fl_lightning.methods import Methods
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurrent", "workers": k} for k in (1, 2))]
 

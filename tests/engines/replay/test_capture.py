@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -27,6 +26,7 @@ from fl_lightning.engines import choose
 from fl_lightning.engines.recording import Recording
 from fl_lightning.engines.streams import Streams
 from fl_lightning.schedules import Exponential
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Normed(Lit):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.engines import choose, measure
 from fl_lightning.engines.measure import makespan
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Waiting(Lit):
