@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, Upload
 from fl_lightning.callbacks import (
@@ -23,16 +21,10 @@ from fl_lightning.callbacks import (
     SharpnessAwareMinimization,
 )
 from fl_lightning.engines import choose
-from fl_lightning.engines.recording import Recording
 from fl_lightning.engines.streams import Streams
 from fl_lightning.schedules import Exponential
-from tests.helpers.learners import Lit, blobs, federated, trainer
-
-
-class Normed(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+from tests.helpers.learners import Lit, Normed, blobs, federated, momentum, trainer
+from tests.helpers.replays import assert_same, ran, replayed
 
 
 class Convolving(Lit):
@@ -83,10 +75,6 @@ class ByName(FederatedCallback):
         gradient.mul_(1 + clients.client_ids[0] / 10)
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
-
-
 CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
     "plain": (Lit, lambda: [], {}),
     "buffers": (Normed, lambda: [], {}),
@@ -103,33 +91,6 @@ CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
 }
 
 
-def ran(learner: type[Lit], callbacks: Any, arguments: dict[str, Any], **more: Any) -> Any:
-    torch.manual_seed(3)
-    settings = {"engine": "concurrent", "workers": 2, "participation": 0.8, "local_epochs": 4.5, **arguments, **more}
-    module = federated(learner(), **settings)
-    engines: list[Any] = []
-    module.learner.on_train_epoch_start = lambda: engines.append(module._engine)
-    run = trainer(3, callbacks())
-    run.fit(module, blobs(per_client=30))
-    rows = {
-        (name, int(i)): module.client_rows.read(name, int(i))
-        for name in module.client_rows.store.names()
-        for i in module.client_rows.store.clients(name)
-    }
-    logged = {k: v for k, v in run.callback_metrics.items() if not k.startswith("time")}
-    return module, {"w": module.global_vector.detach(), **rows, **module.server_states, **logged}, engines[0]
-
-
-def assert_same(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [key for key in one if not torch.equal(one[key], other[key])] == []
-
-
-def replayed(engine: Any) -> int:
-    captures = engine._captures if hasattr(engine, "_captures") else [slot.capture for slot in engine.slots]
-    return sum(capture.replayed for capture in captures)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected, _ = ran(*CASES[name], engine="sequential")
@@ -144,122 +105,6 @@ def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch)
         _, found, engine = ran(*CASES[name], capture=capture, workers=3)
         assert isinstance(engine, Streams) and (replayed(engine) if capture else 1) > 0
         assert_same(expected, found)
-
-
-class Indexed(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 + batch_idx % 2)
-
-
-class Reading(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if loss.item() > 1 else 2 * loss
-
-
-class Masking(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return super().training_step((x[y > 0], y[y > 0]), batch_idx)
-
-
-class Outside(Lit):
-    """Computes where no dispatcher sees it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        weight = torch.from_numpy(np.abs(batch[0].numpy()).mean(1))
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        self.log("train/loss", loss.mean())
-        return (loss * weight).mean()
-
-
-class Metrical(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("train/acc", self.accuracy)
-        return super().training_step(batch, batch_idx)
-
-
-class Adaptive(Lit):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-REFUSED = {
-    Indexed: "uses batch_idx",
-    Reading: "reads a value",
-    Masking: "shape",
-    Outside: "values of a tensor are read",
-    Metrical: "changes accuracy",
-    Adaptive: "reads a value",
-}
-
-
-@pytest.mark.parametrize("learner", REFUSED, ids=lambda learner: learner.__name__)
-def test_steps_that_cannot_be_replayed_run_each_time(learner: type[Lit]) -> None:
-    _, expected, _ = ran(learner, list, {}, engine="sequential")
-    with pytest.warns(UserWarning, match="local steps are not captured"):
-        module, found, _ = ran(learner, list, {}, capture=True)
-    assert module.engine_facts["capture"].startswith("no: ") and REFUSED[learner] in module.engine_facts["capture"]
-    assert_same(expected, found)
-
-
-def test_a_hook_that_reads_a_value_ends_capture_and_not_the_run() -> None:
-    class Looking(FederatedCallback):
-        def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
-            if float(gradient.abs().max()) > 0.05:
-                gradient.mul_(0.5)
-
-    _, expected, _ = ran(Lit, lambda: [Looking()], {}, engine="sequential")
-    with pytest.warns(UserWarning, match="local steps are not captured"):
-        _, found, engine = ran(Lit, lambda: [Looking()], {}, capture=True)
-    assert_same(expected, found)
-    assert replayed(engine) == 0
-
-
-class Later(Lit):
-    """Steps that can be replayed in round 0 and not in the next ones: each in its own way."""
-
-    way = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        self.register_buffer("mean", torch.zeros(20))
-        self.calls = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.trainer.current_epoch == 0:
-            return loss
-        if self.way == "index":
-            return loss * (1 + batch_idx % 2)
-        if self.way == "buffer":
-            self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
-            return loss + 0.1 * self.mean.sum() * self.net[0].bias.sum()
-        if self.way == "attribute":
-            self.calls += 1
-            return loss * (0.5 if self.calls % 4 == 0 else 1)
-        return loss * (3 if 3 not in batch[1].tolist() else 1)
-
-
-@pytest.mark.parametrize("way", ["index", "buffer", "attribute", "values"])
-def test_steps_that_change_in_a_later_round_run_each_time(way: str) -> None:
-    def make() -> Later:
-        learner = Later()
-        learner.way = way
-        return learner
-
-    alone = {"workers": 1} if way == "attribute" else {}  # what is kept on the learner goes on in its copy
-    _, expected, _ = ran(make, list, {}, capture=False, **alone)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="local steps are not captured"):
-        module, found, _ = ran(make, list, {}, capture=True, **alone)  # type: ignore[arg-type]
-    assert module.engine_facts["capture"].startswith("no: ")  # which round 0 could not tell
-    assert_same(expected, found)
 
 
 class Noisy(FederatedCallback):
@@ -358,83 +203,3 @@ def test_capture_takes_auto_true_and_false() -> None:
     for capture, expected in (("auto", "yes"), (True, "yes"), (False, "no: not asked for")):
         module, _, _ = ran(Lit, list, {}, capture=capture)
         assert module.engine_facts["capture"] == expected
-
-
-COPIES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], object]] = {
-    "once": lambda x, w, out, other: out.copy_(x @ w),
-    "twice": lambda x, w, out, other: (p := x @ w, out.copy_(p), other.copy_(p)),
-    "onto what was read before": lambda x, w, out, other: (p := x @ w, other.add_(out), out.copy_(p)),
-    "onto what is written before": lambda x, w, out, other: (p := x @ w, out.zero_(), out.copy_(p)),
-    "onto a part that is read before": lambda x, w, out, other: (p := x @ w, other.add_(out[1, 2]), out.copy_(p)),
-    "onto a factor": lambda x, w, out, other: out.copy_(out @ w),
-    "transposed": lambda x, w, out, other: out.copy_((x @ w).t()),
-    "transposed twice": lambda x, w, out, other: out.copy_((w.t() @ x.t()).t().t()),
-    "in another dtype": lambda x, w, out, other: out.copy_(x.double() @ w.double()),
-    "to more rows": lambda x, w, out, other: out.copy_(x[:1] @ w),
-    "each from the other": lambda x, w, out, other: (n := x.t() @ other, p := x @ out, other.copy_(p), out.copy_(n)),
-    "to a transposed place": lambda x, w, out, other: out.t().copy_(x @ w),
-}
-
-
-@pytest.mark.parametrize("way", list(COPIES))
-def test_a_product_that_is_copied_is_the_same_when_replayed(way: str) -> None:
-    draw = torch.Generator().manual_seed(3)
-    batches = [torch.randn(4, 4, generator=draw) for _ in range(4)]
-    w, start = torch.randn(4, 4, generator=draw), torch.randn(4, 4, generator=draw)
-    recorded, eager = (start.clone(), start.clone()), (start.clone(), start.clone())
-    recording = Recording([batches[0]], {})
-    with torch.no_grad():
-        with recording:
-            COPIES[way](batches[0], w, *recorded)
-        COPIES[way](batches[0], w, *eager)
-        for batch in batches[1:]:
-            recording.replay([batch], {})
-            COPIES[way](batch, w, *eager)
-    assert not recording.refused
-    assert torch.equal(recorded[0], eager[0]) and torch.equal(recorded[1], eager[1])
-
-
-class Uneven(Lit):
-    """Parameters that begin anywhere in memory: the last bits of a matrix product depend on where it is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(3))
-        self.net = nn.Sequential(nn.Linear(20, 84), nn.ReLU(), nn.Linear(84, 10), nn.ReLU(), nn.Linear(10, 4))
-
-
-class Embedding(Lit):
-    """A sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.net = nn.Embedding(4, 20, sparse=True), nn.Linear(20, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x + self.table(y)), y)
-
-
-class Elsewhere(FederatedCallback):
-    """Some clients start elsewhere than at w."""
-
-    def on_local_start(self, clients: Any) -> None:
-        if clients.client_ids[0] % 2:
-            clients.x.mul_(0.9)
-
-
-ODD: dict[str, tuple[type[Lit], Callable[[], list[Any]]]] = {
-    "unaligned parameters": (Uneven, lambda: [ControlVariates()]),
-    "unaligned parameters, twice": (Uneven, lambda: [SharpnessAwareMinimization(0.05), ControlVariates()]),
-    "sparse gradients": (Embedding, lambda: [SharpnessAwareMinimization(0.05), ControlVariates()]),
-    "starts of their own": (Lit, lambda: [Elsewhere(), ProximalTerm(0.5), ControlVariates()]),
-}
-
-
-@pytest.mark.parametrize("case", list(ODD))
-def test_odd_learners_and_starts_have_the_same_bits_when_replayed(case: str) -> None:
-    learner, methods = ODD[case]
-    _, expected, _ = ran(learner, methods, {}, engine="sequential")
-    module, found, engine = ran(learner, methods, {}, capture=True)
-    assert module.engine_facts["capture"] == "yes" and replayed(engine) > 0
-    assert_same(expected, found)
