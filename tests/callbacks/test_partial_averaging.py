@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation import network
 from torch import nn
 
 from fl_lightning import UserError
@@ -15,6 +14,7 @@ from fl_lightning import callbacks as c
 from fl_lightning.flat import Layout
 from fl_lightning.layers import layers_of
 from fl_lightning.models import ResNet20
+from tests.helpers.federation import network
 
 
 class Mixed(nn.Module):

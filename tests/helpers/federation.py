@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from oracles.problems import Quadratic, Schedule, Vector
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
+from tests.oracles.problems import Quadratic, Schedule, Vector
 
 SIZES = [1, 5, 9, 4, 12, 7, 20, 3]
 BATCH = 4

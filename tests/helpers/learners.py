@@ -45,6 +45,37 @@ class Lit(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=1e-3)
 
 
+class Normed(Lit):
+    """With batch normalisation, so with buffers that its steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+
+class Dropping(Lit):
+    """Draws random numbers of the process in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, nn.Dropout(0.5))
+
+
+class InPlace(Lit):
+    """Centres its inputs at a running mean, kept in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(20))
+
+    def move(self, x: Tensor) -> None:
+        self.mean.mul_(0.9).add_(0.1 * x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.move(batch[0].mean(0))
+        return nn.functional.cross_entropy(self.net(batch[0] - self.mean), batch[1])
+
+
 def blobs(clients: int = 10, per_client: int = 24, batch_size: int = 8, dtype: torch.dtype = torch.float64) -> Any:
     """Four Gaussian classes; client i holds ``per_client - 2 (i mod 5)`` samples."""
     generator = torch.Generator().manual_seed(0)
@@ -73,3 +104,22 @@ def federated(learner: Any = None, **arguments: Any) -> FederatedModule:
     torch.manual_seed(0)
     defaults = {"participation": 0.3, "local_epochs": 1, "seed": 1}
     return FederatedModule((learner or Lit()).double(), **{**defaults, **arguments})
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def client_rows(module: FederatedModule) -> dict[Any, Tensor]:
+    """All state of clients that a run holds, by (name, client)."""
+    store = module.client_rows.store
+    return {(name, int(i)): store.read(name, int(i)) for name in store.names() for i in store.clients(name)}
+
+
+def fitted(learner: type[Lit], rounds: int = 2, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A module after a few rounds of all clients, and what was logged."""
+    torch.manual_seed(3)
+    module = federated(learner(), **{"participation": 1.0, **arguments})
+    run = trainer(rounds)
+    run.fit(module, blobs())
+    return module, run.callback_metrics

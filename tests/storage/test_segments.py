@@ -7,26 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.store import ClientStore
+from tests.helpers.rows import bits, filled
 
 torch.set_num_threads(1)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 DTYPES += [torch.complex64, torch.uint8]
-
-
-def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def filled(folder: Path, clients: int = 8, size: int = 1000) -> tuple[ClientStore, Path]:
-    store = ClientStore()
-    store.commit({"M.s": {i: torch.arange(size, dtype=torch.float32) + i for i in range(clients)}})
-    path = store.flush(folder)
-    assert path is not None
-    return store, path
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from wrong_methods import WRONG, Anchor, AttributeInHook
 
 from fl_lightning import Exponential, FederatedCallback, ServerState, Steps
 from fl_lightning import callbacks as c
@@ -17,6 +16,7 @@ from fl_lightning.contracts import runs
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.contracts.verdict import Check, CheckReport
 from fl_lightning.testing import INVARIANTS, _checked, check_method
+from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"aggregate": "updates", **given}),

@@ -9,42 +9,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from learners import Lit, blobs, federated, trainer
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from fl_lightning.callbacks import ControlVariates
-from fl_lightning.collect import Collector
-from fl_lightning.engines.replica import Replica, buffer_values
-from fl_lightning.errors import Diverged, UserError
-from fl_lightning.flat import Layout
-from fl_lightning.methods import Methods
+from fl_lightning.errors import UserError
+from tests.helpers.learners import InPlace, Lit, blobs, federated, fitted, trainer
 
 ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurrent", "workers": k} for k in (1, 2))]
-
-
-def fitted(learner: type[Lit], rounds: int = 2, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A module after a few rounds of all clients, and what was logged."""
-    torch.manual_seed(3)
-    module = federated(learner(), **{"participation": 1.0, **arguments})
-    run = trainer(rounds)
-    run.fit(module, blobs())
-    return module, run.callback_metrics
-
-
-class InPlace(Lit):
-    """Centres its inputs at a running mean, kept in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(20))
-
-    def move(self, x: Tensor) -> None:
-        self.mean.mul_(0.9).add_(0.1 * x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.move(batch[0].mean(0))
-        return nn.functional.cross_entropy(self.net(batch[0] - self.mean), batch[1])
 
 
 class Assigned(InPlace):
@@ -60,74 +32,6 @@ def test_assigning_to_a_buffer_is_as_changing_it_in_place(arguments: dict[str, A
     assert module.engine_facts["engine"] != "stacked"
     assert torch.equal(module.learner.mean, reference.learner.mean) and bool(module.learner.mean.any())
     assert torch.equal(module.global_vector, reference.global_vector)
-
-
-def test_a_buffer_of_another_shape_has_no_average() -> None:
-    class Growing(InPlace):
-        def move(self, x: Tensor) -> None:
-            self.mean = x.expand(2, -1).mean(0, keepdim=True)
-
-    with pytest.raises(UserError, match=r"buffer mean has shape \(20,\).*\(1, 20\).*buffers='keep'"):
-        fitted(Growing, engine="sequential")
-    fitted(Growing, engine="sequential", buffers="keep")
-
-
-@pytest.mark.parametrize("policy", ["average", "keep"])
-def test_a_client_whose_buffer_is_not_finite_has_diverged(policy: str) -> None:
-    class Overflowing(InPlace):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan]))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.mean.add_(torch.inf if len(batch[0]) == 6 else 1.0)  # the last batch of one client in five
-            return Lit.training_step(self, batch, batch_idx)
-
-    if policy == "average":
-        with pytest.raises(Diverged, match="client 1 "):
-            fitted(Overflowing, engine="sequential")
-        with pytest.warns(UserWarning, match=r"clients \[1, 6\] were left out"):
-            module, _ = fitted(Overflowing, 1, engine="sequential", on_nonfinite="skip")
-        assert bool(module.learner.mean.isfinite().all()) and bool((module.learner.mean >= 2).all())
-    else:
-        module, _ = fitted(Overflowing, engine="sequential", buffers=policy)
-        assert not bool(module.learner.mean.any())
-    torch.testing.assert_close(module.learner.mask, torch.tensor([0.0, -torch.inf, torch.nan]).double(), equal_nan=True)
-
-
-def test_bool_and_complex_buffers() -> None:
-    class Kinds(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
-            self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.seen[batch[1]] = True
-            self.phase.add_(1j)
-            return super().training_step(batch, batch_idx)
-
-    module, _ = fitted(Kinds, 1, engine="sequential", local_steps=3)
-    assert module.learner.seen.dtype == torch.bool and bool(module.learner.seen.all())
-    torch.testing.assert_close(module.learner.phase, torch.tensor([3j]))
-
-
-def test_what_travels_between_processes_is_no_bool() -> None:
-    learner = Lit()
-    learner.register_buffer("seen", torch.tensor([True, False]))
-    replica = Replica(learner, Layout(learner), torch.zeros(1, Layout(learner).size))
-    collector = Collector(
-        round=SimpleNamespace(layout=Layout(learner)),  # type: ignore[arg-type]
-        methods=Methods([]),
-        leaves=1,
-        uniform=True,
-        average_buffers=True,
-        buffers=buffer_values(learner),
-        keep_optimizer_state=False,
-        averaged=None,
-    )
-    values = collector._buffers(replica, 1.0)
-    assert values is not None and values["max:seen"].dtype == torch.uint8 and values["max:seen"].tolist() == [1, 0]
 
 
 class Metered(Lit):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.store import ClientStore, Index, merge_indices
+from tests.helpers.rows import bits, filled
 
 torch.set_num_threads(1)
 NAMES = {"A.c": (torch.float32, (3,)), "A.k": (torch.int64, ()), "B.m": (torch.bfloat16, (2, 2))}
@@ -27,10 +28,6 @@ NAMES = {"A.c": (torch.float32, (3,)), "A.k": (torch.int64, ()), "B.m": (torch.b
 def row_of(name: str, value: int) -> Tensor:
     dtype, shape = NAMES[name]
     return torch.full(shape, value / 3 if dtype.is_floating_point else 2**53 + value, dtype=dtype)
-
-
-def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def agree(store: ClientStore, model: dict[tuple[str, int], Tensor]) -> None:
@@ -89,14 +86,6 @@ def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:  # 
             other = ClientStore()
             other.load(index, folder)
             agree(other, then)
-
-
-def filled(folder: Path, clients: int = 8, size: int = 1000) -> tuple[ClientStore, Path]:
-    store = ClientStore()
-    store.commit({"M.s": {i: torch.arange(size, dtype=torch.float32) + i for i in range(clients)}})
-    path = store.flush(folder)
-    assert path is not None
-    return store, path
 
 
 def test_a_missing_segment_is_found_when_loading(tmp_path: Path) -> None:
@@ -290,6 +279,7 @@ def test_threads_read_while_rows_are_committed_flushed_and_collected(tmp_path: P
 KILLED = """
 import os, sys, torch
 from pathlib import Path
+from tests.helpers.rows import bits, filled
 from fl_lightning.store import ClientStore
 torch.set_num_threads(1)
 where, folder = sys.argv[1], Path(sys.argv[2])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.engines import choose, measure
 from fl_lightning.engines.measure import makespan
+from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
 class Waiting(Lit):
@@ -49,11 +49,6 @@ def test_auto_times_replayed_steps_where_steps_will_be_replayed(monkeypatch: pyt
 
 
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Normed(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.insert(1, torch.nn.BatchNorm1d(8))
-
     monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
     monkeypatch.setattr(choose, "CLEARLY", 1e9)
     torch.manual_seed(3)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from federation import BATCH, Network, Recorder, samples
-from learners import trainer
 from torch import Tensor
 
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, Upload
+from tests.helpers.federation import BATCH, Network, Recorder, samples
+from tests.helpers.learners import trainer
 
 Case = tuple[list[Any], dict[str, Any]]  # callbacks, and arguments of the module
 SIZES = [1, 5, 9, 4, 12, 3]

@@ -10,24 +10,12 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from learners import Lit, blobs, federated, trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, SharpnessAwareMinimization
 from fl_lightning.errors import UserError
-
-
-class Normed(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-
-class Dropping(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(20, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+from tests.helpers.learners import Dropping, Lit, Normed, blobs, client_rows, federated, momentum, trainer
 
 
 class Kept(FederatedCallback):
@@ -37,10 +25,6 @@ class Kept(FederatedCallback):
 
     def on_local_end(self, clients: Any) -> None:
         self.last[clients] = clients.x
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 CASES: dict[str, Any] = {
@@ -65,12 +49,7 @@ def ran(engine: str, arguments: Any, callbacks: Any, learner: Any, **more: Any) 
     module = seeded(learner, engine=engine, participation=0.5, local_epochs=1.5, **arguments, **more)
     run = trainer(3, callbacks)
     run.fit(module, blobs())
-    rows = {
-        (name, int(i)): module.client_rows.read(name, int(i))
-        for name in module.client_rows.store.names()
-        for i in module.client_rows.store.clients(name)
-    }
-    return module, rows, run.callback_metrics["train/loss"]
+    return module, client_rows(module), run.callback_metrics["train/loss"]
 
 
 @pytest.mark.parametrize("name", CASES)

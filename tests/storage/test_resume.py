@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learners import Lit, blobs, federated, trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import CommunicationLogger, ControlVariates, DivergenceLogger, RelaxedInitialization
 from fl_lightning.loggers import MetricsCSV
+from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.processes import launched
 
 ROUNDS, KILLED_IN = 4, 2
 PHASES = ["local step", "commit", "segment", "checkpoint", "after checkpoint", "validation"]
@@ -73,14 +72,7 @@ def killed_at_replace(suffix: str, after: bool, number: int) -> None:
     os.replace = fatal
 
 
-def under_torchelastic(rank: int, world: int, port: int) -> None:
-    if world > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-
-
-def run(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
-    under_torchelastic(rank, world, port)
+def run(folder: Path, phase: str, rank: int, world: int) -> None:
     if phase == "segment":
         killed_at_replace(".safetensors", after=False, number=KILLED_IN + 1)
     elif phase.endswith("checkpoint") and rank == 0:
@@ -120,17 +112,8 @@ def run(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
     torch.save((module.global_vector.detach(), module.learner.state_dict(), rows), folder / f"end-{rank}.pt")
 
 
-def launch(folder: Path, world: int = 1, phase: str = "", target: Any = run) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=target, args=(folder, rank, world, port, phase)) for rank in range(world)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(120)
-    return [child.exitcode or 0 for child in children]
+def launch(folder: Path, world: int = 1, phase: str = "") -> list[int]:
+    return launched(run, world, folder, phase)
 
 
 def ending(folder: Path) -> tuple[Any, Any, dict[str, dict[int, Tensor]], list[dict[str, str]]]:
@@ -206,9 +189,8 @@ def test_segments_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
     assert len(needed) <= len(list((tmp_path / "state").glob("*.safetensors"))) <= len(needed) + 1
 
 
-def odd_clients(folder: Path, rank: int, world: int, port: int, phase: str) -> None:
+def odd_clients(folder: Path, rank: int, world: int) -> None:
     """Participants that the first process owns none of, with optimizer state and a state of their own."""
-    under_torchelastic(rank, world, port)
     module = federated(
         participation=0.4,
         keep_optimizer_state=True,
@@ -223,10 +205,10 @@ def odd_clients(folder: Path, rank: int, world: int, port: int, phase: str) -> N
 
 
 def test_rows_reach_who_trains_and_evaluation_is_exact_over_processes(tmp_path: Path) -> None:
-    assert launch(tmp_path, target=odd_clients) == [0]
+    assert launched(odd_clients, 1, tmp_path) == [0]
     w, metrics = torch.load(tmp_path / "odd-1-0.pt")
     for world in (2, 3):
-        assert launch(tmp_path, world=world, target=odd_clients) == [0] * world
+        assert launched(odd_clients, world, tmp_path) == [0] * world
         for rank in range(world):
             other, theirs = torch.load(tmp_path / f"odd-{world}-{rank}.pt")
             torch.testing.assert_close(other, w, rtol=0, atol=0 if world == 2 else 1e-12)
