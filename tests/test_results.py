@@ -26,10 +26,10 @@ from fl_lightning.__main__ import main
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.errors import UserError
 from fl_lightning.loggers import MetricsCSV
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.store import ClientStore
 
 torch.set_num_threads(1)
 

@@ -108,8 +108,8 @@ def order_of_clients(method: Method) -> None:
 
 def order_of_training(method: Method) -> None:
     def reverse(module: Any) -> None:
-        train = module._engine.train
-        module._engine.train = lambda round, leaves, *rest: train(round, leaves[::-1], *rest)
+        train = module.run.engine.train
+        module.run.engine.train = lambda round, leaves, *rest: train(round, leaves[::-1], *rest)
 
     require_same(
         method.plain,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.collect import Collector
-from fl_lightning.engines.replica import Replica, buffer_values
 from fl_lightning.errors import Diverged, UserError
-from fl_lightning.flat import Layout
-from fl_lightning.methods import Methods
 from tests.helpers.learners import InPlace, Lit, Normed, blobs, federated, fitted, trainer
 
 
@@ -90,21 +85,3 @@ def test_bool_and_complex_buffers() -> None:
     module, _ = fitted(Kinds, 1, engine="sequential", local_steps=3)
     assert module.learner.seen.dtype == torch.bool and bool(module.learner.seen.all())
     torch.testing.assert_close(module.learner.phase, torch.tensor([3j]))
-
-
-def test_what_travels_between_processes_is_no_bool() -> None:
-    learner = Lit()
-    learner.register_buffer("seen", torch.tensor([True, False]))
-    replica = Replica(learner, Layout(learner), torch.zeros(1, Layout(learner).size))
-    collector = Collector(
-        round=SimpleNamespace(layout=Layout(learner)),  # type: ignore[arg-type]
-        methods=Methods([]),
-        leaves=1,
-        uniform=True,
-        average_buffers=True,
-        buffers=buffer_values(learner),
-        keep_optimizer_state=False,
-        averaged=None,
-    )
-    values = collector._buffers(replica, 1.0)
-    assert values is not None and values["max:seen"].dtype == torch.uint8 and values["max:seen"].tolist() == [1, 0]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_lightning.aggregation import Leaf, TreeSum, sum_over_processes, visiting_order
+from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
 from tests.helpers.processes import grouped
 
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ def ran(learner: type[Lit], callbacks: Any, arguments: dict[str, Any], **more: A
     settings = {"engine": "concurrent", "workers": 2, "participation": 0.8, "local_epochs": 4.5, **arguments, **more}
     module = federated(learner(), **settings)
     engines: list[Any] = []
-    module.learner.on_train_epoch_start = lambda: engines.append(module._engine)
+    module.learner.on_train_epoch_start = lambda: engines.append(module.run.engine)
     run = trainer(3, callbacks())
     run.fit(module, blobs(per_client=30))
     logged = {k: v for k, v in run.callback_metrics.items() if not k.startswith("time")}
@@ -32,5 +32,4 @@ def assert_same(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> None:
 
 
 def replayed(engine: Any) -> int:
-    captures = engine._captures if hasattr(engine, "_captures") else [slot.capture for slot in engine.slots]
-    return sum(capture.replayed for capture in captures)
+    return sum(worker.recorder.replayed for worker in engine.workers)

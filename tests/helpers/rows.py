@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.store import ClientStore
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

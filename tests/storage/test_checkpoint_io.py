@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.errors import UserError
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 torch.set_num_threads(1)
 CHECKPOINT = {"state_dict": {"w": torch.arange(64.0)}, "epoch": 3, "callbacks": {}}
@@ -93,7 +93,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 KILLED = """
 import os, sys, torch
 from pathlib import Path
-from fl_lightning.checkpoint import AtomicCheckpointIO
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 setattr(os, sys.argv[1], lambda *a: os._exit(9))
 AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.zeros(9)}, "epoch": 4}, Path(sys.argv[2]))
 """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.client_rows import ClientRows
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.store import ClientStore
 from tests.helpers.processes import grouped
 
 torch.set_num_threads(1)

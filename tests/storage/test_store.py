@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.store import ClientStore, Index, merge_indices
+from fl_lightning.storage.store import ClientStore, Index, merge_indices
 from tests.helpers.rows import bits, filled
 
 torch.set_num_threads(1)
@@ -280,7 +280,7 @@ KILLED = """
 import os, sys, torch
 from pathlib import Path
 from tests.helpers.rows import bits, filled
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.store import ClientStore
 torch.set_num_threads(1)
 where, folder = sys.argv[1], Path(sys.argv[2])
 store = ClientStore()

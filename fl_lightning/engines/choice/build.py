@@ -74,8 +74,8 @@ def concurrent(
         way_out = ", or keep such state in a buffer" if obstacle.in_attributes else ""
         raise UserError(
             f"engine='concurrent' cannot train {type(setting.learner).__name__}: {obstacle.reason}. Clients side by "
-            "side share the process's random generators and each has its own copy of the learner, so results would depend on "
-            f"which copy trained which client. Use engine='sequential' (or 'auto'){way_out}."
+            "side share the process's random generators and each has its own copy of the learner, so results would "
+            f"depend on which copy trained which client. Use engine='sequential' (or 'auto'){way_out}."
         )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

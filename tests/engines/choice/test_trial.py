@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.engines import choose, measure
-from fl_lightning.engines.measure import makespan
+from fl_lightning.engines.choice import build, trial
+from fl_lightning.engines.choice.trial import makespan
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -41,7 +41,7 @@ def test_auto_takes_what_is_faster_and_says_why() -> None:
 
 
 def test_auto_times_replayed_steps_where_steps_will_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
     for capture in (True, False):
         module = federated(Lit(), workers=2, capture=capture, local_epochs=4)
         trainer(1).fit(module, blobs())
@@ -49,8 +49,8 @@ def test_auto_times_replayed_steps_where_steps_will_be_replayed(monkeypatch: pyt
 
 
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
-    monkeypatch.setattr(choose, "CLEARLY", 1e9)
+    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "CLEARLY", 1e9)
     torch.manual_seed(3)
     one = federated(Normed(), engine="sequential")
     torch.manual_seed(3)
@@ -74,7 +74,7 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, mon
     run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(first, blobs())
     assert first.engine_facts["engine"] == "concurrent"
-    monkeypatch.setattr(choose, "measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(build, "measured", lambda *_: pytest.fail("measured again"))
     callers: list[threading.Thread] = []
     monkeypatch.setattr(torch, "set_num_threads", lambda _: callers.append(threading.current_thread()))
     second = federated(Waiting())
@@ -133,8 +133,8 @@ def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: p
     def data() -> Any:
         return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
 
-    monkeypatch.setattr(measure, "TINY_SECONDS", 0.0)
-    monkeypatch.setattr(choose, "CLEARLY", 1e-9)  # whatever was measured last is taken
+    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "CLEARLY", 1e-9)  # whatever was measured last is taken
     fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
     trainer(1).fit(fast, data())
     trainer(1).fit(viewing, data())

@@ -20,7 +20,7 @@ from fl_lightning.callbacks import (
     RelaxedInitialization,
     SharpnessAwareMinimization,
 )
-from fl_lightning.engines import choose
+from fl_lightning.engines.choice import build
 from fl_lightning.engines.streams import Streams
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, Normed, blobs, federated, momentum, trainer
@@ -98,9 +98,8 @@ def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch)
         module, found, engine = ran(*CASES[name], capture=True, workers=workers)
         assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
         assert_same(expected, found)
-    monkeypatch.setattr(
-        choose, "Concurrent", Streams
-    )  # the GPU's engine, without streams, with more clients than slots
+    # the GPU's engine, without streams, with more clients than workers
+    monkeypatch.setattr(build, "Threads", lambda workers, learner, note: Streams(workers, learner))
     for capture in (True, False):
         _, found, engine = ran(*CASES[name], capture=capture, workers=3)
         assert isinstance(engine, Streams) and (replayed(engine) if capture else 1) > 0

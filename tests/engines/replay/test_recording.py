@@ -15,7 +15,7 @@ from fl_lightning.callbacks import (
     ProximalTerm,
     SharpnessAwareMinimization,
 )
-from fl_lightning.engines.recording import Recording
+from fl_lightning.engines.replay.recording import Recording
 from tests.helpers.learners import Lit
 from tests.helpers.replays import assert_same, ran, replayed
 
