@@ -9,6 +9,7 @@ checkouts' rounds in turn, and OLD's once more in another process, which shows t
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ HERE = Path(__file__).parent
 WORKLOADS = ("loop", "W1", "W4-scaffold", "W4-fedsmoo", "W5")
 ENGINES = ("auto", "captured", "sequential")
 METHODS = (("FedAvg", "sequential"), ("FedSMOO", "sequential"), ("FedSMOO", "captured"))
-LEGEND = "/2: in two processes; +: stopped after two rounds and resumed; refused: by both."
+LEGEND = "/2: in two processes; +: stopped after two rounds and resumed; refused: by both, or as told above."
 Found = dict[str, dict[str, dict[str, Any]]]  # composition, kind: items, or refused, or failed
 
 
@@ -41,6 +42,7 @@ class Worker:
             self.process = subprocess.Popen(
                 command, cwd=checkout, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True
             )
+        atexit.register(self.process.terminate)  # where another one failed
 
     def say(self, line: str = "go") -> None:
         assert self.process.stdin is not None
@@ -163,44 +165,50 @@ def compare_bits(old: Path, new: Path, given: argparse.Namespace, folder: Path) 
 def seconds_in_turn(
     checkouts: dict[str, Path], arguments: Sequence[object], turns: int, folder: Path
 ) -> dict[str, Any]:
-    """Seconds of each turn by checkout; all processes are alive, one computes at a time. The first is a warm-up."""
+    """Wall and CPU seconds of each turn by checkout; all processes are alive, one computes at a time. The first is a warm-up."""
     workers: dict[str, Worker] = {}
     for who, checkout in checkouts.items():
         workers[who] = Worker("rounds.py", checkout, ["time", *arguments, turns], folder)
         workers[who].hear()  # it is ready, and measures no engine any more
-    seconds: dict[str, list[float]] = {who: [] for who in checkouts}
+    taken: dict[str, list[tuple[float, float]]] = {who: [] for who in checkouts}
     order = list(checkouts)
     for turn in range(turns):
         for who in order[turn % len(order) :] + order[: turn % len(order)]:
             workers[who].say()
-            seconds[who].append(workers[who].hear())
+            taken[who].append(workers[who].hear())
     for worker in workers.values():
         worker.say()
-    return {who: {"seconds": seconds[who][1:], **workers[who].hear()} for who in checkouts}
+    results = {}
+    for who, worker in workers.items():
+        wall, cpu = zip(*taken[who][1:], strict=True)
+        results[who] = {"wall": wall, "cpu": cpu, **worker.hear()}
+    return results
 
 
 def compare_time(old: Path, new: Path, given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
     checkouts = {"old": old, "new": new, "again": old}
-    print("medians, and quartiles of the ratios turn by turn; 'old again' is OLD in another process: the noise")
-    print(f"{'':24}{'old':>10}{'new':>10}   {'new / old':24}{'old again / old':24}")
+    print(
+        "Seconds a turn: medians. Ratios turn by turn: median (quartiles); of the fastest turns; of CPU time, median."
+    )
+    print(f"'again' is OLD in another process: the noise.\n{'':24}{'old':>9}{'new':>9}   {'new / old':39}again / old")
     results: dict[str, Any] = {}
     for name in given.only or WORKLOADS:
-        for engine in ENGINES:
+        for engine in given.engines:
             found = seconds_in_turn(checkouts, [name, engine], given.repetitions + 1, folder)
             results[f"{name}, {engine}"] = found
-            old_seconds = found["old"]["seconds"]
-            medians = "".join(f"{statistics.median(found[who]['seconds']):>9.4f}s" for who in ("old", "new"))
-            ratios = "".join(f"{spread(found[who]['seconds'], old_seconds):24}" for who in ("new", "again"))
+            medians = "".join(f"{statistics.median(found[who]['wall']):9.4f}" for who in ("old", "new"))
+            ratios = "".join(f"{ratio(found[who], found['old']):39}" for who in ("new", "again"))
             engines = list(dict.fromkeys(found[who]["engine"] for who in checkouts))
             same = "same bits" if found["old"]["w"] == found["new"]["w"] else "OTHER BITS"
             print(f"{name + ', ' + engine:24}{medians}   {ratios}{same}; {' / '.join(engines)}", flush=True)
     return results, True
 
 
-def spread(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    wall, cpu = ([a / b for a, b in zip(ours[what], theirs[what], strict=True)] for what in ("wall", "cpu"))
+    low, middle, high = statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else wall * 3
+    fastest = min(ours["wall"]) / min(theirs["wall"])
+    return f"{middle:.3f} ({low:.3f} to {high:.3f}); {fastest:.3f}; {statistics.median(cpu):.3f}"
 
 
 def compare_memory(old: Path, new: Path, given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
@@ -232,8 +240,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="bits: patterns of compositions; time: workloads")
     parser.add_argument("--cross", action="store_true", help="bits: also resume OLD's checkpoints in NEW")
     parser.add_argument("--repetitions", type=int, default=10, help="time: turns after the warm-up")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="time: which of them")
     parser.add_argument("--out", type=Path, help="write all that was found there, as JSON")
     given = parser.parse_args()
+    if given.repetitions < 1:
+        parser.error("--repetitions has to be at least 1")
     checkouts = [given.old.resolve(), given.new.resolve()]
     for checkout in checkouts:
         if not (checkout / "fl_lightning" / "__init__.py").is_file():

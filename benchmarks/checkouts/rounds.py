@@ -1,7 +1,7 @@
 """A worker of ``benchmarks.checkouts``: rounds that are timed one by one, or the memory of a run.
 
 ``rounds.py time WORKLOAD ENGINE TURNS`` runs rounds at the word of the process that started it: each line on standard
-input begins a turn, each line on standard output tells the seconds of the last. ``rounds.py memory METHOD ENGINE``
+input begins a turn, each line on standard output tells the wall and CPU seconds of the last. ``rounds.py memory METHOD ENGINE``
 prints the peak of a run. Both with the checkout as working directory and on PYTHONPATH.
 """
 
@@ -55,13 +55,18 @@ class Turns(pl.Callback):
     """Before each turn of so many rounds, and after the last: say what the one before took, and wait for a line."""
 
     def __init__(self, rounds: int, tell: Any) -> None:
-        self.rounds, self.tell, self.began = rounds, tell, time.perf_counter()
+        self.rounds, self.tell, self.began = rounds, tell, _clocks()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch % self.rounds == 0:
-            print(json.dumps(time.perf_counter() - self.began), file=self.tell, flush=True)
+            taken = [now - began for now, began in zip(_clocks(), self.began, strict=True)]
+            print(json.dumps(taken), file=self.tell, flush=True)
             sys.stdin.readline()
-            self.began = time.perf_counter()
+            self.began = _clocks()
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def workload(name: str, engine: dict[str, Any]) -> tuple[FederatedModule, InMemoryDataModule, list[Any]]:
@@ -80,7 +85,7 @@ def workload(name: str, engine: dict[str, Any]) -> tuple[FederatedModule, InMemo
 
 
 def timed(name: str, engine: str, turns: int, tell: Any) -> dict[str, Any]:
-    """Tells the seconds of each turn; then who trained, the last loss and the model's hash."""
+    """Tells the seconds of each turn; gives who trained, the last loss and the model's hash."""
     module, data, methods = workload(name, ENGINES[engine])
     rounds = TRIVIAL_ROUNDS if name == "loop" else 1
     trainer = quiet_trainer(turns * rounds + 1, [*methods, Turns(rounds, tell)])
