@@ -77,6 +77,7 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
     if "items" in old and "items" in new:
         ours, theirs = ({**one["items"], "engine": one["engine"]} for one in (old, new))
         names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        names.sort(key=lambda name: name.startswith("round "))  # what is left first, then what was logged
         more = f" and {len(names) - 6} more of {len(ours)}" if len(names) > 6 else ""
         return ("DIFFERENT", ", ".join(names[:6]) + more) if names else ("same", "")
     said = [
@@ -165,7 +166,7 @@ def compare_bits(old: Path, new: Path, given: argparse.Namespace, folder: Path) 
 def seconds_in_turn(
     checkouts: dict[str, Path], arguments: Sequence[object], turns: int, folder: Path
 ) -> dict[str, Any]:
-    """Wall and CPU seconds of each turn by checkout; all processes are alive, one computes at a time. The first is a warm-up."""
+    """Wall and CPU seconds of each turn but the first, by checkout; all processes live on, one computes at a time."""
     workers: dict[str, Worker] = {}
     for who, checkout in checkouts.items():
         workers[who] = Worker("rounds.py", checkout, ["time", *arguments, turns], folder)

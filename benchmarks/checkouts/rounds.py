@@ -1,8 +1,9 @@
 """A worker of ``benchmarks.checkouts``: rounds that are timed one by one, or the memory of a run.
 
 ``rounds.py time WORKLOAD ENGINE TURNS`` runs rounds at the word of the process that started it: each line on standard
-input begins a turn, each line on standard output tells the wall and CPU seconds of the last. ``rounds.py memory METHOD ENGINE``
-prints the peak of a run. Both with the checkout as working directory and on PYTHONPATH.
+input begins a turn, each line on standard output tells the wall and CPU seconds of the last.
+``rounds.py memory METHOD ENGINE`` prints the peak of a run. Both with the checkout as working directory and on
+PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_a_planted_factor_is_found_and_nothing_else(tmp_path: Path) -> None:
         method.write(PLANTED)
     names = "FedAvg SCAFFOLD FedALS+top-k"
     status, printed, found = compared(ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json")
-    assert status == 1 and "row ControlVariates.c_i of client" in printed
+    assert status == 1 and "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
     for table in ("bits", "cross"):
         words = {name: set(row.values()) for name, row in found["verdicts"][table].items()}
         assert words == {"FedAvg": {"same"}, "SCAFFOLD": {"DIFFERENT"}, "FedALS+top-k": {"refused"}}
