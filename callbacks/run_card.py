@@ -14,9 +14,8 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.loggers import MetricsCSV
-from fl_lightning.methods import arguments
-from fl_lightning.results import Metrics
+from fl_lightning.loggers import Metrics, MetricsCSV
+from fl_lightning.schedules import arguments
 from fl_lightning.segments import written_aside
 
 _SHOWN = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 
@@ -56,3 +57,13 @@ class Steps(Schedule):
     def __call__(self, round: int) -> float:
         past = [t for t in self.values if t <= round]
         return self.values[max(past)] if past else 1.0
+
+
+def arguments(of: object) -> str:
+    """The arguments that an object was made with and keeps, as text; functions are left out.
+
+    >>> arguments(Cosine(100))
+    'rounds=100, end=0.0'
+    """
+    own = {k: vars(of)[k] for k in inspect.signature(type(of)).parameters if k in vars(of)}
+    return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))

@@ -16,7 +16,7 @@ import yaml
 from zygote import Cli, Zygote
 
 from fl_lightning.__main__ import main
-from fl_lightning.compose import packaged, read
+from fl_lightning.cli.compose import packaged, read
 from fl_lightning.models import ImageClassifier
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")

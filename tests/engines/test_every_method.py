@@ -17,8 +17,8 @@ from test_oracle_agreement import METHODS, methods, server, settings
 
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.compose import merge, packaged, read
-from fl_lightning.method_options import full_paths
+from fl_lightning.cli.compose import merge, packaged, read
+from fl_lightning.cli.method_options import full_paths
 from fl_lightning.optim import FedAdam
 
 

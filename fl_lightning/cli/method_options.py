@@ -11,9 +11,9 @@ import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.compose import Command, class_name, packaged, parse_yaml
+from fl_lightning.cli.compose import Command, class_name, packaged, parse_yaml
+from fl_lightning.cli.parsing_errors import listed, parameters, subclasses
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.parsing_errors import listed, parameters, subclasses
 
 T = TypeVar("T")
 

@@ -19,13 +19,10 @@ import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.checkpoint import AtomicCheckpointIO
-from fl_lightning.compose import Command, class_name, parse_yaml
-from fl_lightning.datamodules import FederatedDataModule, Partition
-from fl_lightning.errors import UserError
-from fl_lightning.method_options import apply_method_options, full_paths
-from fl_lightning.module import FederatedModule
-from fl_lightning.parsing_errors import one_paragraph, why_not_built
-from fl_lightning.run_folder import (
+from fl_lightning.cli.compose import Command, class_name, parse_yaml
+from fl_lightning.cli.method_options import apply_method_options, full_paths
+from fl_lightning.cli.parsing_errors import one_paragraph, why_not_built
+from fl_lightning.cli.run_folder import (
     RunCheckpoint,
     RunFolder,
     check_writable,
@@ -34,8 +31,11 @@ from fl_lightning.run_folder import (
     next_free,
     numbered,
 )
+from fl_lightning.cli.signals import GracefulStop
+from fl_lightning.datamodules import FederatedDataModule, Partition
+from fl_lightning.errors import UserError
+from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
-from fl_lightning.signals import GracefulStop
 
 _BASES: dict[str, type] = {
     "method": FederatedCallback,

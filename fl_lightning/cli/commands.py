@@ -12,11 +12,11 @@ import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from fl_lightning.checkpoint import AtomicCheckpointIO
-from fl_lightning.cli import FederatedCLI
-from fl_lightning.compose import Command
+from fl_lightning.cli.cli import FederatedCLI
+from fl_lightning.cli.compose import Command
+from fl_lightning.cli.parsing_errors import not_an_optimizer
+from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.errors import Diverged, UserError
-from fl_lightning.parsing_errors import not_an_optimizer
-from fl_lightning.run_folder import check_writable
 
 _NOISE = (
     ".*LeafSpec.*",
