@@ -51,7 +51,7 @@ class RunCard(pl.Callback):
                 board.add_text("run card", self._card, 0)
         plot = getattr(getattr(trainer, "datamodule", None), "plot_partition", None)
         image = path.with_name("partition.png")
-        if plot is not None and not image.exists():
+        if plot is not None and (trainer.current_epoch == 0 or not image.exists()):
             _draw(plot(), image, boards)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
