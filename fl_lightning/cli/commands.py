@@ -105,8 +105,6 @@ def run(command: str, prepared: Command, debug: bool = False) -> int:
     _quiet()
     cli: FederatedCLI | None = None
     try:
-        for note in prepared.notes:
-            print(note, file=sys.stderr)
         cli = FederatedCLI(command, prepared)
         return _execute(cli)
     except Diverged as error:

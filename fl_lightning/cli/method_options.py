@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any, TypeVar
 
 import fl_lightning.callbacks
@@ -18,7 +19,8 @@ from fl_lightning.errors import UserError, suggest
 T = TypeVar("T")
 
 
-def _ours() -> dict[str, str]:
+@cache
+def names_of_ours() -> dict[str, str]:
     """Bare name → class path, of what this package exports."""
     modules = (
         fl_lightning.callbacks,
@@ -37,7 +39,7 @@ def _ours() -> dict[str, str]:
 
 def full_paths(tree: T) -> T:
     """``class_path: MLP`` → ours, where torchvision has an MLP too; also as the value of an option of the learner."""
-    ours = _ours()
+    ours = names_of_ours()
 
     def walk(node: Any) -> Any:
         if isinstance(node, list):

@@ -76,7 +76,7 @@ def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict
         if isinstance(node, dict):
             node = node.get("init_args", node).get(key) if isinstance(node.get("init_args", node), dict) else None
     name = node.get("class_path") if isinstance(node, dict) else node
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in zip(options, [*options[1:], ""], strict=False):
         flag, equals, value = option.partition("=")
         if flag == f"--{path}":
             name = value if equals else following
