@@ -170,6 +170,9 @@ def why_not_built(error: BaseException) -> str | None:
     """The message of the UserError that jsonargparse wrapped in its own, where there is one."""
     inner = error.__cause__ or error.__context__
     found = why_not_built(inner) if inner is not None else None
+    if found is None and str(error).startswith("Does not validate against any of the Union subtypes"):
+        attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+        found = next((text for text in attempts[2:] if not text.startswith(("Expected a", *_NOISE))), None)
     return found or (str(error) if isinstance(error, UserError) else None)
 
 
