@@ -14,9 +14,8 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.loggers import MetricsCSV
-from fl_lightning.methods import arguments
-from fl_lightning.results import Metrics
+from fl_lightning.loggers import Metrics, MetricsCSV
+from fl_lightning.schedules import arguments
 from fl_lightning.storage.files import written_aside
 
 _SHOWN = (
@@ -52,7 +51,7 @@ class RunCard(pl.Callback):
                 board.add_text("run card", self._card, 0)
         plot = getattr(getattr(trainer, "datamodule", None), "plot_partition", None)
         image = path.with_name("partition.png")
-        if plot is not None and not image.exists():
+        if plot is not None and (trainer.current_epoch == 0 or not image.exists()):
             _draw(plot(), image, boards)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -30,7 +30,8 @@ class FederatedDataModule(pl.LightningDataModule):
     """Training samples split over clients; validation and test sets stay whole.
 
     Subclasses override ``load``, which sets ``train_set`` and, where there are such data, ``val_set`` and
-    ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``.
+    ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``. Where their
+    class has the attributes ``sample_shape`` (of x) and ``num_classes``, the command line builds networks to fit.
 
     Args:
         num_clients: None: as many as the partition or the data set itself says.
@@ -45,6 +46,7 @@ class FederatedDataModule(pl.LightningDataModule):
     default_clients: int | None = None
     default_partition: Partition = IID()
     name: str | None = None
+    sample_shape: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -196,9 +198,15 @@ class FederatedDataModule(pl.LightningDataModule):
             return len(self._clients)
         return count
 
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """Shape of x where the class is given ``arguments``, known without the data; None: not known."""
+        return cls.sample_shape
+
     @property
     def num_classes(self) -> int | None:
-        """Largest label of the training data plus one; None where they have no class labels."""
+        """Largest label of the training data plus one; None where they have no class labels. Packaged data sets have
+        it as an attribute of their class."""
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 

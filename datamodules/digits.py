@@ -24,6 +24,7 @@ class Digits(FederatedDataModule):
     """
 
     default_clients = 10
+    sample_shape, num_classes = (1, 8, 8), 10
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class HumanActivity(FederatedDataModule):
     """
 
     default_clients = 21
+    sample_shape, num_classes = (9, 128), 6
     default_partition = ByGroup()
 
     def __init__(
@@ -65,6 +66,10 @@ class HumanActivity(FederatedDataModule):
         if features not in ("signals", "features"):
             raise UserError(f"HumanActivity's features is {features!r}: give 'signals' or 'features'.")
         self.root, self.download, self.features = Path(root), download, features
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...]:
+        return (561,) if arguments.get("features") == "features" else (9, 128)
 
     @property
     def _folder(self) -> Path:

@@ -112,6 +112,7 @@ class ImageDataModule(FederatedDataModule):
 
 class MNIST(ImageDataModule):
     __doc__ = ImageDataModule.__doc__
+    sample_shape, num_classes = (1, 28, 28), 10
     mean, std = (0.1307,), (0.3081,)
     folder = "MNIST/raw"
     files = (
@@ -155,6 +156,7 @@ class FashionMNIST(MNIST):
 
 class CIFAR10(ImageDataModule):
     __doc__ = ImageDataModule.__doc__
+    sample_shape, num_classes = (3, 32, 32), 10
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     crop = CropFlip(padding=4, flip=True)
     augment_by_default = True
@@ -184,6 +186,7 @@ class CIFAR10(ImageDataModule):
 
 class CIFAR100(CIFAR10):
     __doc__ = ImageDataModule.__doc__
+    num_classes = 100
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
     folder = "cifar-100-python"
     files = ("train", "test", "meta")
@@ -197,6 +200,7 @@ class CIFAR100(CIFAR10):
 
 class SVHN(ImageDataModule):
     __doc__ = ImageDataModule.__doc__
+    sample_shape, num_classes = (3, 32, 32), 10
     mean, std = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
     files = ("train_32x32.mat", "test_32x32.mat")
 

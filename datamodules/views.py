@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices, LazyClients, digest
+from fl_lightning.storage.files import written_aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,11 +88,10 @@ def partition_figure(data: FederatedDataModule) -> Figure:
 def save_partition(path: Path, clients: Sequence[Indices], labels: Indices) -> None:
     """Written aside and renamed, so that a file of this name is always whole."""
     arrays = [np.asarray(indices, np.int64) for indices in clients]
-    aside = path.with_name(f".{path.name}.{os.getpid()}.npz")
-    np.savez_compressed(
-        aside,
-        ends=np.cumsum([len(a) for a in arrays]),
-        indices=np.concatenate(arrays),
-        labels=np.array(digest(labels)),
-    )
-    os.replace(aside, path)
+    with written_aside(path) as file:
+        np.savez_compressed(
+            file,
+            ends=np.cumsum([len(a) for a in arrays]),
+            indices=np.concatenate(arrays),
+            labels=np.array(digest(labels)),
+        )

@@ -43,7 +43,7 @@ def usage() -> str:
 
 
 def _configs(names: Sequence[str]) -> str:
-    from fl_lightning.compose import packaged, summary
+    from fl_lightning.cli.compose import packaged, summary
 
     available = packaged()
     if not names:
@@ -84,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(_configs(rest))
             return 0
         if command == "check":
-            from fl_lightning import check_command
+            from fl_lightning.cli import check_command
 
             return check_command.main(rest)
-        from fl_lightning.compose import prepare
+        from fl_lightning.cli.compose import prepare
 
         prepared = prepare(command, rest)  # names and YAML are checked before anything heavy is imported
         sys.path.insert(0, os.getcwd())  # so that `my_learner.Lit` in the current directory is found
-        from fl_lightning.commands import run
+        from fl_lightning.cli.commands import run
 
         return run(command, prepared, debug=debug)
     except UserError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.schedules import Schedule
@@ -63,6 +66,8 @@ def check_trainer(trainer: Any) -> None:
         UserError: names the setting, its value and what to use.
     """
     quick = bool(trainer.fast_dev_run)
+    for name in ("lr_decay", "server_lr_decay"):
+        rates_over(name, getattr(trainer.lightning_module, name, 1.0), trainer.max_epochs)
     refused = [
         (
             "max_steps",
@@ -213,9 +218,57 @@ def positive(name: str, value: float | str | None, whole: bool = False, or_auto:
 
 
 def rate(name: str, value: object) -> None:
-    """Refuse a decay that is neither a number nor a schedule."""
-    if not isinstance(value, (Real, Schedule)) or isinstance(value, bool):
-        raise UserError(f"{name}={value!r} is not accepted; it has to be a number, such as 0.998, or a schedule.")
+    """Refuse a decay that is neither a finite number above 0 nor a schedule.
+
+    0 is refused as well: by decay ** t the first round would be the only one that learns.
+    """
+    if isinstance(value, Schedule):
+        return
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        raise UserError(
+            f"{name}={value!r} is not accepted; it has to be a number above 0, such as 0.998 (1 is no decay), or a "
+            "schedule."
+        )
+
+
+def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
+    """Refuse a decay or schedule that becomes negative, or too large for single precision, within a run.
+
+    Args:
+        rounds: how many are asked for; -1: without end.
+
+    Raises:
+        UserError: names the first such round.
+    """
+    last = 10_000 if rounds < 0 else min(rounds, 10_000)  # beyond it a run sees for itself
+    largest = float(torch.finfo(torch.float32).max)
+    if isinstance(decay, Schedule):
+        for t in [*range(last), *([rounds - 1] if rounds > last else [])]:
+            if not 0 <= (value := float(decay(t))) <= largest:
+                raise UserError(
+                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are multiplied by it, so it has to "
+                    "be a finite number from 0."
+                )
+    elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(largest)):
+        asked = "a run without an end (trainer.max_epochs=-1)" if rounds < 0 else f"{rounds} rounds"
+        raise UserError(
+            f"{name}={decay!r} multiplies the learning rate in every round: over {asked} it grows beyond every number. "
+            "Give one up to 1, such as 0.998, or a schedule that stays finite."
+        )
+
+
+def optimizer_rates(name: str, optimizer: Optimizer) -> None:
+    """Refuse learning rates that are negative or not finite, which torch's optimizers partly take.
+
+    Args:
+        name: the option that made the optimizer, such as ``"client_optimizer"``.
+    """
+    for group in optimizer.param_groups:
+        if not 0 <= float(group["lr"]) < math.inf:
+            raise UserError(
+                f"{name}: {type(optimizer).__name__} has lr={float(group['lr'])!r}; it has to be a finite number "
+                "from 0."
+            )
 
 
 def seed(value: object) -> None:

@@ -1,22 +1,25 @@
-"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted."""
+"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted; and reading it back."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.storage.files import written_aside
 
 Row = dict[str, str]
+Column = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class MetricsCSV(Logger):
@@ -134,6 +137,59 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
                 "Mend or remove the file."
             )
     return columns, [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+class Metrics(Mapping[str, Column]):
+    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where nothing was logged.
+
+    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` makes a frame of it.
+    """
+
+    def __init__(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
+        self.rounds = list(rounds)
+        self._columns = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
+
+    @classmethod
+    def read(cls, path: Path) -> Metrics:
+        """The table of a metrics.csv."""
+        names, rows = read_rows(path)
+        columns = {n: [float(row[n]) if row[n] else math.nan for row in rows] for n in names if n != "round"}
+        return cls([int(row["round"]) for row in rows], columns)
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._columns:
+            raise KeyError(f"no metric {name!r}.{suggest(name, self._columns)}")
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Metrics({len(self.rounds)} rounds: {', '.join(self._columns)})"
+
+    def last(self, name: str) -> float:
+        """The newest value that was logged; nan where there is none."""
+        values = self._logged(name)
+        return float(values[-1]) if len(values) else math.nan
+
+    def best(self, name: str) -> tuple[float, int]:
+        """The highest value and the round it was first reached in; (nan, -1) where there is none."""
+        if not len(self._logged(name)):
+            return math.nan, -1
+        at = int(np.nanargmax(self[name]))
+        return float(self[name][at]), self.rounds[at]
+
+    def median(self, name: str) -> float:
+        """Of the values that were logged; nan where there is none."""
+        values = self._logged(name)
+        return float(np.median(values)) if len(values) else math.nan
+
+    def _logged(self, name: str) -> Column:
+        values = self._columns.get(name, np.empty(0))
+        return values[~np.isnan(values)]
 
 
 def _text(value: Any) -> str:

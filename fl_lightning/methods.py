@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.callback import Declaration, FederatedCallback, Layout, RunFacts, Schedule, ServerState, Upload
+from fl_lightning.callback import Declaration, FederatedCallback, Layout, RunFacts, ServerState, Upload
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.schedules import arguments
 from fl_lightning.state import Staging, State
 
 OWNED = {
@@ -161,12 +161,6 @@ class Methods:
         methods = [c for c in self.callbacks if not type(c).__name__.endswith("Logger")]
         names = [c.title or type(c).__name__ for c in methods]
         return " + ".join(names) or "FedAvg"
-
-
-def arguments(callback: FederatedCallback) -> str:
-    """A callback's arguments as text, for example ``beta=0.1``."""
-    own = {k: vars(callback)[k] for k in inspect.signature(type(callback)).parameters if k in vars(callback)}
-    return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))
 
 
 def refuse_misspelt_hooks(callback: FederatedCallback) -> None:

@@ -7,6 +7,7 @@ at τ², τ is added to √v, and there is no bias correction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import overload
 
 import torch
@@ -24,10 +25,10 @@ class _Adaptive(Optimizer):
     ) -> None:
         name = type(self).__name__
         for what, value, fine, accepted in (
-            ("lr", lr, lr >= 0, "from 0"),
+            ("lr", lr, 0 <= lr < inf, "from 0"),
             ("beta1", beta1, 0 <= beta1 < 1, "from 0, below 1"),
             ("beta2", beta2, 0 <= beta2 < 1, "from 0, below 1"),
-            ("tau", tau, tau > 0, "above 0"),
+            ("tau", tau, 0 < tau < inf, "above 0"),
         ):
             if not fine:
                 raise UserError(f"{name}: {what}={value!r} is not accepted; it has to be a number {accepted}.")

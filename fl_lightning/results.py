@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 
-from fl_lightning.compose import read as read_config
+from fl_lightning.cli.cli import FederatedCLI
+from fl_lightning.cli.compose import prepare
+from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.loggers import read_rows
+from fl_lightning.loggers import Metrics
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
-    from fl_lightning.cli import FederatedCLI
-
-Column = np.ndarray[Any, np.dtype[np.float64]]
-
-
-class Metrics(Mapping[str, Column]):
-    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where nothing was logged.
-
-    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` makes a frame of it.
-    """
-
-    def __init__(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
-        self.rounds = list(rounds)
-        self._columns = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
-
-    @classmethod
-    def read(cls, path: Path) -> Metrics:
-        """The table of a metrics.csv."""
-        names, rows = read_rows(path)
-        columns = {n: [float(row[n]) if row[n] else math.nan for row in rows] for n in names if n != "round"}
-        return cls([int(row["round"]) for row in rows], columns)
-
-    def __getitem__(self, name: str) -> Column:
-        if name not in self._columns:
-            raise KeyError(f"no metric {name!r}.{suggest(name, self._columns)}")
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-    def __repr__(self) -> str:
-        return f"Metrics({len(self.rounds)} rounds: {', '.join(self._columns)})"
-
-    def last(self, name: str) -> float:
-        """The newest value that was logged; nan where there is none."""
-        values = self._logged(name)
-        return float(values[-1]) if len(values) else math.nan
-
-    def best(self, name: str) -> tuple[float, int]:
-        """The highest value and the round it was first reached in; (nan, -1) where there is none."""
-        if not len(self._logged(name)):
-            return math.nan, -1
-        at = int(np.nanargmax(self[name]))
-        return float(self[name][at]), self.rounds[at]
-
-    def median(self, name: str) -> float:
-        """Of the values that were logged; nan where there is none."""
-        values = self._logged(name)
-        return float(np.median(values)) if len(values) else math.nan
-
-    def _logged(self, name: str) -> Column:
-        values = self._columns.get(name, np.empty(0))
-        return values[~np.isnan(values)]
 
 
 class Indices(Sequence[Any]):
@@ -174,19 +116,10 @@ class Run:
     @cached_property
     def _built(self) -> FederatedCLI:
         """Learner and data of config.yaml; global random numbers and the environment's seed stay as they are."""
-        from pytorch_lightning.utilities.seed import isolate_rng
-
-        from fl_lightning.cli import FederatedCLI
-        from fl_lightning.compose import prepare
-        from fl_lightning.method_options import apply_method_options, full_paths
-
         before = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
         with isolate_rng():
             try:
-                prepared = prepare("export", [str(self.folder)])
-                prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
-                apply_method_options(prepared)
-                return FederatedCLI("export", prepared)
+                return FederatedCLI("export", prepare("export", [str(self.folder)]))
             finally:
                 for key, value in before.items():
                     os.environ.pop(key, None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+
+from fl_lightning.errors import UserError
 
 
 class Schedule(ABC):
@@ -25,17 +28,22 @@ class Exponential(Schedule):
     """``gamma ** t``."""
 
     def __init__(self, gamma: float) -> None:
-        self.gamma = gamma
+        self.gamma = _finite("Exponential: gamma", gamma)
 
     def __call__(self, round: int) -> float:
-        return float(self.gamma**round)
+        try:
+            return float(self.gamma**round)
+        except OverflowError:
+            return math.inf
 
 
 class Cosine(Schedule):
     """From 1 to ``end`` over ``rounds`` rounds along half a cosine, then ``end``."""
 
     def __init__(self, rounds: int, end: float = 0.0) -> None:
-        self.rounds, self.end = rounds, end
+        if rounds < 1:
+            raise UserError(f"Cosine: rounds={rounds!r} is not accepted; it has to be at least 1.")
+        self.rounds, self.end = rounds, _finite("Cosine: end", end)
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
@@ -51,7 +59,7 @@ class Steps(Schedule):
     """
 
     def __init__(self, values: dict[int, float]) -> None:
-        self.values = {int(t): float(v) for t, v in values.items()}
+        self.values = {int(t): float(_finite(f"Steps: the value of round {t}", v)) for t, v in values.items()}
 
     def __call__(self, round: int) -> float:
         past = [t for t in self.values if t <= round]
@@ -72,3 +80,19 @@ def decay_text(decay: float | Schedule) -> str:
     if decay == 1.0:
         return ""
     return f" × {decay!r}" if isinstance(decay, Schedule) else f" × {decay:g}^t"
+
+
+def _finite(what: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise UserError(f"{what}={value!r} is not accepted; it has to be a finite number.")
+    return value
+
+
+def arguments(of: object) -> str:
+    """The arguments that an object was made with and keeps, as text; functions are left out.
+
+    >>> arguments(Cosine(100))
+    'rounds=100, end=0.0'
+    """
+    own = {k: vars(of)[k] for k in inspect.signature(type(of)).parameters if k in vars(of)}
+    return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
+
+from fl_lightning.errors import UserError
 
 
 class ImageClassifier(pl.LightningModule):
@@ -20,6 +24,9 @@ class ImageClassifier(pl.LightningModule):
     """
 
     def __init__(self, network: nn.Module, num_classes: int, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not math.isfinite(value):
+                raise UserError(f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite number.")
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = network

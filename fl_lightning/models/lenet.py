@@ -16,11 +16,16 @@ class LeNet(nn.Module):
     Inputs ``(n, in_channels, input_size, input_size)``; 797,962 parameters for ten classes of 3x32x32.
     """
 
+    smallest_input = 16  # a side: of fewer pixels nothing is left
+
     def __init__(self, num_classes: int, in_channels: int = 3, input_size: int = 32) -> None:
         super().__init__()
         side = ((input_size - 4) // 2 - 4) // 2
-        if side < 1:
-            raise UserError(f"LeNet's input_size is {input_size}: give at least 16, or use MLP for smaller images.")
+        if input_size < self.smallest_input:
+            raise UserError(
+                f"LeNet's input_size is {input_size}: give at least {self.smallest_input}, or use MLP for smaller "
+                "images."
+            )
         self.conv1 = nn.Conv2d(in_channels, 64, 5)
         self.conv2 = nn.Conv2d(64, 64, 5)
         self.fc1 = nn.Linear(64 * side * side, 384)

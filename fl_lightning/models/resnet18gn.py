@@ -11,14 +11,17 @@ from fl_lightning.models.live_taps import leave_out_dead_taps
 
 
 class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's ResNet-18 with ``GroupNorm(groups)``: 11,181,642 parameters for ten classes.
+    """torchvision's ResNet-18 with ``GroupNorm(groups)``: 11,181,642 parameters for ten classes of three channels.
 
     Args:
         live_taps: leave out the taps of convolutions that meet padding alone, which is the same function; a quarter
             faster on 32x32 images (``python -m benchmarks.variants``).
     """
 
-    def __init__(self, num_classes: int, groups: int = 2, live_taps: bool = True) -> None:
+    def __init__(self, num_classes: int, groups: int = 2, live_taps: bool = True, in_channels: int = 3) -> None:
         super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, groups))
+        if in_channels != 3:
+            self.conv1 = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False)
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
         if live_taps:
             leave_out_dead_taps(self)

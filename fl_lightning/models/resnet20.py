@@ -1,4 +1,4 @@
-"""ResNet-20 for 32x32 images (He et al., 2016, § 4.2), with BatchNorm, as in FedALS."""
+"""ResNets for small images (He et al., 2016, § 4.2): ResNet-20 with BatchNorm, as in FedALS, and its kin."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fl_lightning.errors import UserError, suggest
+
+GROUPS = 2  # of group normalisation, as in ResNet18GN
+
+
+def _norm(norm: str, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(GROUPS, channels)
+
 
 class _Block(nn.Module):
     """Two 3x3 convolutions; the shortcut has no parameters (option A: subsampled, padded with zeros)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, norm: str) -> None:
         super().__init__()
         self.stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, 3, self.stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
+        self.bn1 = _norm(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
+        self.bn2 = _norm(norm, outputs)
         self.added = outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,15 +37,35 @@ class _Block(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """Nine blocks of 16, 32, 64 channels; inputs ``(n, 3, 32, 32)``; 269,722 parameters for ten classes."""
+    """Blocks of ``width``, 2 ``width``, 4 ``width`` channels; inputs ``(n, in_channels, height, width)`` of any size.
 
-    def __init__(self, num_classes: int) -> None:
+    269,722 parameters for ten classes of three channels.
+
+    Args:
+        norm: ``"batch"``: BatchNorm; ``"group"``: GroupNorm of two groups.
+        depth: 6 k + 2 for k blocks of each width: 20, 32, 44, 56, 110.
+        width: of the first blocks; even.
+
+    Raises:
+        UserError: another norm, depth or width.
+    """
+
+    def __init__(
+        self, num_classes: int, in_channels: int = 3, norm: str = "batch", depth: int = 20, width: int = 16
+    ) -> None:
+        if norm not in ("batch", "group"):
+            raise UserError(f"ResNet20's norm is {norm!r}: give 'batch' or 'group'.{suggest(norm, ['batch', 'group'])}")
+        if depth < 8 or depth % 6 != 2:
+            raise UserError(f"ResNet20's depth is {depth}: give 6 k + 2, such as 20, 32, 44, 56.")
+        if width < 2 or width % 2:
+            raise UserError(f"ResNet20's width is {width}: give an even number from 2, such as 16.")
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-        self.blocks = nn.Sequential(*[_Block(a, b) for a, b in pairwise(widths)])
-        self.fc = nn.Linear(64, num_classes)
+        self.conv1 = nn.Conv2d(in_channels, width, 3, 1, 1, bias=False)
+        self.bn1 = _norm(norm, width)
+        blocks = (depth - 2) // 6
+        widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
+        self.blocks = nn.Sequential(*[_Block(a, b, norm) for a, b in pairwise(widths)])
+        self.fc = nn.Linear(4 * width, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

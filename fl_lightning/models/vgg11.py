@@ -1,4 +1,4 @@
-"""VGG-11 for 32x32 images."""
+"""VGG-11 for images of up to 32x32 pixels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ class VGG11(nn.Module):
     """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), no norms, and a small
     head.
 
-    Inputs ``(n, 3, 32, 32)``; the head is 512-512-512-``num_classes``, as is usual for CIFAR (the federated
-    papers publish no definition): 9,750,922 parameters for ten classes.
+    Inputs ``(n, in_channels, height, width)`` of up to 32 pixels a side; the poolings round up, so that of smaller
+    images one pixel is left, too. The head is 512-512-512-``num_classes``, as is usual for CIFAR (the federated papers
+    publish no definition): 9,750,922 parameters for ten classes of three channels.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    largest_input = 32  # a side: of more pixels more than one is left for the head
+
+    def __init__(self, num_classes: int, in_channels: int = 3) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        channels = 3
+        channels = in_channels
         for stage in ((64,), (128,), (256, 256), (512, 512), (512, 512)):
             for width in stage:
                 layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
                 channels = width
-            layers.append(nn.MaxPool2d(2))
+            layers.append(nn.MaxPool2d(2, ceil_mode=True))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
             nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, num_classes)

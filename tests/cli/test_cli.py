@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.compose import packaged, read
+from fl_lightning.cli.compose import packaged, read
 from fl_lightning.models import ImageClassifier
 from tests.helpers.zygote import Cli, Zygote
 

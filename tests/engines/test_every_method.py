@@ -15,8 +15,8 @@ import torch
 
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.compose import merge, packaged, read
-from fl_lightning.method_options import full_paths
+from fl_lightning.cli.compose import merge, packaged, read
+from fl_lightning.cli.method_options import full_paths
 from fl_lightning.optim import FedAdam
 from tests.helpers.agreement import CLIPPED, SINGLE, Case, EveryHook, Run, near, same_bits, trained
 from tests.helpers.compositions import METHODS, methods, server, settings

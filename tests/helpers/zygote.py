@@ -161,7 +161,7 @@ def _serve() -> None:
     import atexit
     import traceback
 
-    import fl_lightning.commands  # noqa: F401  (what every command needs: imported once)
+    import fl_lightning.cli.commands  # noqa: F401  (what every command needs: imported once)
 
     for line in sys.stdin:
         command = json.loads(line)

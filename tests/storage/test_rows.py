@@ -34,7 +34,7 @@ def rounds(folder: Path, rank: int, world: int) -> None:
                 row = trained(rows.read(name, client), t, client, name)
                 if row is not None:
                     staged.setdefault(name, {})[client] = row
-        rows.commit(staged, ids)
+        rows.commit(rows.bring_home(staged))
     held = {name: {int(i): rows.read(name, int(i)) for i in rows.store.clients(name)} for name in rows.names()}
     torch.save(held, folder / f"{world}-{rank}.pt")
 
@@ -58,5 +58,5 @@ def test_the_rows_of_all_processes_are_those_of_one(tmp_path: Path, world: int) 
 def test_what_was_never_committed_reads_as_nothing() -> None:
     rows = ClientRows(ClientStore())
     assert rows.read("M.a", 0) is None and rows.names() == []
-    rows.commit({}, [0])
+    rows.commit(rows.bring_home({}))
     assert rows.read("M.a", 0) is None

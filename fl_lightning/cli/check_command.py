@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from jsonargparse import ArgumentError, ArgumentParser
 
-    from fl_lightning.method_options import method_class
-    from fl_lightning.parsing_errors import listed, parameters
+    from fl_lightning.cli.method_options import method_class
+    from fl_lightning.cli.parsing_errors import listed, parameters
     from fl_lightning.testing import check_method
 
     if os.getcwd() not in sys.path:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
-from fl_lightning.cli import FederatedCLI
-from fl_lightning.compose import Command
+from fl_lightning.cli.cli import FederatedCLI
+from fl_lightning.cli.compose import Command
+from fl_lightning.cli.parsing_errors import not_an_optimizer
+from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.errors import Diverged, UserError
-from fl_lightning.parsing_errors import not_an_optimizer
-from fl_lightning.run_folder import check_writable
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.files import written_aside
 
 _NOISE = (
     ".*LeafSpec.*",
@@ -33,8 +34,8 @@ def _partition(cli: FederatedCLI) -> None:
     data = cli.datamodule
     data.setup("fit")
     print(data.partition_table())
-    folder.mkdir(parents=True, exist_ok=True)
-    data.plot_partition().savefig(folder / "partition.png")
+    with written_aside(folder / "partition.png") as file:
+        data.plot_partition().savefig(file)
     data.save_partition(folder / "partition.npz")
     print(f"→ {folder / 'partition.png'}, {folder / 'partition.npz'}")
 
@@ -43,8 +44,8 @@ def _predict(cli: FederatedCLI) -> None:
     path = Path(cli.prepared.output or cli.folder / "predictions.pt")
     check_writable(path.parent)
     predictions = cli.trainer.predict(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(predictions, path)
+    with written_aside(path) as file:
+        torch.save(predictions, file)
     print(f"→ {path}")
 
 
@@ -56,9 +57,9 @@ def _export(cli: FederatedCLI) -> None:
     checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint)
     cli.model.learner.configure_model()
     cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
-    torch.save({key: checkpoint[key] for key in kept if key in checkpoint}, path)
+    with written_aside(path) as file:
+        torch.save({key: checkpoint[key] for key in kept if key in checkpoint}, file)
     print(f"→ {path}")
 
 
@@ -104,8 +105,6 @@ def run(command: str, prepared: Command, debug: bool = False) -> int:
     _quiet()
     cli: FederatedCLI | None = None
     try:
-        for note in prepared.notes:
-            print(note, file=sys.stderr)
         cli = FederatedCLI(command, prepared)
         return _execute(cli)
     except Diverged as error:

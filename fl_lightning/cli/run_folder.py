@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.module import FederatedModule
+from fl_lightning.storage.files import written_aside
 
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
@@ -74,7 +76,7 @@ class _Events(TensorBoardLogger):
 
 
 class RunFolder(pl.Callback):
-    """Claims the run's folder once everything else is known to work, and puts config, loggers and partition there.
+    """Claims the run's folder once everything else is known to work, and puts config and loggers there.
 
     A resumed run keeps the config.yaml it was started with until ``write_config`` after its first new checkpoint: a
     resume that fails leaves the run as it was.
@@ -104,7 +106,6 @@ class RunFolder(pl.Callback):
             loggers.append(events)
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
-            self._partition(trainer, first=first_round == 0)
             print(pl_module.describe(), flush=True)
             going_on = f", going on with round {first_round}" if first_round else ""
             print(f"→ {self.folder}{going_on}", flush=True)
@@ -129,23 +130,8 @@ class RunFolder(pl.Callback):
         if self._written:
             return
         self._written = True
-        aside = self.folder / "config.yaml.new"
-        try:
-            aside.write_text(self.config, encoding="utf-8")
-            aside.replace(self.folder / "config.yaml")
-        except OSError as error:
-            raise _not_writable(self.folder, error) from None
-
-    def _partition(self, trainer: pl.Trainer, first: bool) -> None:
-        plot = getattr(getattr(trainer, "datamodule", None), "plot_partition", None)
-        path = self.folder / "partition.png"
-        if plot is None or (path.exists() and not first):
-            return
-        figure = plot()
-        figure.savefig(path)
-        for logger in trainer.loggers:
-            if isinstance(logger, _Events):
-                logger.experiment.add_figure("partition", figure, 0)
+        with written_aside(self.folder / "config.yaml") as file:
+            file.write(self.config.encode())
 
 
 class RunCheckpoint(Checkpoint):
@@ -221,13 +207,15 @@ class RunCheckpoint(Checkpoint):
         return False
 
     def _link(self, trainer: pl.Trainer) -> None:
-        last, best, aside = (self.folder / name for name in ("last.ckpt", "best.ckpt", "best.ckpt.new"))
+        last, best, aside = (self.folder / name for name in ("last.ckpt", "best.ckpt", ".best.ckpt.tmp"))
         if not trainer.is_global_zero or not last.exists():
             return
         aside.unlink(missing_ok=True)
         try:
             os.link(last, aside)
         except OSError:  # a file system without links
-            aside.write_bytes(last.read_bytes())
+            with written_aside(best) as file, open(last, "rb") as source:
+                shutil.copyfileobj(source, file)
+            return
         aside.replace(best)
         aside.unlink(missing_ok=True)  # rename(2) does nothing where both are links to one file

@@ -2,6 +2,7 @@
 
 Configs merge from left to right. Dicts merge key by key, anything else is replaced, ``key+:`` appends to the
 list ``key``. A later ``class_path`` brings its own ``init_args``: those of the class before it do not linger.
+The small learner of base and of the data/ configs gives way to that of any other config, whatever the order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +152,7 @@ class Command:
     options: list[str] = field(default_factory=list)
     method_options: list[tuple[str, str]] = field(default_factory=list)  # ("beta", "0.1"); "" is the list itself
     names: list[str] = field(default_factory=list)  # of the configs, as given
+    learners: list[tuple[bool, Any]] = field(default_factory=list)  # of the configs; True: a small one, beside data
     notes: list[str] = field(default_factory=list)  # lines to tell the user
     run: Path | None = None  # a run's folder, where one was given
     output: str | None = None  # -o
@@ -161,8 +164,22 @@ class Command:
         if "method" in document and before and [*map(class_name, before)] != [*map(class_name, after)]:
             old, new = ", ".join(map(class_name, before)), ", ".join(map(class_name, after))
             self.notes.append(f"{name} replaces the method list ({old}) by ({new})")
+        model = document.get("model")
+        if isinstance(model, dict) and "learner" in model:
+            document = {**document, "model": {key: value for key, value in model.items() if key != "learner"}}
+            self.learners.append((_is_fallback(name), model["learner"]))
         self.config = merge(self.config, document)
+        if self.learners:  # those that come with data first, so that what was asked for lies over them
+            self.config["model"] = dict(self.config.get("model") or {})
+            ordered = sorted(self.learners, key=lambda item: not item[0])
+            self.config["model"]["learner"] = reduce(merge, (learner for _, learner in ordered))
         self.names.append(name)
+
+
+def _is_fallback(name: str) -> bool:
+    """Whether the learner of the config called ``name`` is there for want of another: base's, or that of a data/*."""
+    name = name.removesuffix(".yaml")
+    return not Path(name).is_file() and (name == "base" or name.startswith("data/")) and name in packaged()
 
 
 def _from_environment(command: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any, TypeVar
 
 import fl_lightning.callbacks
@@ -11,14 +12,15 @@ import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.compose import Command, class_name, packaged, parse_yaml
+from fl_lightning.cli.compose import Command, class_name, packaged, parse_yaml
+from fl_lightning.cli.parsing_errors import listed, parameters, subclasses
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.parsing_errors import listed, parameters, subclasses
 
 T = TypeVar("T")
 
 
-def _ours() -> dict[str, str]:
+@cache
+def names_of_ours() -> dict[str, str]:
     """Bare name → class path, of what this package exports."""
     modules = (
         fl_lightning.callbacks,
@@ -37,7 +39,7 @@ def _ours() -> dict[str, str]:
 
 def full_paths(tree: T) -> T:
     """``class_path: MLP`` → ours, where torchvision has an MLP too; also as the value of an option of the learner."""
-    ours = _ours()
+    ours = names_of_ours()
 
     def walk(node: Any) -> Any:
         if isinstance(node, list):

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from fl_lightning.errors import UserError, suggest
 
-_INTERNAL = ("fl_lightning.callback", "fl_lightning.run_folder", "fl_lightning.signals")
+_INTERNAL = ("fl_lightning.callback", "fl_lightning.cli.run_folder", "fl_lightning.cli.signals")
 _NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "- Expected a path but", "Expected a path but")
 
 
@@ -76,7 +76,7 @@ def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict
         if isinstance(node, dict):
             node = node.get("init_args", node).get(key) if isinstance(node.get("init_args", node), dict) else None
     name = node.get("class_path") if isinstance(node, dict) else node
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in zip(options, [*options[1:], ""], strict=False):
         flag, equals, value = option.partition("=")
         if flag == f"--{path}":
             name = value if equals else following
@@ -170,6 +170,9 @@ def why_not_built(error: BaseException) -> str | None:
     """The message of the UserError that jsonargparse wrapped in its own, where there is one."""
     inner = error.__cause__ or error.__context__
     found = why_not_built(inner) if inner is not None else None
+    if found is None and str(error).startswith("Does not validate against any of the Union subtypes"):
+        attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+        found = next((text for text in attempts[2:] if not text.startswith(("Expected a", *_NOISE))), None)
     return found or (str(error) if isinstance(error, UserError) else None)
 
 

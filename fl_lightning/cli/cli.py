@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,13 +19,11 @@ import fl_lightning.models
 import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.compose import Command, class_name, parse_yaml
-from fl_lightning.datamodules import FederatedDataModule, Partition
-from fl_lightning.errors import UserError
-from fl_lightning.method_options import apply_method_options, full_paths
-from fl_lightning.module import FederatedModule
-from fl_lightning.parsing_errors import one_paragraph, why_not_built
-from fl_lightning.run_folder import (
+from fl_lightning.cli.compose import Command, class_name, parse_yaml
+from fl_lightning.cli.method_options import apply_method_options, full_paths
+from fl_lightning.cli.network_sizes import fit_network_to_data
+from fl_lightning.cli.parsing_errors import one_paragraph, why_not_built
+from fl_lightning.cli.run_folder import (
     RunCheckpoint,
     RunFolder,
     check_writable,
@@ -33,8 +32,11 @@ from fl_lightning.run_folder import (
     next_free,
     numbered,
 )
+from fl_lightning.cli.signals import GracefulStop
+from fl_lightning.datamodules import FederatedDataModule, Partition
+from fl_lightning.errors import UserError
+from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
-from fl_lightning.signals import GracefulStop
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 _BASES: dict[str, type] = {
@@ -76,6 +78,10 @@ class FederatedCLI(LightningCLI):
     def __init__(self, command: str, prepared: Command) -> None:
         prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
         apply_method_options(prepared)
+        if command != "partition":
+            fit_network_to_data(prepared)
+        for note in prepared.notes:
+            print(note, file=sys.stderr)
         self.command, self.prepared = command, prepared
         self.stop = GracefulStop()
         self.checkpoint: str | None = None  # to start from

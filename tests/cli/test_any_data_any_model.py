@@ -1,0 +1,188 @@
+"""Any data/* with any model/*, in either order: a network for these data, or refused by name before all else."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from zygote import Cli
+
+import fl_lightning.datamodules
+import fl_lightning.models
+from fl_lightning.cli.compose import packaged, prepare
+from fl_lightning.cli.method_options import full_paths
+from fl_lightning.cli.network_sizes import fit_network_to_data
+from fl_lightning.errors import UserError
+
+SAMPLES = {  # what each data set is, from its publication
+    "digits": ((1, 8, 8), 10),
+    "mnist": ((1, 28, 28), 10),
+    "fashionmnist": ((1, 28, 28), 10),
+    "cifar10": ((3, 32, 32), 10),
+    "cifar100": ((3, 32, 32), 100),
+    "svhn": ((3, 32, 32), 10),
+    "har": ((9, 128), 6),
+}
+NETWORKS = {"lenet": "LeNet", "mlp": "MLP", "resnet18gn": "ResNet18GN", "resnet20": "ResNet20", "vgg11": "VGG11"}
+REFUSED = {("har", model): "9x128" for model in NETWORKS if model != "mlp"} | {("digits", "lenet"): "16x16"}
+
+
+def learner(*arguments: str) -> dict[str, Any]:
+    """``model.learner`` that a command line comes to."""
+    prepared = prepare("fit", list(arguments))
+    prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
+    fit_network_to_data(prepared)
+    found: dict[str, Any] = prepared.config["model"]["learner"]
+    return found
+
+
+def test_the_tables_are_complete() -> None:
+    assert {f"data/{name}" for name in SAMPLES} == {name for name in packaged() if name.startswith("data/")}
+    assert {f"model/{name}" for name in NETWORKS} == {name for name in packaged() if name.startswith("model/")}
+
+
+@pytest.mark.parametrize("base", [(), ("-c", "base")], ids=["", "base"])
+@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize("data", SAMPLES)
+def test_every_pair(data: str, model: str, base: tuple[str, ...]) -> None:
+    shape, classes = SAMPLES[data]
+    orders = [
+        (*base, "-c", f"data/{data}", "-c", f"model/{model}"),
+        (*base, "-c", f"model/{model}", "-c", f"data/{data}"),
+    ]
+    if (data, model) in REFUSED:
+        for order in orders:
+            with pytest.raises(
+                UserError, match=rf"model\.learner\.network: {NETWORKS[model]} takes .*Use MLP"
+            ) as error:
+                learner(*order)
+            assert REFUSED[data, model] in str(error.value) and len(str(error.value)) < 300
+        return
+    first, second = (learner(*order) for order in orders)
+    assert first == second and first["init_args"]["num_classes"] == classes
+    node = first["init_args"]["network"]
+    assert node["class_path"] == f"fl_lightning.models.{NETWORKS[model]}"
+    with torch.random.fork_rng():
+        network = getattr(fl_lightning.models, NETWORKS[model])(**node["init_args"]).eval()
+    with torch.no_grad():
+        out = network(torch.randn(2, *shape))
+    assert out.shape == (2, classes) and torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("data", SAMPLES)
+def test_the_learner_that_comes_with_data_fits_them(data: str) -> None:
+    shape, classes = SAMPLES[data]
+    for order in (("-c", f"data/{data}"), ("-c", "base", "-c", f"data/{data}")):
+        node = learner(*order)["init_args"]["network"]
+        sizes = node["init_args"].get("sizes", [math.prod(shape), node["init_args"].get("num_classes")])
+        assert (sizes[0], sizes[-1]) == (math.prod(shape), classes)
+
+
+EXPLICIT = {
+    "fewer classes": ("data/cifar100", "model/vgg11", "network.num_classes=10", "CIFAR100 has 100 classes"),
+    "no classes": ("data/cifar10", "model/vgg11", "network.num_classes=0", "CIFAR10 has 10 classes"),
+    "fewer classes in the learner": ("data/cifar10", "model/vgg11", "num_classes=-5", "CIFAR10 has 10 classes"),
+    "fewer outputs": ("data/digits", "model/mlp", "network.sizes=[64,3]", "ends in 3 outputs, but Digits has 10"),
+    "other inputs": ("data/digits", "model/mlp", "network.sizes=[65,10]", "takes 65 inputs, but .*8x8.* has 64"),
+    "other channels": ("data/mnist", "model/resnet20", "network.in_channels=3", "in_channels is 3, .*28x28.* has 1 ch"),
+    "another size": ("data/mnist", "model/lenet", "network.input_size=32", "input_size is 32, .* has 28 pixels"),
+    "two that differ": ("data/mnist", "model/lenet", "network.num_classes=12", "^(?!)"),
+}
+
+
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_what_is_given_wins_and_is_refused_where_it_cannot_fit(case: str) -> None:
+    data, model, option, says = EXPLICIT[case]
+    argv = ("-c", data, "-c", model, f"--model.learner.{option}")
+    if case == "two that differ":
+        assert learner(*argv)["init_args"]["num_classes"] == 12, "one of them is enough"
+        argv, says = (*argv, "--model.learner.num_classes", "13"), "they have to be the same"
+    with pytest.raises(UserError, match=says) as error:
+        learner(*argv)
+    assert f"model.learner.{option.split('=')[0]}" in str(error.value).split(". ")[0]
+
+
+def test_images_too_large_for_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "large_images.py").write_text(OWN.replace("(2, 16, 16)", "(2, 64, 64)"))
+    with pytest.raises(UserError, match=r"VGG11 takes images of up to 32x32 pixels, but .* Telling have 2x64x64"):
+        learner("-c", "model/vgg11", "--data", "large_images.Telling")
+
+
+def test_more_classes_than_there_are_can_be_given() -> None:
+    found = learner("-c", "data/mnist", "-c", "model/vgg11", "--model.learner.num_classes", "47")["init_args"]
+    assert found["num_classes"] == found["network"]["init_args"]["num_classes"] == 47
+
+
+def test_options_choose_data_and_network() -> None:
+    found = learner("-c", "base", "--data", "CIFAR100", "--model.learner.network", "VGG11")["init_args"]["network"]
+    assert found == {"class_path": "fl_lightning.models.VGG11", "init_args": {"num_classes": 100, "in_channels": 3}}
+    features = learner("-c", "data/har", "--data.features=features")["init_args"]["network"]["init_args"]
+    assert features["sizes"] == [561, 100, 6]
+
+
+def test_a_file_of_one_s_own_beats_the_learner_that_comes_with_data(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model: {learner: {class_path: my_learner.Lit, init_args: {width: 3}}}")
+    wanted = {"class_path": "my_learner.Lit", "init_args": {"width": 3}}
+    assert learner("-c", str(mine), "-c", "data/mnist") == learner("-c", "data/mnist", "-c", str(mine)) == wanted
+    mine.write_text("model: {learner: {init_args: {lr: 0.5}}}")
+    for order in (("-c", str(mine), "-c", "data/mnist"), ("-c", "data/mnist", "-c", str(mine))):
+        assert learner(*order)["init_args"]["lr"] == 0.5 and "network" in learner(*order)["init_args"]
+
+
+# --------------------------------------------------------------------------- real runs
+
+FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.max_epochs", 1)
+FOLDER = ("--trainer.default_root_dir", "x", "--model.engine", "sequential")
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet20", "resnet18gn", "vgg11"])
+def test_a_round_on_digits_and_its_config(cli: Cli, model: str) -> None:
+    result = cli(*FIT, "-c", f"model/{model}", "-c", "data/digits", *FOLDER)
+    assert result.returncode == 0, result.stderr
+    config = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"]["init_args"]
+    network = config["network"]["init_args"]
+    assert config["num_classes"] == 10
+    assert network["sizes"] == [64, 200, 200, 10] if model == "mlp" else network["in_channels"] == 1
+    state = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)
+    assert state["hyper_parameters"]["num_classes"] == 10
+    result = cli("fit", "x", "--data", "CIFAR100")
+    assert result.returncode == 2 and "CIFAR100" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_what_cannot_fit_leaves_nothing(cli: Cli) -> None:
+    result = cli(*FIT, "-c", "model/lenet", "-c", "data/digits", *FOLDER)
+    assert result.returncode == 2 and "16x16" in result.stderr and os.listdir(cli.folder) == []
+
+
+OWN = """
+import torch
+from fl_lightning.datamodules import FederatedDataModule, IID
+from fl_lightning.datamodules.samples import TensorSamples
+
+class Quiet(FederatedDataModule):
+    def load(self):
+        self.train_set = self.test_set = TensorSamples(torch.randn(40, 3, 32, 32), torch.arange(40) % 10)
+
+class Telling(Quiet):
+    sample_shape, num_classes = (2, 16, 16), 4
+    def load(self):
+        self.train_set = self.test_set = TensorSamples(torch.randn(40, 2, 16, 16), torch.arange(40) % 4)
+"""
+
+
+@pytest.mark.parametrize(("data", "channels", "classes"), [("Quiet", 3, 10), ("Telling", 2, 4)])
+def test_data_of_one_s_own(cli: Cli, data: str, channels: int, classes: int) -> None:
+    (cli.folder / "own_data.py").write_text(OWN)
+    result = cli(*FIT, "-c", "model/lenet" if data == "Telling" else "model/resnet20", "--data", f"own_data.{data}",
+                 "--data.num_clients", 4, *FOLDER)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    network = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"]["init_args"]["network"]
+    assert (network["init_args"]["in_channels"], network["init_args"]["num_classes"]) == (channels, classes)
+    assert ("does not say what its samples are" in result.stderr) == (data == "Quiet")
