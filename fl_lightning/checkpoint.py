@@ -19,7 +19,6 @@ from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods
 from fl_lightning.processes import gathered
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.settings import Settings
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
@@ -44,17 +43,14 @@ class Identity:
     partition: str
 
     @classmethod
-    def of(
-        cls, seed: int, settings: Settings, optimizers: dict[str, Optimizer], methods: Methods, data: Any
-    ) -> Identity:
-        """That of a run; ``optimizers``: of clients and server, by their arguments' names."""
-        arguments = {
-            **settings.compared(),
+    def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
+        """That of a run; ``arguments``: without those of the data, which are added."""
+        of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
-            **{name: account(optimizer) for name, optimizer in optimizers.items()},
         }
-        return cls(seed, arguments, methods.fingerprint(), str(getattr(data, "partition_hash", "")))
+        partition = str(getattr(data, "partition_hash", ""))
+        return cls(seed, {**arguments, **of_data}, methods.fingerprint(), partition)
 
     def check_same(self, held: dict[str, Any]) -> None:
         """Refuse a checkpoint of a run with other settings.

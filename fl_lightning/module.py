@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -217,8 +216,7 @@ class FederatedModule(LearnerHooks):
         prepare_process(self.model.w.device)
         self.run.restore(self.trainer)
         self.learner.on_fit_start()
-        server = self.optimizers()
-        self.run.begin(self.trainer, server, self.participants, self.transfers, self.report, self._tell)
+        self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
         self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
@@ -239,7 +237,7 @@ class FederatedModule(LearnerHooks):
     def on_validation_end(self) -> None:
         self.learner.on_validation_end()
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            self.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+            self.run.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
         self.run.save(saved, self.trainer)
@@ -249,15 +247,3 @@ class FederatedModule(LearnerHooks):
         self.learner.teardown(stage)
         self.release_learner()
         self.run.close()
-
-    def report(self, metrics: Metrics, t: int) -> None:
-        """To every logger at step t, and to what monitors."""
-        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=t)
-
-    def _tell(self, done: int, of: int) -> None:
-        callbacks: list[Any] = vars(self.trainer)["callbacks"]
-        for callback in callbacks:
-            if hasattr(callback, "on_client_end"):
-                callback.on_client_end(self.trainer, self, done, of)

@@ -54,6 +54,7 @@ class FederatedRun:
         self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self._server_rates: list[float] = []
         self._drawn_seed: int | None = None
+        self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
 
     def note(self, text: str) -> None:
@@ -91,12 +92,15 @@ class FederatedRun:
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """Of clients and server; gives the server's."""
+        before = self.server if self.goes_on(trainer) else None
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         self._server_rates = [float(group["lr"]) for group in server.param_groups]
-        if self.goes_on(trainer):
-            server.load_state_dict(self.server.state_dict())
         self.server = server
         self.clients = client_optimizer.of_clients(self.settings.client_optimizer, self.model.learner, self.note)
+        optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
+        self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
+        if before is not None:
+            server.load_state_dict(before.state_dict())
         return server
 
     def restore(self, trainer: Any) -> None:
@@ -119,14 +123,12 @@ class FederatedRun:
         server_optimizer: Any,
         participants: Callable[[int], tuple[int, ...]],
         transfers: list[str],
-        report: Callable[[Metrics, int], None],
-        tell: Callable[[int, int], None],
     ) -> None:
         """Choose the engine and make the loop; before the first round.
 
         Args:
             server_optimizer: Lightning's wrapper of it.
-            participants, report, tell: of :class:`~fl_lightning.loop.FederatedLoop`.
+            participants: t → who is sampled in round t, ascending.
             transfers: the learner's own hooks on its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
@@ -154,18 +156,18 @@ class FederatedRun:
             client_rates=client_optimizer.rates(self.clients, model.w.device),
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
-            report=report,
-            tell=tell,
+            report=self.report,
+            tell=self._tell,
             note=self.note,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        self.held, self._fitted_by = None, id(trainer)
+        self.held, self._trainer, self._fitted_by = None, trainer, id(trainer)
 
     def identity(self, trainer: Any) -> Identity:
         """What has to be the same when this run is resumed."""
-        optimizers = {"client_optimizer": self.clients, "server_optimizer": self.server}
-        return Identity.of(self.seed(trainer), self.settings, optimizers, self.methods, trainer.datamodule)
+        arguments = {**self.settings.compared(), **self._accounts}
+        return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def run_round(self, t: int) -> Metrics:
         """Round t, unless it was committed before training was interrupted; gives what was logged."""
@@ -188,11 +190,23 @@ class FederatedRun:
         for logger in trainer.loggers:
             logger.save()
 
+    def report(self, metrics: Metrics, t: int) -> None:
+        """To every logger at step t, and to what monitors."""
+        self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=t)
+
     def close(self) -> None:
         """Give back what the engine holds."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+
+    def _tell(self, done: int, of: int) -> None:
+        trainer = self._trainer
+        for callback in trainer.callbacks:
+            if hasattr(callback, "on_client_end"):
+                callback.on_client_end(trainer, trainer.lightning_module, done, of)
 
     def _not_captured(self, why: str) -> None:
         assert self.plan is not None
