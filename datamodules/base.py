@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fl_lightning.datamodules import batching
 from fl_lightning.datamodules.augment import CropFlip
-from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader
+from fl_lightning.datamodules.biases import Bias, check_biases
+from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, TensorSamples, to_device
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, to_device
 from fl_lightning.datamodules.split import Split, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
@@ -102,6 +102,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """Whose transfer hooks the clients' batches go through."""
         return self
 
+    @property
+    def transfer_hooks(self) -> tuple[str, ...]:
+        """The transfer hooks that the clients' batches have been through, which come in place of the learner's."""
+        return tuple(self._transfer.hooks)
+
     # ---- loading and splitting
 
     def load(self) -> None:
@@ -121,7 +126,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """Load and split, once a seed."""
         if self.train_set is None:
             self.load()
-            self._check_biases()
+            check_biases(self.biases, self.train_set)
         seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
@@ -140,16 +145,6 @@ class FederatedDataModule(pl.LightningDataModule):
         self._ready()
         assert self.train_set is not None
         return self.train_set
-
-    def _check_biases(self) -> None:
-        if not self.biases:
-            return
-        data = self.train_set
-        if not (isinstance(data, TensorSamples) and data.in_pixel_range and data.labels is not None):
-            raise UserError(
-                f"biases is {list(self.biases)}, but they are for labelled images in memory, as uint8 or "
-                "floats in [0, 1], with channels first: give biases=[] for these data."
-            )
 
     # ---- who holds what
 
@@ -220,7 +215,7 @@ class FederatedDataModule(pl.LightningDataModule):
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
         """
-        if isinstance(self._train, DatasetSamples) and self._train.fetch == "batch":
+        if isinstance(self._train, DatasetSamples) and self._train.read.fetch == "batch":
             return None
         return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
 
@@ -322,6 +317,9 @@ class FederatedDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         if self._who.held_out is not None:
             return self._evaluated(self._train, self._who.held_out)
+        self._ready()
+        if self.val_set is None and self.test_set is None and self.trainer is not None:
+            say(self.trainer, f"no validation: {type(self).__name__} has neither validation nor test data")
         return self._evaluated(self.val_set or self.test_set)
 
     def test_dataloader(self) -> Any:

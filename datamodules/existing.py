@@ -8,12 +8,12 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import pytorch_lightning as pl
-from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.parsing import AttributeDict
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.loader import check_map_style, loader_facts
+from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
+from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.datamodules.reading import Workers, check_workers, own_generator
 from fl_lightning.datamodules.samples import DatasetSamples
@@ -102,8 +102,8 @@ class FromDataModule(FederatedDataModule):
 
     ==================================================== ===============================================================
     ``batch_size``, ``drop_last``, ``collate_fn``         honoured, within a client; a plain ``BatchSampler`` too
-    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as sampler it is read by lists of
-                                                          positions; else each item is a batch, and one local step
+    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as sampler it is read by lists
+                                                          of positions; else each item is a batch, and a local step
     ``num_workers``, ``prefetch_factor``, ``timeout``,    honoured: processes read ahead; what they draw is seeded for
     ``worker_init_fn``, ``multiprocessing_context``       each batch, by (seed, round, client, step)
     ``WeightedRandomSampler``, ``RandomSampler`` with     honoured within a client: N_i draws an epoch, by (seed, round,
@@ -168,6 +168,9 @@ class FromDataModule(FederatedDataModule):
         if self._torn_down:  # what it made was given back
             self.train_set, self._split_seed, self._torn_down = None, None, False
         super().setup(stage)
+        if self._weights is not None and not self._weights.all():
+            for client in range(self.num_clients):
+                self.order(client, 0, 0)  # complains now rather than in a round
 
     def load(self) -> None:
         self.datamodule.setup("fit")
@@ -184,7 +187,9 @@ class FromDataModule(FederatedDataModule):
             check_workers(workers.number, dataset)
         elif workers.number and (where := own_generator(dataset)):  # of which each process would have a copy
             workers = replace(workers, number=0)
-            self._say(f"num_workers of the training loader is not used: its dataset keeps a generator ({where})")
+            say(
+                self.trainer, f"num_workers of the training loader is not used: its dataset keeps a generator ({where})"
+            )
         self.train_set = DatasetSamples(dataset, targets, self._collate or facts.collate, workers, fetch)
         self._weights = facts.weights
         if self._loader_size:
@@ -196,7 +201,7 @@ class FromDataModule(FederatedDataModule):
         if self._who.held_out is not None:
             return super().val_dataloader()
         if not overridden(self.datamodule, "val_dataloader"):
-            self._say(f"no validation: {type(self.datamodule).__name__} has no val_dataloader")
+            say(self.trainer, f"no validation: {type(self.datamodule).__name__} has no val_dataloader")
             return []
         return self.datamodule.val_dataloader()
 
@@ -205,11 +210,6 @@ class FromDataModule(FederatedDataModule):
 
     def predict_dataloader(self) -> Any:
         return self.datamodule.predict_dataloader()
-
-    def _say(self, text: str) -> None:
-        """As a note of the run, which its card repeats; without a run as a warning."""
-        module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
-        getattr(module, "note", rank_zero_warn)(text)
 
     # ---- what else Lightning, callbacks and learners ask of a data module: the wrapped one's own
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.datamodules.partitions import Indices
@@ -64,6 +65,11 @@ class RoundToken:
         yield torch.zeros(1)
 
 
+def say(trainer: Any, text: str) -> None:
+    """As a note of the run, which its card repeats; without a run as a warning."""
+    getattr(getattr(trainer, "lightning_module", None), "note", rank_zero_warn)(text)
+
+
 def evaluation_loader(
     trainer: pl.Trainer | None,
     data: Samples | None,
@@ -83,7 +89,7 @@ def evaluation_loader(
     if data is None:
         return []
     index = np.arange(len(data)) if index is None else index
-    if isinstance(data, DatasetSamples) and data.fetch == "batch":
+    if isinstance(data, DatasetSamples) and data.read.fetch == "batch":
         size = 1
     elif size is None:
         size = data.evaluation_size() if isinstance(data, DatasetSamples) else EVALUATION_BATCH

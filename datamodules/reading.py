@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,27 @@ from torch.utils.data import _utils
 
 from fl_lightning.errors import UserError
 
-Read = Callable[[NDArray[np.int64]], Any]
 Request = tuple[int, NDArray[np.int64]]  # seed of the random numbers drawn meanwhile, positions
 LOOKED_THROUGH = 1000  # objects, in search of generators
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a dataset is read: a batch of positions.
+
+    ``fetch``: what ``dataset[…]`` takes and gives: ``"sample"`` by position, ``"list"``: what ``collate`` takes by a
+    list of positions, ``"batch"``: the same by one position, so that batches are what is split.
+    """
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    fetch: Literal["sample", "list", "batch"] = "sample"
+
+    def __call__(self, index: NDArray[np.int64]) -> Any:
+        positions = index.tolist()
+        if self.fetch == "sample":
+            return self.collate([self.dataset[i] for i in positions])
+        return self.collate(self.dataset[positions if self.fetch == "list" else positions[0]])
 
 
 @dataclass(frozen=True)
@@ -47,19 +65,18 @@ class AheadReader:
     torch's DataLoader serves one reader at a time and starts processes for each; clients that train side by side
     would each have their own. Processes start when they are first needed and stay until :meth:`close`.
 
-    Args:
-        read: makes a batch of positions; random numbers that it draws from torch, NumPy or Python follow the request's
-            seed, so that they do not depend on which process reads.
+    What is drawn meanwhile from torch, NumPy or Python follows the request's seed, so that it does not depend on which
+    process reads.
     """
 
-    def __init__(self, dataset: Any, read: Read, workers: Workers) -> None:
-        self.dataset, self.read, self.workers = dataset, read, workers
+    def __init__(self, read: Reading, workers: Workers) -> None:
+        self.read, self.workers = read, workers
         self._pool: ProcessPoolExecutor | None = None
         self._lock = threading.Lock()
         self._readers = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "read": self.read, "workers": self.workers}
+        return {"read": self.read, "workers": self.workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # processes and locks are not copied
@@ -97,7 +114,7 @@ class AheadReader:
                 context = self.workers.context or torch.multiprocessing.get_context()
                 if isinstance(context, str):
                     context = torch.multiprocessing.get_context(context)
-                started = (self.dataset, self.read, self.workers.init, self.workers.number, context.Value("i", 0))
+                started = (self.read, self.workers.init, self.workers.number, context.Value("i", 0))
                 self._pool = ProcessPoolExecutor(self.workers.number, context, _start, started)
             return self._pool
 
@@ -109,10 +126,10 @@ class AheadReader:
             pool.shutdown(wait=wait, cancel_futures=True)
 
 
-_read: Read | None = None  # in a worker process
+_read: Reading | None = None  # in a worker process
 
 
-def _start(dataset: Any, read: Read, init: Callable[[int], None] | None, number: int, count: Any) -> None:
+def _start(read: Reading, init: Callable[[int], None] | None, number: int, count: Any) -> None:
     """What a worker process does first: as one of torch's DataLoader, it computes on one thread."""
     global _read
     _read = read
@@ -123,7 +140,7 @@ def _start(dataset: Any, read: Read, init: Callable[[int], None] | None, number:
     torch.set_num_threads(1)
     with count.get_lock():
         own, count.value = count.value, count.value + 1
-    info: Any = _utils.worker.WorkerInfo(id=own, num_workers=number, seed=0, dataset=dataset)
+    info: Any = _utils.worker.WorkerInfo(id=own, num_workers=number, seed=0, dataset=read.dataset)
     _utils.worker._worker_info = info  # what torch.utils.data.get_worker_info() gives
     if init is not None:
         init(own)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from fl_lightning.datamodules.reading import AheadReader, Workers
+from fl_lightning.datamodules.reading import AheadReader, Reading, Workers
 from fl_lightning.devices import sent
 from fl_lightning.errors import UserError
 
@@ -152,8 +152,7 @@ class DatasetSamples:
         targets: labels ``(N,)``; None: the dataset's own, where they are found without reading samples.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         workers: how many processes read ahead, and how.
-        fetch: what ``dataset[…]`` takes and gives: ``"sample"`` by position, ``"list"``: a batch by a list of
-            positions, ``"batch"``: a batch by its own position, so that batches are what is split.
+        fetch: as ``Reading`` has it.
     """
 
     def __init__(
@@ -164,9 +163,8 @@ class DatasetSamples:
         workers: Workers = Workers(),  # noqa: B008  # frozen
         fetch: Literal["sample", "list", "batch"] = "sample",
     ) -> None:
-        self.dataset: Any = dataset
-        self.collate, self.fetch, self.workers = collate or default_collate, fetch, workers
-        self._ahead = AheadReader(dataset, self.read, workers) if workers.number else None
+        self.read = Reading(dataset, collate or default_collate, fetch)
+        self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None
         labels = find_targets(dataset) if targets is None else targets
         self.labels: NDArray[np.int64] | None = None
@@ -180,14 +178,7 @@ class DatasetSamples:
                 self.labels = labels.astype(np.int64)
 
     def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read(self, index: NDArray[np.int64]) -> Batch:
-        """These samples as one batch, in memory."""
-        positions = index.tolist()
-        if self.fetch == "sample":
-            return self.collate([self.dataset[i] for i in positions])
-        return self.collate(self.dataset[positions if self.fetch == "list" else positions[0]])
+        return len(self.read.dataset)
 
     def each(self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int]) -> Iterator[Batch]:
         """A batch of each of these index arrays; ``seed(k)``: of what is drawn for the k-th by processes that read."""
@@ -207,7 +198,7 @@ class DatasetSamples:
             yield to_device(self.read(index[a : a + size]), device)
 
     def evaluation_size(self) -> int:
-        """Samples of a batch in evaluation: at most ``EVALUATION_BATCH``, of ``EVALUATION_BYTES`` if all are as the first."""
+        """Samples of a batch in evaluation: as many like the first as ``EVALUATION_BYTES`` hold."""
         if self._evaluation_size is None:
             with drawing_apart():
                 each = _nbytes(self.read(np.zeros(1, np.int64)))

@@ -27,7 +27,7 @@ KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSa
 class LoaderFacts:
     """A DataLoader's ``dataset``, of which ``positions`` are used (None: all), drawn by ``weights`` (None: each once).
 
-    ``fetch``: as ``DatasetSamples`` has it.
+    ``fetch``: as ``Reading`` has it.
     """
 
     dataset: Any
