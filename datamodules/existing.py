@@ -102,8 +102,8 @@ class FromDataModule(FederatedDataModule):
 
     ==================================================== ===============================================================
     ``batch_size``, ``drop_last``, ``collate_fn``         honoured, within a client; a plain ``BatchSampler`` too
-    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as sampler it is read by lists
-                                                          of positions; else each item is a batch, and a local step
+    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as sampler, by lists of
+                                                          positions; else each item is a batch, and one local step
     ``num_workers``, ``prefetch_factor``, ``timeout``,    honoured: processes read ahead; what they draw is seeded for
     ``worker_init_fn``, ``multiprocessing_context``       each batch, by (seed, round, client, step)
     ``WeightedRandomSampler``, ``RandomSampler`` with     honoured within a client: N_i draws an epoch, by (seed, round,
@@ -139,6 +139,11 @@ class FromDataModule(FederatedDataModule):
         num_workers: int | Literal["loader"] = "loader",
         collate: Callable[[Any], Any] | None = None,
     ) -> None:
+        if isinstance(datamodule, type) or not callable(getattr(datamodule, "train_dataloader", None)):
+            raise UserError(
+                f"FromDataModule's datamodule is {datamodule!r}: give a LightningDataModule (an object, not its class; "
+                "on the command line a class path that can be imported, from the current folder too)."
+            )
         self.datamodule = datamodule
         super().__init__(
             num_clients=num_clients,

@@ -183,6 +183,8 @@ def test_no_val_dataloader_is_no_validation_and_said_in_one_line():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: FromDataModule("my_data.Plain"), "datamodule is 'my_data.Plain': give a LightningDataModule"),
+        (lambda: FromDataModule(Plain), "not its class"),
         (lambda: federate(sampler=Named()), "sampler Named"),
         (lambda: federate(batch_sampler=Pairs(Named(), 2, False)), "batch sampler Pairs"),
         (lambda: federate(batch_size=None, sampler=Pairs(Named(), 2, False)), "batch sampler Pairs"),
