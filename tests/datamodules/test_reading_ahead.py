@@ -83,9 +83,16 @@ def test_the_same_bits_for_any_number_of_workers(draws):
         pids = {int(pid) for batch in data.client_batches(0, 0, 8) for pid in batch[2]}
         assert (os.getpid() in pids) == (number == 0)
         data.teardown("fit")
-    if draws:  # another epoch, round, client: other numbers
-        first = [x for x, _ in expected]
-        assert len({x.numpy().tobytes() for x in first}) == len(first)
+
+
+def test_each_batch_of_each_client_and_round_draws_other_numbers():
+    noise = Samples(draws=True)
+    noise.x.zero_()
+    data = FromDatasets(noise, val=noise, num_clients=3, batch_size=8, eval_batch_size=8, num_workers=1, seed=4)
+    batches = [x for i in range(2) for r in range(2) for x, *_ in data.client_batches(i, r, 2)]
+    batches += [x for i in range(2) for (x, *_), _ in data.full_batches(i)] + [x for x, *_ in data.val_dataloader()]
+    assert len({x.numpy().tobytes() for x in batches}) == len(batches) == 8 + 2 + 3
+    data.teardown("fit")
 
 
 def test_side_by_side_and_interrupted():

@@ -12,7 +12,7 @@ from learners import Lit, federated, trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import InMemoryDataModule
-from fl_lightning.datamodules import IID, FromDataModule
+from fl_lightning.datamodules import IID, FromDataModule, FromDatasets
 
 OFFSET, SPREAD = 1437.0, 250.0
 
@@ -118,6 +118,19 @@ def test_all_three_hooks_come_in_lightnings_order_and_replace_each_other():
     batch = next(federate(Three()).client_batches(0, 0, 1))
     assert batch[2:] == ["before", "cpu", "after"]
     assert federate(Three()).transfer_hooks == Three.order and federate(Raw()).transfer_hooks == Three.order[2:]
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+@pytest.mark.parametrize("made", ["memory", "datasets"])
+def test_hooks_get_the_batch_where_lightning_would_give_it(made, hook):
+    def see(self, batch, *rest):
+        self.seen = batch[0].device.type
+        return [part.to(rest[0]) for part in batch] if hook == "transfer_batch_to_device" else batch
+
+    kind = type("Seeing", (InMemoryDataModule if made == "memory" else FromDatasets,), {hook: see})
+    data = kind(clean() if made == "memory" else TensorDataset(*clean()), num_clients=2)
+    (x, y), *_ = data.client_batches(0, 0, 1, device=torch.device("meta"))
+    assert x.is_meta and y.is_meta and data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
 
 
 def test_random_numbers_in_a_hook_are_found_by_the_engines():
