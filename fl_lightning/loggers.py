@@ -14,9 +14,8 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from fl_lightning.errors import UserError
+from fl_lightning.metrics_rows import Row, read_rows
 from fl_lightning.segments import written_aside
-
-Row = dict[str, str]
 
 
 class MetricsCSV(Logger):
@@ -114,26 +113,6 @@ class MetricsCSV(Logger):
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow([row.get(column, "") for column in columns])
         return text.getvalue().encode()
-
-
-def read_rows(path: Path) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, values as text ("" where missing), without a line cut by a kill.
-
-    UserError if it is missing or no such file.
-    """
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
-    lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
-    columns, rows = (lines[0], lines[1:]) if lines else (["round"], [])
-    for number, row in enumerate(rows, start=2):
-        if columns[0] != "round" or len(row) != len(columns) or not row[0].isdecimal():
-            raise UserError(
-                f"{path}, line {number}: not a row of metrics (a round, then {len(columns) - 1} values). "
-                "Mend or remove the file."
-            )
-    return columns, [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _text(value: Any) -> str:

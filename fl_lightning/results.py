@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.loggers import read_rows
+from fl_lightning.metrics_rows import read_rows
 from fl_lightning.store import ClientStore
 
 if TYPE_CHECKING:
