@@ -15,6 +15,7 @@ from fl_lightning.report.drawing import (
     Drawing,
     figure,
     legend,
+    logarithmic,
     look,
     plain,
     styled,
@@ -25,7 +26,7 @@ from fl_lightning.report.summary import Pair, Summary, Verdict
 from fl_lightning.report.wording import SCORE_TITLES, Unit
 
 CONSENSUS = {
-    "consensus/": "raw: mean of ‖x − mean x‖² (FedALS, Fig. 1)",
+    "consensus/": "raw, as FedALS has it",
     "consensus_per_coordinate/": "per coordinate",
     "consensus_relative/": "relative to ‖mean x‖²",
 }
@@ -63,11 +64,11 @@ def intervals(summary: Summary) -> list[Drawing]:
         axes.spines["left"].set_visible(False)
         plain(axes, "x")
         axes.tick_params(axis="y", length=0)
-    caption = "Small dots: one a seed. Thick: mean and its 95 % interval, where there are two pairs or more."
+    caption = "Line: mean and its 95 % interval, where there are two pairs or more. Dots below: one a seed."
     if summary.verdicts:
         caption += " Dotted: the claim's margin. Green: reproduced, red: contradicted, grey: not reproduced, "
         caption += "amber: inconclusive."
-    return [Drawing("intervals", "Paired differences", caption, drawn)]
+    return [Drawing("intervals", "Paired intervals", caption, drawn)]
 
 
 def _claimed(said: Verdict) -> str:
@@ -77,7 +78,7 @@ def _claimed(said: Verdict) -> str:
 def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
     found = pair.interval
     seeds = [value * shown.factor for value in pair.differences.values()]
-    axes.plot(seeds, [y] * len(seeds), "o", markersize=4, color=colour, alpha=0.45, markeredgewidth=0)
+    axes.plot(seeds, [y + 0.22] * len(seeds), "o", markersize=4.5, color=colour, alpha=0.6, markeredgewidth=0)
     if found.low is not None and found.high is not None:
         ends = [found.low * shown.factor, found.high * shown.factor]
         axes.plot(ends, [y, y], color=colour, linewidth=2.6, solid_capstyle="round")
@@ -99,9 +100,7 @@ def heat_map(summary: Summary) -> list[Drawing]:
         rows, columns = list(summary.arms), [f"seed {seed}" for seed in seeds]
         cells = [[arm.scores[score].get(seed) for seed in seeds] for arm in summary.arms.values()]
         title = "Arms by seeds"
-        caption = (
-            f"{summary.metric}, {SCORE_TITLES[score]}. Down a column all runs have one seed: this is what is paired."
-        )
+        caption = f"{summary.metric}, {SCORE_TITLES[score]}. Runs of one column have one seed: these are paired."
     values = np.array([[np.nan if v is None else v * shown.factor for v in row] for row in cells], dtype=float)
     if min(values.shape) < 2 or not np.isfinite(values).any():
         return []
@@ -165,14 +164,13 @@ def layers(summary: Summary) -> list[Drawing]:
             means = np.array([_mean_over_time(runs, prefix + layer) for layer in own])
             if np.isfinite(means).any():
                 (handles[name],) = axes.plot(means, marker="o", markersize=4, **{**look(number), "linewidth": 1.3})
-        axes.set_yscale("log")
+        logarithmic(axes)
         axes.set_xticks(range(len(own)), own, rotation=60 if longest > 4 else 25, ha="right", fontsize=8)
         axes.set_title(CONSENSUS[prefix], fontsize=9.5)
         plain(axes)
     legend(drawn, list(handles.values()), list(handles))
-    caption = (
-        "Averaged over all rounds and seeds; layers from the input on. The three forms can rank layers differently."
-    )
+    caption = "Averaged over all rounds and seeds; layers from the input on."
+    caption += " The forms can rank layers differently." if len(forms) > 1 else ""
     return [Drawing("consensus", "Consensus distance by layer", caption, drawn)]
 
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from fl_lightning.report.budgets import AXES, spending
-from fl_lightning.report.drawing import INK, Drawing, figure, legend, look, plain, styled
+from fl_lightning.report.drawing import INK, Drawing, figure, legend, logarithmic, look, plain, styled
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
 from fl_lightning.report.sections import unit_of
@@ -60,7 +60,7 @@ def curves(summary: Summary) -> list[Drawing]:
 
 
 def _caption(summary: Summary) -> str:
-    parts = ["Line: mean over seeds of the smoothed curve; band: ± one sample deviation."]
+    parts = ["Line: mean of the smoothed curve over the runs that are done; band: ± one sample deviation."]
     statuses = {run.status for run in summary.found.runs}
     if statuses & {"running", "stopped", "failed"}:
         parts.append("Thin: runs that are not finished, one line each.")
@@ -124,9 +124,9 @@ def measurements(summary: Summary) -> list[Drawing]:
     ]
     if not logged:
         return []
-    columns = min(3, len(logged))
+    columns = 2 if len(logged) in (2, 4) else min(3, len(logged))
     rows = -(-len(logged) // columns)
-    drawn = figure(3.25 * columns + 0.6, 2.5 * rows + 0.5)
+    drawn = figure(9.6 if columns > 1 else 6.0, 2.4 * rows + 0.5)
     handles: dict[str, Any] = {}
     for place, name in enumerate(logged, start=1):
         axes = drawn.add_subplot(rows, columns, place)
@@ -141,7 +141,7 @@ def measurements(summary: Summary) -> list[Drawing]:
                 low = np.maximum(mean - sd, mean / 10)  # a band below 0 has no place on a logarithmic axis
                 axes.fill_between(x, low, mean + sd, alpha=0.13, linewidth=0, color=look(number)["color"])
         if positive:
-            axes.set_yscale("log")
+            logarithmic(axes)
         axes.set_title(MEASUREMENTS[name], fontsize=9.5)
         if place > len(logged) - columns:
             axes.set_xlabel("rounds")

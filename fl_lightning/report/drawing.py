@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 INK, GRID = "#1f2430", "#d9dce3"  # on the page these two follow its light or dark theme
 COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#a35bd6", "#c98a00", "#17a2b8", "#d6457e", "#8a93a0")
@@ -74,6 +75,15 @@ def plain(axes: Axes, grid: str = "y") -> None:
     if grid:
         axes.grid(True, axis=grid)  # type: ignore[arg-type]  # a Literal of x, y, both
     axes.tick_params(length=3)
+
+
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis whose ticks are plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(FuncFormatter(lambda value, _: f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}"))
+    axes.tick_params(which="minor", length=2)
 
 
 def legend(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:

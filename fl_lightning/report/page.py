@@ -18,6 +18,11 @@ ORDER = (
     "claims", "scores", "intervals", "pairs", "curves", "budgets", "target", "communication", "heatmap", "consensus",
     "measurements", "published", "runs",
 )  # fmt: skip
+SHORT = {  # in the list of contents
+    "scores": "Scores", "pairs": "Differences", "budgets": "Equal cost", "target": "Until {}",
+    "communication": "Communication", "consensus": "Consensus", "measurements": "Measurements",
+    "published": "Published",
+}  # fmt: skip
 
 
 def write(summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing], title: str) -> str:
@@ -32,11 +37,11 @@ def write(summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing]
     contents = []
     for key in ORDER:
         for table in by_key.get(key, []):
-            contents.append((table.key, table.title))
+            contents.append((table.key, SHORT.get(key, table.title).format(table.key.partition("-")[2])))
             sections.append(_section(table.key, table.title, table_html(table)))
         if key in groups:
             name = "Curves" if len(groups[key]) > 1 else groups[key][0].title
-            contents.append((f"figure-{key}", name))
+            contents.append((f"figure-{key}", SHORT.get(key, name)))
             sections.append(_section(f"figure-{key}", name, _figures(key, groups[key])))
     links = "".join(f'<a href="#section-{key}">{html.escape(name)}</a>' for key, name in contents)
     parts = {name: files("fl_lightning.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")}
@@ -77,7 +82,7 @@ def lead(summary: Summary) -> str:
     text = (
         f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {len(runs)} runs ({', '.join(counts)}), scored by {summary.metric}"
     )
-    return text + (f"; {len(summary.found.waiting)} runs wait." if summary.found.waiting else ".")
+    return text + (f"; {len(summary.found.waiting)} to come." if summary.found.waiting else ".")
 
 
 def _section(key: str, title: str, body: str) -> str:

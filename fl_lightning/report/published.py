@@ -88,7 +88,8 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 def _plain(value: Any) -> Any:
     """Classes by their bare name, whole numbers as such: what is the same should look the same."""
     if isinstance(value, Mapping) and "class_path" in value:
-        arguments = ", ".join(f"{k}={_plain(v)}" for k, v in (value.get("init_args") or {}).items() if v is not None)
+        given = sorted((value.get("init_args") or {}).items())
+        arguments = ", ".join(f"{key}={_plain(of)}" for key, of in given if of is not None)
         return f"{class_name(value)}({arguments})" if arguments else class_name(value)
     if isinstance(value, str):
         return class_name(value)

@@ -173,10 +173,10 @@ def _place(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _natural(path: Path) -> tuple[str, int, str]:
+def _natural(path: Path) -> tuple[tuple[str, ...], str, int]:
     """seed-2 before seed-10."""
     stem, _, number = path.name.rpartition("-")
-    return (str(path.parent / stem), int(number), "") if number.isdecimal() else (str(path.parent), -1, path.name)
+    return (path.parent.parts, stem, int(number)) if number.isdecimal() else (path.parent.parts, path.name, -1)
 
 
 def _states(folder: Path) -> dict[tuple[str, str], str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from fl_lightning.report.budgets import AXES, View, views
+from fl_lightning.report.budgets import View, views
 from fl_lightning.report.communication import papers_ratio, to_target, traffic
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.published import published, setting
@@ -99,7 +99,7 @@ def _windows(summary: Summary) -> str:
 def pairs(summary: Summary) -> Table:
     """Paired intervals with Holm's correction."""
     columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
-    table = Table("pairs", "Paired differences", columns)
+    table = Table("pairs", "Paired differences in numbers", columns)
     for pair in summary.pairs:
         found, shown = pair.interval, _difference_unit(summary, pair)
         table.add(
@@ -145,7 +145,7 @@ def targets(summary: Summary) -> list[Table]:
             hits = [each for each in at if each["rounds"] is not None]
             table.add(
                 arm.name,
-                _mean_cell([each["rounds"] for each in hits], lambda value: f"{value:.4g}"),
+                _mean_cell([each["rounds"] for each in hits], lambda value: f"{value:.1f}".removesuffix(".0")),
                 _mean_cell([each["bytes"] for each in hits], size),
                 _mean_cell([each["seconds"] for each in hits], seconds),
                 Cell(f"{len(hits)} of {len(at)}", len(hits)),
@@ -205,12 +205,12 @@ def by_arm(summary: Summary) -> dict[str, list[Run]]:
 
 
 def _budget(view: View) -> str:
-    amount = {"bytes": size(view.budget), "seconds": seconds(view.budget)}.get(view.axis, f"{view.budget:.0f}")
-    return (
-        f"{amount} {AXES[view.axis]}"
-        if view.axis in ("rounds", "gradients")
-        else f"{amount} {AXES[view.axis].split()[-1]}"
-    )
+    return {
+        "rounds": f"{view.budget:.0f} rounds",
+        "gradients": f"{view.budget:,.0f} gradients",
+        "bytes": f"{size(view.budget)} sent",
+        "seconds": f"{seconds(view.budget)} of rounds",
+    }[view.axis]
 
 
 def communication(summary: Summary) -> Table:

@@ -258,5 +258,5 @@ def _notes(found: Found, metric: str, files: list[ClaimsFile]) -> list[str]:
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
         notes.append("Runs differ in their number of rounds: compare them at equal rounds below.")
     if found.waiting:
-        notes.append(f"{len(found.waiting)} runs of the sweep have not begun.")
+        notes.append(f"Runs of the sweep that have not begun: {len(found.waiting)}.")
     return notes

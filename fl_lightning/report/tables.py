@@ -63,9 +63,9 @@ def markdown(table: Table) -> str:
 
 _TEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "−": r"$-$", "–": "--",
-    "<": r"$<$", ">": r"$>$", "≤": r"$\leq$", "≥": r"$\geq$", "·": r"$\cdot$", "Δ": r"$\Delta$", "‖": r"$\|$",
-    "²": r"$^2$", "→": r"$\to$", "β": r"$\beta$", "∞": r"$\infty$",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "−": r"$-$",
+    "–": r"\textendash{}", "<": r"$<$", ">": r"$>$", "≤": r"$\leq$", "≥": r"$\geq$", "·": r"$\cdot$", "Δ": r"$\Delta$",
+    "‖": r"$\|$", "²": r"$^2$", "→": r"$\to$", "α": r"$\alpha$", "β": r"$\beta$", "∞": r"$\infty$",
 }  # fmt: skip
 
 
@@ -75,7 +75,8 @@ def tex(text: str) -> str:
     >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
     val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
     """
-    return "".join(_TEX.get(character, character) for character in text)
+    escaped = "".join(_TEX.get(character, character) for character in text)
+    return escaped.replace("--", "-{}-")  # two hyphens of a name are not a dash
 
 
 def latex(table: Table) -> str:
