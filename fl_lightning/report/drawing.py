@@ -32,6 +32,7 @@ _SETTINGS: Any = {
     "axes.axisbelow": True, "axes.titlelocation": "left", "legend.frameon": False, "lines.linewidth": 1.8,
     "svg.fonttype": "none", "svg.hashsalt": "fl-lightning", "font.family": "sans-serif", "figure.facecolor": "white",
     "axes.facecolor": "none", "axes.formatter.useoffset": False, "legend.edgecolor": GRID,
+    "text.parse_math": False,
 }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 for (const table of document.querySelectorAll("table")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
-    const down = head.getAttribute("aria-sort") !== "descending" && heads.length > 1 && column > 0
-      ? true : head.getAttribute("aria-sort") === "ascending";
+    const before = head.getAttribute("aria-sort");
+    const down = column > 0 ? before !== "descending" : before === "ascending"; // highest first, names from A
     const key = (row) => row.cells[column].dataset.value;
     const rows = [...table.tBodies[0].rows].sort((a, b) => {
       if (key(a) === undefined || key(b) === undefined) {

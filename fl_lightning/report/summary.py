@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -257,6 +258,8 @@ def _notes(found: Found, metric: str, files: list[ClaimsFile]) -> list[str]:
                 )
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
         notes.append("Runs differ in their number of rounds: compare them at equal rounds below.")
-    if found.waiting:
-        notes.append(f"Runs of the sweep that have not begun: {len(found.waiting)}.")
+    absent = Counter(status for _, _, status in found.waiting)
+    if absent:
+        counts = ", ".join(f"{number} {status}" for status, number in absent.items())
+        notes.append(f"Runs of the sweep that left no run.json: {counts}.")
     return notes

@@ -41,7 +41,7 @@ class Unit:
         """With its sign: ``+2.10``."""
         if value is None:
             return NONE
-        text = f"{value * self.factor:+.2f}" if self.percent else f"{value * self.factor:+.3g}"
+        text = f"{value * self.factor:+.2f}" if self.percent else f"{value * self.factor:+#.3g}"
         return text.replace("-", "−", 1)
 
 

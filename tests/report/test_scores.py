@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from fl_lightning.report.runs import Run, read_run
 from fl_lightning.report.scores import reached, scores, smooth
 
-curves = st.lists(st.floats(0, 1), min_size=1, max_size=160)
+short = st.lists(st.floats(0, 1), min_size=1, max_size=30)
+long = st.builds(  # up to where the window is at its widest; some fall, so that their maximum lies before the last 50
+    lambda length, seed, slope: (0.5 + slope * np.linspace(-1, 1, length) + drawn(seed, length)).tolist(),
+    st.integers(30, 700), st.integers(0, 1000), st.sampled_from([-0.3, 0.0, 0.3]),
+)  # fmt: skip
+curves = short | long
+
+
+def drawn(seed: int, length: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.random.default_rng(seed).uniform(-0.2, 0.2, length)
 
 
 def smoothed_by_hand(values: list[float]) -> list[float]:
