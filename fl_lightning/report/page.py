@@ -79,10 +79,8 @@ def lead(summary: Summary) -> str:
     counts = [f"{number} {status}" for status in ("done", "diverged", "running", "stopped", "failed")
               if (number := sum(run.status == status for run in runs))]  # fmt: skip
     arms = f"{len(summary.arms)} arm{'s' * (len(summary.arms) != 1)}"
-    text = (
-        f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {len(runs)} runs ({', '.join(counts)}), scored by {summary.metric}"
-    )
-    return text + (f"; {len(summary.found.waiting)} to come." if summary.found.waiting else ".")
+    count = f"{len(runs)} runs ({', '.join(counts)})"
+    return f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {count}, scored by {summary.metric}."
 
 
 def _section(key: str, title: str, body: str) -> str:

@@ -119,6 +119,18 @@ def test_unfinished_runs_and_missing_seeds_are_shown_and_kept_out(tmp_path: Path
     assert "Seed 9 of b: no finished run of a to pair with." in page and "b, seed 4: failed." in page
 
 
+def test_runs_of_a_sweep_that_never_began_are_said(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "b", {10: 0.8, 9: 0.7})
+    rows = "b,9,done,x\nb,10,done,x\na,9,failed,x\na,10,waiting,x\n"
+    (tmp_path / "s/runs.csv").write_text(f"arm,seed,status,folder\n{rows}")
+    found = report(tmp_path / "out", tmp_path / "s")
+    assert list(found["arms"]["b"]["scores"]["last"]["values"]) == ["9", "10"] and list(found["arms"]) == ["b"]
+    assert "left no run.json: 1 failed, 1 waiting" in (tmp_path / "out/report.md").read_text()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/runs.csv").write_text("arm,seed,status,folder\na,0,waiting,x\n")
+    assert "none of its 1 runs has begun" in refused(tmp_path / "no", tmp_path / "none")
+
+
 def test_one_seed_gives_a_mean_and_no_interval(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "a", {0: 0.7})
     make_arm(tmp_path / "s", "b", {0: 0.8})
