@@ -12,11 +12,10 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from fl_lightning.datamodules import batching
-from fl_lightning.datamodules.augment import CropFlip
-from fl_lightning.datamodules.biases import Bias, check_biases
+from fl_lightning.datamodules.augment import CropFlip, augmented
+from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
 from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device
@@ -260,7 +259,7 @@ class FederatedDataModule(pl.LightningDataModule):
                 augment: Change | None = None
                 if self.augmentation is not None:
                     rng = generator(self.run_seed, "augment", round, client, epoch)
-                    augment = self._augment(self.augmentation, rng, len(indices))
+                    augment = augmented(self.augmentation, rng, len(indices))
                 yield from data.batches(order, size, source, self._bias(client), augment)
 
         if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
@@ -302,20 +301,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))
 
     def _bias(self, client: int) -> Change | None:
-        if not self.biases:
-            return None
-
-        def apply(x: Tensor, y: Tensor, part: slice) -> Tensor:
-            for bias in self.biases:
-                x = bias(x, y, client, self.run_seed)
-            return x
-
-        return apply
-
-    @staticmethod
-    def _augment(augmentation: CropFlip, rng: np.random.Generator, samples: int) -> Change:
-        draws = augmentation.draw(rng, samples)  # of the whole epoch, so that chunks do not matter
-        return lambda x, y, part: augmentation.apply(x, draws[part])
+        return biased(self.biases, client, self.run_seed)
 
     # ---- loaders for Lightning
 

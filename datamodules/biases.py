@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.datamodules.samples import Change, TensorSamples
 from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
@@ -62,3 +62,16 @@ def check_biases(biases: Sequence[Bias], data: Any) -> None:
             f"biases is {list(biases)}, but they are for labelled images in memory, as uint8 or "
             "floats in [0, 1], with channels first: give biases=[] for these data."
         )
+
+
+def biased(biases: Sequence[Bias], client: int, seed: int) -> Change | None:
+    """Applies all biases to a client's batches; None without any."""
+    if not biases:
+        return None
+
+    def apply(x: Tensor, y: Tensor, part: slice) -> Tensor:
+        for bias in biases:
+            x = bias(x, y, client, seed)
+        return x
+
+    return apply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,24 +12,27 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.datamodules.partitions import ByGroup, Indices, Partition, check_client
+from fl_lightning.datamodules.partitions import ByGroup, Indices, LazyClients, Partition, check_client
 from fl_lightning.datamodules.samples import Samples
-from fl_lightning.datamodules.views import partition_hash
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
+
+HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
 
 
 @dataclass
 class Split:
     """Who holds which of ``total`` training samples.
 
-    ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation.
+    ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation; made ``by_partition``,
+    or given.
     """
 
     clients: Sequence[Any]
     total: int
     kept: Indices | None = None
     held_out: Indices | None = None
+    by_partition: bool = True
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
@@ -87,7 +91,7 @@ def split_samples(
         held_out, kept = np.sort(order[:held]), np.sort(order[held:])
         partition = partition.restrict(kept)
     if clients is not None:
-        return Split(_checked(clients, total), total, kept, held_out)
+        return Split(_checked(clients, total), total, kept, held_out, by_partition=False)
     wanted, default = counts
     num_clients = wanted or partition.clients or default
     if num_clients is None:
@@ -113,3 +117,16 @@ def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
         for i, indices in enumerate(clients):
             check_client(i, indices, total)
     return clients
+
+
+def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
+    """Of all indices; of the recipe where they are lazy and very many."""
+    state = hashlib.sha256(b"" if kept is None else kept.tobytes())
+    if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
+        state.update(clients.recipe.encode())
+    else:
+        for indices in clients:
+            array = np.asarray(indices, np.int64)
+            state.update(len(array).to_bytes(8, "little"))
+            state.update(np.ascontiguousarray(array).tobytes())
+    return state.hexdigest()[:16]

@@ -136,7 +136,9 @@ class FederatedRun:
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
-        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, transfers)
+        of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
+        own = [hook for hook in transfers if hook not in of_data]
+        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, own)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
