@@ -272,7 +272,8 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         UserError: also for learning rates that are negative or not finite, which torch's optimizers partly take.
     """
     if not isinstance(optimizer, Optimizer):
-        raise UserError(f"{name}: gives {optimizer!r}; it has to be a function params -> torch.optim.Optimizer.")
+        given = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise UserError(f"{name}: it gives {given}, but has to be a function params -> torch.optim.Optimizer.")
     kind, why = type(optimizer).__name__, ""
     if isinstance(optimizer, torch.optim.LBFGS):
         why = "evaluates the loss several times a step"

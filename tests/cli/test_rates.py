@@ -59,10 +59,10 @@ def test_optimizers_that_cannot_work() -> None:
         (torch.optim.LBFGS([w]), "LBFGS evaluates the loss several times"),
         (torch.optim.SparseAdam([w]), "SparseAdam takes sparse gradients"),
         (torch.optim.Adam([w], capturable=True), "Adam has capturable=True"),
-        (None, "gives None"),
-        ([torch.optim.SGD([w], lr=0.1)], "params -> torch.optim.Optimizer"),
+        (None, "it gives nothing"),
+        ([torch.optim.SGD([w], lr=0.1)], "it gives a list"),
     ):
-        with pytest.raises(UserError, match=f"client_optimizer: .*{says}|client_optimizer: {says}"):
+        with pytest.raises(UserError, match=f"^client_optimizer: {says}"):
             checks.check_optimizer("client_optimizer", wrong)
     for make in (FedAdam, FedAdagrad):
         with pytest.raises(UserError, match=r"lr=nan"):
