@@ -52,4 +52,4 @@ gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then
 	$(BIN)/python -m benchmarks.gpu_check
 
 faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/plant.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.plant

@@ -30,7 +30,7 @@ class FromFew(FederatedModule):
     returning = 0
 
     def participants(self, t: int) -> tuple[int, ...]:
-        n, m = self.cohort
+        n, m = self.cohort.n, self.cohort.m
         drawn = generator(self.run_seed, "participants", t).choice(self.returning, n, replace=False)
         return tuple(sorted(int(i) * (m // self.returning) for i in drawn))
 

@@ -132,8 +132,8 @@ class Ours:
         return time.perf_counter() - began, metrics["train/loss"]
 
     def close(self) -> None:
-        if self.module._engine is not None:
-            self.module._engine.close()
+        if self.module.run.engine is not None:
+            self.module.run.engine.close()
 
 
 def quiet_trainer(rounds: int, callbacks: list[Any], **settings: Any) -> pl.Trainer:

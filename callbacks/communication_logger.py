@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.callback import FederatedCallback, ServerState
-from fl_lightning.rounds import Server
+from fl_lightning.callback import FederatedCallback, Server, ServerState
 
 COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.callback import FederatedCallback, Upload
-from fl_lightning.flat import Layout
-from fl_lightning.rounds import Clients, Server
+from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Upload
 
 
 class ConsensusDistanceLogger(FederatedCallback):

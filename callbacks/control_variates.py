@@ -6,14 +6,22 @@ Each local step follows g + c - c_i, where c_i estimates the client's mean gradi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import pytorch_lightning as pl
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState, Upload
-from fl_lightning.errors import UserError, suggest
-from fl_lightning.rounds import Clients, Server
+from fl_lightning.callback import (
+    UNIFORM_OPTIMUM,
+    Clients,
+    ClientState,
+    FederatedCallback,
+    Scratch,
+    Server,
+    ServerState,
+    Upload,
+    UserError,
+    suggest,
+)
 
 
 class ControlVariates(FederatedCallback):
@@ -26,6 +34,7 @@ class ControlVariates(FederatedCallback):
 
     title = "SCAFFOLD"
     moves_start = False
+    notes = (UNIFORM_OPTIMUM,)
     c_i = ClientState(synchronised=True)
     c = ServerState(sent=True, synchronised=True)
     correction = Scratch()
@@ -56,10 +65,3 @@ class ControlVariates(FederatedCallback):
 
     def on_server_update(self, server: Server) -> None:
         self.c += server.n / server.num_clients * self.change.mean()
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if pl_module.weighting == "samples":
-            pl_module.note(
-                "ControlVariates: its fixed point is the optimum of the uniform mean over clients, also with "
-                "weighting='samples'."
-            )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytorch_lightning as pl
 import torch
 
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
-from fl_lightning.rounds import Clients, Server
+from fl_lightning.callback import Clients, ClientState, FederatedCallback, Server, ServerState, Upload
 
 
 class DivergenceLogger(FederatedCallback):
@@ -34,14 +30,14 @@ class DivergenceLogger(FederatedCallback):
         self.declare("sum", ServerState(synchronised=False, dtype=torch.float64))
         self.declare("sum_squared", ServerState(synchronised=False, shape=(), dtype=torch.float64))
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._every_client = pl_module.cohort[1] <= 1000 if self.all_clients is None else self.all_clients
+    def _every_client(self, registered: int) -> bool:
+        return registered <= 1000 if self.all_clients is None else self.all_clients
 
     def on_local_end(self, clients: Clients) -> None:
         moved = clients.x - clients.w
         self.moved[clients] = moved
         self.moved_squared[clients] = clients.norm(moved)[:, 0].double() ** 2
-        if self._every_client:
+        if self._every_client(clients.num_clients):
             w0 = clients.initial_model
             old, new = (self.last[clients] - w0).double(), (clients.x - w0).double()
             self.change[clients] = new - old
@@ -49,7 +45,7 @@ class DivergenceLogger(FederatedCallback):
             self.last[clients] = clients.x
 
     def on_server_update(self, server: Server) -> None:
-        if self._every_client:
+        if self._every_client(server.num_clients):
             self.sum += self.change.sum()
             self.sum_squared += self.change_squared.sum()
 
@@ -59,7 +55,7 @@ class DivergenceLogger(FederatedCallback):
         participants = self.moved_squared.mean() - 2 * mean @ step + step @ step
         server.log("divergence/participants", participants.clamp(min=0))
         server.log("divergence/update", ((server.w - server.w_before).double() ** 2).sum())
-        if self._every_client:
+        if self._every_client(server.num_clients):
             away = (server.evaluated - server.initial_model).double()
             total = self.sum_squared - 2 * self.sum @ away
             server.log("divergence/all", (total / server.num_clients + away @ away).clamp(min=0))

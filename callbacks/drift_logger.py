@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytorch_lightning as pl
 import torch
 
-from fl_lightning.callback import FederatedCallback, Upload
-from fl_lightning.rounds import Clients, Server
+from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
 
 
 class DriftLogger(FederatedCallback):
@@ -21,11 +17,8 @@ class DriftLogger(FederatedCallback):
     length = Upload(sent=False, shape=(), dtype=torch.float64)
     moving = Upload(sent=False, shape=(), dtype=torch.float64)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._reference = pl_module.evaluated_vector.detach()
-
     def on_local_end(self, clients: Clients) -> None:
-        update = (clients.x - self._reference).double()
+        update = (clients.x - clients.evaluated).double()
         norm = clients.norm(update)
         self.direction[clients] = update / torch.where(norm > 0, norm, 1.0)
         self.length[clients] = norm[:, 0]

@@ -6,15 +6,20 @@ D. A. E. Acar et al.: Federated Learning Based on Dynamic Regularization (ICLR 2
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytorch_lightning as pl
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, Scratch, ServerState, Upload
-from fl_lightning.errors import UserError
-from fl_lightning.rounds import Clients, Server
-from fl_lightning.schedules import Schedule
+from fl_lightning.callback import (
+    UNIFORM_OPTIMUM,
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Schedule,
+    Scratch,
+    Server,
+    ServerState,
+    Upload,
+)
 
 
 class DynamicRegularization(FederatedCallback):
@@ -28,7 +33,8 @@ class DynamicRegularization(FederatedCallback):
 
     title = "FedDyn"
     moves_start = False
-    penalty = Coefficient()
+    notes = (UNIFORM_OPTIMUM,)
+    penalty = Coefficient(above=0)
     lambda_i = ClientState(synchronised=True)
     lambda_mean = ServerState(synchronised=True)
     anchor = Scratch()
@@ -37,8 +43,6 @@ class DynamicRegularization(FederatedCallback):
     def __init__(self, penalty: float | Schedule = 0.1) -> None:
         super().__init__()
         self.penalty = penalty
-        if not isinstance(penalty, Schedule) and penalty <= 0:
-            raise UserError(f"DynamicRegularization: penalty={penalty!r} is not accepted; it has to be above 0.")
 
     def on_local_start(self, clients: Clients) -> None:
         self.anchor[clients] = self.lambda_i[clients].add(clients.w, alpha=self.penalty)
@@ -54,10 +58,3 @@ class DynamicRegularization(FederatedCallback):
     def on_server_update(self, server: Server) -> None:
         self.lambda_mean -= self.penalty / server.num_clients * self.moved.sum()
         server.update -= self.lambda_mean / self.penalty
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if pl_module.weighting == "samples":
-            pl_module.note(
-                "DynamicRegularization: its fixed point is the optimum of the uniform mean over clients, "
-                "also with weighting='samples'."
-            )

@@ -6,16 +6,20 @@ client's perturbation is corrected towards a common one, s. FedSMOO is this toge
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, Coefficient, FederatedCallback, Scratch, ServerState, Upload
-from fl_lightning.errors import UserError
-from fl_lightning.rounds import Clients, Server
-from fl_lightning.schedules import Schedule
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Schedule,
+    Scratch,
+    Server,
+    ServerState,
+    Upload,
+)
 
 
 class GlobalSharpnessAwareMinimization(FederatedCallback):
@@ -30,6 +34,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     title = "FedSMOO's perturbation"
     moves_start = False
     neutral = {"radius": 0.0}
+    cannot_run_with = {"parts": "the paper does not say what the common perturbation is where a part is not averaged"}
     radius = Coefficient()
     mu_i = ClientState(synchronised=False)
     s = ServerState(sent=True, synchronised=False)
@@ -60,10 +65,3 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         mean = self.dual.mean()
         norm = torch.linalg.vector_norm(mean)
         self.s = mean * (self.radius / norm).nan_to_num(posinf=0.0)
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if owner := pl_module.methods.owner("parts"):
-            raise UserError(
-                f"method: GlobalSharpnessAwareMinimization and {type(owner.__self__).__name__} cannot run together: "
-                "the paper does not say what the common perturbation is where a part is not averaged. Keep one of them."
-            )

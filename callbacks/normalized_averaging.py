@@ -6,15 +6,10 @@ Clients that take more local steps do not pull the mean towards their own object
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Upload
-from fl_lightning.errors import UserError
-from fl_lightning.rounds import Clients, Server
+from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
 
 
 class NormalizedAveraging(FederatedCallback):
@@ -25,19 +20,14 @@ class NormalizedAveraging(FederatedCallback):
 
     title = "FedNova"
     sends = "x"
+    cannot_run_with = {
+        "parts": "a part that is not averaged moves over several rounds, for which the paper has no norm"
+    }
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if owner := pl_module.methods.owner("parts"):
-            raise UserError(
-                f"method: NormalizedAveraging and {type(owner.__self__).__name__} cannot run together: a part that is "
-                "not averaged moves over several rounds, for which the paper has no norm. Keep one of them."
-            )
-        self._momentum = float(pl_module._client.param_groups[0].get("momentum", 0.0))
 
     def work(self, clients: Clients) -> Tensor:
         """τ_i ``(n, 1)``: what the client's optimizer makes of K_i gradients of one."""
-        k, rho = clients.steps, self._momentum
+        k, rho = clients.steps, clients.momentum
         return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
 
     def on_local_end(self, clients: Clients) -> None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback
-from fl_lightning.errors import UserError, suggest
-from fl_lightning.flat import Layout
-from fl_lightning.layers import layers_of
+from fl_lightning.callback import FederatedCallback, Layout, Note, RunFacts, UserError, suggest
 
 Period = int | Literal["never"]
+
+
+def lost_work(method: PartialAveraging, run: RunFacts) -> float:
+    """The share of the local work on the part with the longest period that never reaches the server."""
+    return (1 - run.n / run.m) * (method.longest - 1) / method.longest
 
 
 class PartialAveraging(FederatedCallback):
@@ -43,6 +44,15 @@ class PartialAveraging(FederatedCallback):
 
     title = "FedALS"
     neutral = {"period": 1}
+    notes = (
+        Note(
+            "with {n} of {m} clients a round and a period of {longest}, about {lost:.0%} of the local work on that "
+            "part never reaches the server: only the participants of the round in which it is averaged send it.",
+            when=lambda method, run: lost_work(method, run) > 0,
+            longest=lambda method, run: method.longest,
+            lost=lost_work,
+        ),
+    )
 
     def __init__(
         self,
@@ -63,17 +73,10 @@ class PartialAveraging(FederatedCallback):
                 )
         self.periods, self.period, self.extractor, self.extractor_layers = periods, period, extractor, extractor_layers
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._learner = pl_module.learner
-        n, m = pl_module.cohort
-        longest = max([p for p in (self.periods or {"": self.period}).values() if p != "never"], default=1)
-        lost = (1 - n / m) * (longest - 1) / longest
-        if lost > 0:
-            pl_module.note(
-                f"PartialAveraging: with {n} of {m} clients a round and a period of {longest}, about {lost:.0%} of the "
-                "local work on that part never reaches the server: only the participants of the round in which it is "
-                "averaged send it."
-            )
+    @property
+    def longest(self) -> int:
+        """The longest period in rounds, of those that end."""
+        return max([p for p in (self.periods or {"": self.period}).values() if p != "never"], default=1)
 
     def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
         period_of: dict[str, Period] = {}
@@ -99,7 +102,7 @@ class PartialAveraging(FederatedCallback):
         if self.extractor is not None:
             patterns = [self.extractor] if isinstance(self.extractor, str) else self.extractor
             return dict.fromkeys(patterns, self.period)
-        layers = layers_of(self._learner)
+        layers = layout.layers
         number = len(layers) - 1 if self.extractor_layers is None else self.extractor_layers
         if not 0 <= number <= len(layers):
             raise UserError(f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers.")

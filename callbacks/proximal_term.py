@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import Coefficient, FederatedCallback
-from fl_lightning.rounds import Clients
-from fl_lightning.schedules import Schedule
+from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule
 
 
 class ProximalTerm(FederatedCallback):

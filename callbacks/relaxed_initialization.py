@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-import pytorch_lightning as pl
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, Coefficient, FederatedCallback
-from fl_lightning.errors import UserError, suggest
-from fl_lightning.rounds import Clients
-from fl_lightning.schedules import Schedule
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Note,
+    RunFacts,
+    Schedule,
+    UserError,
+    suggest,
+)
+
+
+def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
+    """Whether a constant drift is amplified without bound."""
+    beta = vars(method)["beta"]
+    averages_models = method.rule == "models" and run.n < run.m
+    return averages_models and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
 
 
 class RelaxedInitialization(FederatedCallback):
@@ -33,6 +46,14 @@ class RelaxedInitialization(FederatedCallback):
     sends = "displacement"  # with aggregate="updates", the one that transmits
     beta = Coefficient()
     last = ClientState(initial="initial_model", synchronised=False)
+    notes = (
+        Note(
+            "beta={beta:g} with {n} of {m} clients a round amplifies a constant drift without bound; it stays bounded "
+            "below n/(m - n) = {bound:.3g}, or with aggregate='updates'.",
+            when=unbounded,
+            bound=lambda method, run: run.n / (run.m - run.n),
+        ),
+    )
 
     def __init__(self, beta: float | Schedule = 0.1, aggregate: Literal["models", "updates"] = "models") -> None:
         super().__init__()
@@ -43,7 +64,7 @@ class RelaxedInitialization(FederatedCallback):
             )
         self.beta, self.rule = beta, aggregate
         if aggregate == "updates":
-            self.transmit = self.moved  # type: ignore[method-assign]
+            vars(self)["transmit"] = self.displacement  # this instance alone owns the hook
 
     def on_local_start(self, clients: Clients) -> None:
         clients.x += self.beta * (clients.x - self.last[clients])
@@ -51,14 +72,6 @@ class RelaxedInitialization(FederatedCallback):
     def on_local_end(self, clients: Clients) -> None:
         self.last[clients] = clients.x
 
-    def moved(self, clients: Clients, update: Tensor) -> Tensor:
+    def displacement(self, clients: Clients, update: Tensor) -> Tensor:
         """What is sent with ``aggregate="updates"``."""
         return clients.x - clients.origin
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        beta, (n, m) = vars(self)["beta"], pl_module.cohort  # type: ignore[misc]
-        if self.rule == "models" and n < m and not isinstance(beta, Schedule) and beta >= n / (m - n):
-            pl_module.note(  # type: ignore[operator]
-                f"RelaxedInitialization: beta={beta:g} with {n} of {m} clients a round amplifies a constant drift "
-                f"without bound; it stays bounded below n/(m - n) = {n / (m - n):.3g}, or with aggregate='updates'."
-            )

@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.loggers import Metrics, MetricsCSV
 from fl_lightning.schedules import arguments
-from fl_lightning.segments import written_aside
+from fl_lightning.storage.files import written_aside
 
 _SHOWN = (
     "val/acc", "train/loss", "divergence/participants", "time/round",

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.errors import UserError
-from fl_lightning.rounds import Clients
+from fl_lightning.callback import Clients, ClientState, FederatedCallback, UserError
 
 
 class TopKCompression(FederatedCallback):
@@ -30,6 +26,7 @@ class TopKCompression(FederatedCallback):
 
     title = "top-k"
     neutral = {"fraction": 1.0}
+    cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
     error = ClientState(synchronised=False)
 
     def __init__(self, fraction: float = 0.1) -> None:
@@ -47,10 +44,3 @@ class TopKCompression(FederatedCallback):
         self.error[clients] = v - kept
         clients.sent(parameters=k, bytes=k * (v.element_size() + (4 if size < 2**31 else 8)))
         return kept
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if owner := pl_module.methods.owner("parts"):
-            raise UserError(
-                f"method: TopKCompression and {type(owner.__self__).__name__} cannot run together: what is not "
-                "averaged is not sent, and its error would be lost. Keep one of them."
-            )

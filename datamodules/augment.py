@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fl_lightning.devices import sent
+from fl_lightning.devices import to_device
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class CropFlip:
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
         """Images x ``(n, channels, height, width)`` of any dtype: changed, in a new tensor."""
         p, (height, width) = self.padding, x.shape[-2:]
-        offsets = sent(draws.offsets, x.device)
+        offsets = to_device(draws.offsets, x.device)
         windows = pad(x, (p, p, p, p)).unfold(2, height, 1).unfold(3, width, 1)
         x = windows[torch.arange(len(x), device=x.device), :, offsets[:, 0], offsets[:, 1]]
         if self.flip:
-            x = torch.where(sent(draws.flips, x.device).view(-1, 1, 1, 1), x.flip(-1), x)
+            x = torch.where(to_device(draws.flips, x.device).view(-1, 1, 1, 1), x.flip(-1), x)
         return x

@@ -10,7 +10,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.devices import sent
+from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
@@ -36,7 +36,7 @@ class ClientBias(Bias):
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         z = generator(seed, "client-bias", client).standard_normal(x.shape[1])
-        factors = sent(np.maximum(0.0, 1 + self.std * z), x.device, x.dtype)
+        factors = to_device(np.maximum(0.0, 1 + self.std * z), x.device, x.dtype)
         return (x * factors.view(1, -1, *[1] * (x.ndim - 2))).clamp_(0, 1)
 
 
@@ -48,5 +48,5 @@ class CategoryBias(Bias):
             return x
         # prefixes of a generator's stream agree, so the largest class of this batch does not matter
         z = generator(seed, "category-bias").standard_normal(int(y.max()) + 1)
-        shift = sent(self.std * z, x.device, x.dtype)[y]
+        shift = to_device(self.std * z, x.device, x.dtype)[y]
         return (x + shift.view(-1, *[1] * (x.ndim - 1))).clamp_(0, 1)

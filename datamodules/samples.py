@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from fl_lightning.devices import sent
+from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
 
 Batch = Any
@@ -107,8 +107,8 @@ class TensorSamples:
         augment: Change | None,
     ) -> tuple[Tensor, Tensor]:
         all_x, all_y, factor, shift = self._on(device)
-        chosen = sent(index[part], all_x.device)
-        x, y = (sent(whole.index_select(0, chosen), device) for whole in (all_x, all_y))
+        chosen = to_device(index[part], all_x.device)
+        x, y = (to_device(whole.index_select(0, chosen), device) for whole in (all_x, all_y))
         if biases is not None:  # on pixels in [0, 1]
             x = biases(x / self._scale if self.image else x, y, part)
         if augment is not None:
@@ -176,7 +176,7 @@ class DatasetSamples:
 def _to(batch: Batch, device: torch.device) -> Batch:
     from lightning_utilities.core.apply_func import apply_to_collection
 
-    return apply_to_collection(batch, Tensor, lambda t: sent(t, device))
+    return apply_to_collection(batch, Tensor, lambda t: to_device(t, device))
 
 
 def find_targets(dataset: Any) -> Any:

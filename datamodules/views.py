@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices, LazyClients, digest
-from fl_lightning.segments import written_aside
+from fl_lightning.storage.files import written_aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

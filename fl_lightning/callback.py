@@ -6,229 +6,81 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytorch_lightning as pl
-import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner import Layout
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.server import Server
 from fl_lightning.schedules import Schedule
+from fl_lightning.state import ClientState, Coefficient, Declaration, Scratch, ServerState, Staging, Upload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fl_lightning.flat import Layout
-    from fl_lightning.rounds import Clients, Round, Server
+__all__ = [
+    "UNIFORM_OPTIMUM",
+    "ClientState",
+    "Clients",
+    "Coefficient",
+    "Declaration",
+    "FederatedCallback",
+    "Layout",
+    "Note",
+    "Part",
+    "RunFacts",
+    "Schedule",
+    "Scratch",
+    "Server",
+    "ServerState",
+    "Upload",
+    "UserError",
+    "suggest",
+]
 
-Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor]
 Part = tuple[Tensor, int | None]
 
 
-class Declaration:
-    """State of a method, declared in the class body: ``name = ClientState()``.
+@dataclass(frozen=True)
+class RunFacts:
+    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, and the aggregation weights' name."""
+
+    n: int
+    m: int
+    weighting: str
+
+
+class Note:
+    """Something to say of a run before it begins, where it holds: a warning, repeated in the run's card.
 
     Args:
-        shape: of one row; None is ``(D,)``.
-        dtype: None is the learner's (sums at least float32).
-    """
-
-    def __init__(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def key(self, callback: FederatedCallback) -> str:
-        """``"ClassName.name"``: where this is found in checkpoints and in ``client_state``."""
-        return f"{type(callback).__name__}.{self.name}"
-
-
-class _State(Declaration):
-    def __init__(
-        self,
-        initial: Initial = "zeros",
-        synchronised: bool | None = None,
-        shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(shape, dtype)
-        if not callable(initial) and initial not in ("zeros", "initial_model", "current_model"):
-            raise UserError(
-                f"initial={initial!r} is not known; accepted are 'zeros', 'initial_model' (w^0), 'current_model' "
-                "(w^t when first read), or a function of w."
-            )
-        self.initial, self.synchronised = initial, synchronised
-
-
-class ClientState(_State):
-    """Kept per client: ``self.name[clients]`` → rows ``(n, *shape)``, the same storage each time within a round.
-
-    Assignments copy into the rows; a client's row exists once written and is committed at the end of the round.
-
-    Args:
-        initial: what a client without a row reads: ``"zeros"``, ``"initial_model"`` (w^0), ``"current_model"``
-            (w^t when first read), or a function of w^t ``(D,)``.
-        synchronised: under partial averaging, True: coordinates not averaged this round keep their old value.
-    """
-
-    @overload
-    def __get__(self, callback: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, callback: FederatedCallback, owner: type) -> ClientRows: ...
-    def __get__(self, callback: FederatedCallback | None, owner: type) -> Self | ClientRows:
-        return self if callback is None else ClientRows(callback, self)
-
-    def __set__(self, callback: FederatedCallback, value: object) -> None:
-        raise AttributeError(f"{self.key(callback)} is kept per client: assign {self.name}[clients] = …")
-
-
-class Scratch(Declaration):
-    """Rows ``self.name[clients]`` that live for one round, zeros at its start; not saved, not sent."""
-
-    initial: Initial = "zeros"
-    synchronised: bool | None = False
-
-    @overload
-    def __get__(self, callback: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, callback: FederatedCallback, owner: type) -> ClientRows: ...
-    def __get__(self, callback: FederatedCallback | None, owner: type) -> Self | ClientRows:
-        return self if callback is None else ClientRows(callback, self)
-
-    def __set__(self, callback: FederatedCallback, value: object) -> None:
-        raise AttributeError(f"{self.key(callback)} has a row a client: assign {self.name}[clients] = …")
-
-
-class ServerState(_State):
-    """Kept by the server: ``self.name`` → tensor, assigned or changed in place in hooks that take ``server`` alone.
-
-    Args:
-        initial: as for :class:`ClientState`.
-        sent: counted as sent to each participant in each round.
-        synchronised: as for :class:`ClientState`.
+        text: may name attributes of the method, and ``values``, in braces.
+        when: whether it holds for a method in a run.
+        values: more of what the text names, each a function of the method and the run.
     """
 
     def __init__(
-        self,
-        initial: Initial = "zeros",
-        sent: bool = False,
-        synchronised: bool | None = None,
-        shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
+        self, text: str, when: Callable[[Any, RunFacts], bool], **values: Callable[[Any, RunFacts], object]
     ) -> None:
-        super().__init__(initial, synchronised, shape, dtype)
-        self.sent = sent
+        self.text, self.when, self.values = text, when, values
 
-    @overload
-    def __get__(self, callback: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, callback: FederatedCallback, owner: type) -> Tensor: ...
-    def __get__(self, callback: FederatedCallback | None, owner: type) -> Self | Tensor:
-        return self if callback is None else callback._round.server_state(self.key(callback), self)
-
-    def __set__(self, callback: FederatedCallback, value: Tensor) -> None:
-        callback._round.set_server_state(self.key(callback), self, value)
+    def about(self, method: FederatedCallback, run: RunFacts) -> str:
+        """The text for this method and run; empty where it does not hold."""
+        if not self.when(method, run):
+            return ""
+        values = {name: value(method, run) for name, value in self.values.items()}
+        return f"{type(method).__name__}: " + self.text.format(**{**vars(method), **vars(run), **values})
 
 
-class Upload(Declaration):
-    """Given by each participant in ``on_local_end``: ``self.name[clients] = …``; the server reads sums of it.
-
-    Args:
-        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0} and K_i, so it is
-            counted only where clients start elsewhere than w and the displacement is not what they send.
-            ``"derived from x"``: from x_{i,K} and w, counted only where x_{i,K} is not what they send. False: never.
-    """
-
-    def __init__(
-        self,
-        sent: bool | Literal["derived", "derived from x"] = True,
-        shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(shape, dtype)
-        self.sent = sent
-
-    @overload
-    def __get__(self, callback: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, callback: FederatedCallback, owner: type) -> Uploads: ...
-    def __get__(self, callback: FederatedCallback | None, owner: type) -> Self | Uploads:
-        return self if callback is None else Uploads(callback, self)
-
-    def __set__(self, callback: FederatedCallback, value: object) -> None:
-        raise AttributeError(f"{self.key(callback)} is given by each client: assign {self.name}[clients] = …")
-
-
-class ClientRows:
-    """What ``self.name`` of a :class:`ClientState` or :class:`Scratch` is: rows by ``[clients]``."""
-
-    def __init__(self, callback: FederatedCallback, declaration: ClientState | Scratch) -> None:
-        self._callback, self._declaration = callback, declaration
-
-    def __getitem__(self, clients: Clients) -> Tensor:
-        return clients.rows(self._declaration.key(self._callback), self._declaration)
-
-    def __setitem__(self, clients: Clients, value: Tensor) -> None:
-        clients.write(self._declaration.key(self._callback), self._declaration, value)
-
-    def staged(self, server: Server) -> Iterator[tuple[Tensor, Tensor]]:
-        """``(ids, rows)`` written this round, ascending by client, the same in every process; in ``on_round_end``."""
-        return server.staged(self._declaration.key(self._callback))
-
-
-class Uploads:
-    """What ``self.name`` of an :class:`Upload` is: given by ``[clients] =``, read as a mean or sum by the server."""
-
-    def __init__(self, callback: FederatedCallback, declaration: Upload) -> None:
-        self._callback, self._declaration = callback, declaration
-
-    def __setitem__(self, clients: Clients, value: Tensor) -> None:
-        clients.upload(self._declaration.key(self._callback), self._declaration, value)
-
-    def sum(self) -> Tensor:
-        """Σ over the clients that finished."""
-        return self._total()[0]
-
-    def mean(self) -> Tensor:
-        """The uniform mean over the clients that finished."""
-        total, n = self._total()
-        return total / max(n, 1)
-
-    def weighted(self) -> Tensor:
-        """Σ p_i over the clients that finished."""
-        return self._callback._round.uploaded_weighted(self._declaration.key(self._callback), self._declaration)
-
-    def _total(self) -> tuple[Tensor, int]:
-        return self._callback._round.uploaded(self._declaration.key(self._callback), self._declaration)
-
-
-class Coefficient:
-    """A method's number, or :class:`~fl_lightning.schedules.Schedule` of it: ``mu = Coefficient()`` in the class body.
-
-    Reading gives this round's value. Anything else is refused with the name, the value and what is accepted.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, callback: FederatedCallback | None, owner: type) -> Any:
-        if callback is None:
-            return self
-        value = callback.__dict__[self.name]
-        return callback._round.coefficient(value) if isinstance(value, Schedule) else value
-
-    def __set__(self, callback: FederatedCallback, value: float | Schedule) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number and not isinstance(value, Schedule):
-            raise UserError(
-                f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are a finite number or a "
-                f"schedule, for example {self.name}=0.1 or Exponential(0.99)."
-            )
-        callback.__dict__[self.name] = value
+UNIFORM_OPTIMUM = Note(
+    "its fixed point is the optimum of the uniform mean over clients, also with weighting='samples'.",
+    when=lambda method, run: run.weighting == "samples",
+)
 
 
 class FederatedCallback(pl.Callback):
@@ -263,12 +115,18 @@ class FederatedCallback(pl.Callback):
     """Whether ``on_local_start`` changes ``clients.x``. False: it prepares the local steps alone, and starting at w,
     the server knows the clients' displacement from what they send."""
 
+    cannot_run_with: ClassVar[dict[str, str]] = {}
+    """A hook, or a callback's class name, that another callback of the run must not have, and why not."""
+
+    notes: ClassVar[tuple[Note, ...]] = ()
+    """What there is to say of a run before it begins."""
+
     _declared: dict[str, Declaration]
-    _bound_round: Round | None
+    _bound_ledger: Staging | None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
-        self.__dict__.update(_declared={}, _bound_round=None)
+        self.__dict__.update(_declared={}, _bound_ledger=None)
         return self
 
     def declare(self, name: str, declaration: Declaration) -> None:
@@ -284,7 +142,7 @@ class FederatedCallback(pl.Callback):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._declared:
-            self._declared[name].__set__(self, value)  # type: ignore[attr-defined]
+            self._declared[name].__set__(self, value)
         else:
             super().__setattr__(name, value)
 
@@ -299,10 +157,10 @@ class FederatedCallback(pl.Callback):
         return {**of_class, **self._declared}
 
     @property
-    def _round(self) -> Round:
-        if self._bound_round is None:
+    def _ledger(self) -> Staging:
+        if self._bound_ledger is None:
             raise RuntimeError(f"{type(self).__name__}'s declared state can be read during a run alone")
-        return self._bound_round
+        return self._bound_ledger
 
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client."""

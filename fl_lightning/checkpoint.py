@@ -1,109 +1,257 @@
-"""Checkpoints that are written whole or not at all, and are proven before they are loaded."""
+"""What a checkpoint holds besides Lightning's own, and how a run takes it up again."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import zipfile
-import zlib
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from decimal import Decimal
-from enum import Enum
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from pytorch_lightning.plugins.io import TorchCheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
 
+from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.errors import UserError
-from fl_lightning.segments import written_aside
+from fl_lightning.methods import Methods
+from fl_lightning.processes import gathered
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.run_state import RunState
+from fl_lightning.storage.segments import Index, merge_indices
+
+KEY = "federated"
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files on a local disk, written aside and renamed; damage is found on loading.
+@dataclass
+class Identity:
+    """What has to be the same when a run is resumed.
 
-    Give it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's own writer goes through /tmp, does not
-    fsync, and flipped bits load silently.
+    Args:
+        arguments: the settings that decide what a round does, as text, by name.
+        methods: stateful callbacks with their arguments, by name.
+        partition: the partition's hash; empty where there is none.
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Write ``checkpoint``; UserError where the folder cannot be written, or what could not be read back."""
-        target = Path(path)
-        if where := _not_plain(checkpoint):
-            raise UserError(
-                f"The checkpoint {target} would not load again: {where}, and only plain data is read back. Save "
-                "tensors, numbers, text, lists and dicts (a NumPy scalar as float(value))."
-            )
-        with suppress(OSError):
-            for stale in target.parent.glob(".*.ckpt.tmp"):  # of a process that was killed while it wrote
-                stale.unlink()
-        with written_aside(target) as file:
-            torch.save(checkpoint, file)
+    seed: int
+    arguments: dict[str, str]
+    methods: dict[str, str]
+    partition: str
 
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Callable[..., Any] | None = lambda storage, _: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """The checkpoint, loaded with ``weights_only=True`` whatever is asked.
+    @classmethod
+    def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
+        """That of a run; ``arguments``: without those of the data, which are added."""
+        of_data = {
+            "batch_size": repr(getattr(data, "batch_size", None)),
+            "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
+        }
+        partition = str(getattr(data, "partition_hash", ""))
+        return cls(seed, {**arguments, **of_data}, methods.fingerprint(), partition)
 
-        Raises UserError when the file is missing, damaged (each of its checksums is verified) or not a
-        Lightning checkpoint of plain data.
+    def check_same(self, held: dict[str, Any]) -> None:
+        """Refuse a checkpoint of a run with other settings.
+
+        Raises:
+            UserError: with what differs.
         """
-        source = Path(path)
-        if not source.is_file():
-            raise _error(source, "it does not exist" if not source.exists() else "it is not a file")
-        try:
-            _verify(source)
-            checkpoint = torch.load(source, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
-            raise _error(source, f"it holds more than plain data: {reason.strip()[:160]}") from error
-        except PermissionError as error:
-            raise _error(source, "permission denied") from error
-        except (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise _error(source, f"it is damaged ({str(error)[:100]})") from error
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
-        return checkpoint
+        now, then = self.arguments, held["arguments"]
+        differing = [f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]]
+        methods, before = self.methods, held["methods"]
+        for name in sorted(set(methods) | set(before)):
+            if methods.get(name) != before.get(name):
+                differing.append(f"method {name}: {before.get(name, 'absent')} then, {methods.get(name, 'absent')} now")
+        if held["seed"] != self.seed:
+            differing.append(f"seed={held['seed']} then, {self.seed} now")
+        if held["partition"] and held["partition"] != self.partition:
+            differing.append(f"data's partition: {held['partition']} then, {self.partition} now")
+        if differing:
+            shown = "; ".join(differing[:4])
+            raise UserError(
+                f"the checkpoint is of a run with other settings ({shown}), so resuming would mix two runs. Give the "
+                "settings of the run's config.yaml, or model.strict_resume=false to go on all the same."
+            )
 
 
-def _not_plain(value: Any, where: str = "checkpoint") -> str:
-    """Where something lies that ``weights_only=True`` refuses, and what it is; empty if nowhere."""
-    if isinstance(value, dict):
-        return next(filter(None, (_not_plain(v, f"{where}[{k!r}]") for k, v in value.items())), "")
-    if type(value) in (list, tuple, set):
-        return next(filter(None, (_not_plain(v, f"{where}[{i}]") for i, v in enumerate(value))), "")
-    refused = (np.ndarray, np.generic, Path, range, slice, Enum, deque, frozenset, Decimal, timedelta)
-    return f"{where} is a {type(value).__name__}" if isinstance(value, refused) else ""
+def content(
+    identity: Identity, state: RunState, model: GlobalModel, named: Collection[str], plan: EnginePlan, disk: RowsOnDisk
+) -> dict[str, Any]:
+    """What lies under :data:`KEY` in a checkpoint; in every process, as rows are written.
+
+    Args:
+        named: what the checkpoint's ``state_dict`` holds of the learner: what is evaluated, by name.
+    """
+    return {
+        "version": 1,
+        "seed": identity.seed,
+        "rounds": state.rounds,
+        "w": None if model.evaluates_w else model.w.detach().clone(),
+        "w0": state.initial_vector,
+        "buffers": {name: value for name, value in model.buffers().items() if name not in named},
+        "server": {key: value.clone() for key, value in state.server.items()},
+        **disk.flushed(state.rows),  # "clients": where rows lie, and "folders": in which
+        "arguments": identity.arguments,
+        "methods": identity.methods,
+        "partition": identity.partition,
+        "engine": plan.as_dict(),
+    }
 
 
-def _verify(path: Path) -> None:
-    """Read every byte and compare with the checksums of the file; raises an error that says what is wrong."""
-    if path.stat().st_size == 0:
-        raise EOFError("the file is empty")
-    if not zipfile.is_zipfile(path):
-        raise EOFError("it is cut short, or no checkpoint at all")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (NotImplementedError, IndexError, UnicodeDecodeError, zlib.error) as error:
-        raise EOFError(f"its table of contents makes no sense: {error}") from error
-    if bad is not None:
-        raise EOFError(f"the checksum of {bad} does not match")
+def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None) -> RunState:
+    """The run's state that a checkpoint holds, its rows to be read when they are needed; w and buffers are set.
 
-
-def _error(path: Path, what: str) -> UserError:
-    others = sorted(
-        (p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.is_file()),
-        key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime),
+    Raises:
+        UserError: the rows are not where the checkpoint says.
+    """
+    if held["clients"]:
+        rows.store.load(held["clients"], find_folder(ckpt_path, held["folders"]))
+    w = model.w.detach()
+    if held["w"] is None:
+        model.set_buffers(held["buffers"])
+    else:  # the weights that were loaded by name are what is evaluated
+        model.move_to(held["w"], w.clone(), held["buffers"])
+    return RunState(
+        rows=rows,
+        server={k: v.to(w.device) for k, v in held["server"].items()},
+        initial_vector=None if held["w0"] is None else held["w0"].to(w.device),
+        rounds=held.get("rounds", 0),
     )
-    way_out = f"Another one is there: --ckpt_path {others[0]}." if others else "No other lies beside it."
-    return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
+
+
+class RowsOnDisk:
+    """Where a run's client rows lie on disk, and which of them its checkpoints need.
+
+    Args:
+        folder: of their segments: ``state/`` of the run.
+        checkpoints: folders of the run's checkpoints.
+    """
+
+    def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
+        self.folder, self.checkpoints = folder, checkpoints
+        self._known: dict[Any, Any] = {}  # indices of checkpoint files that were looked at
+
+    @classmethod
+    def of(cls, trainer: Any) -> RowsOnDisk:
+        """Beside the run's checkpoints."""
+        found = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        checkpoints = [Path(directory) for directory in found if directory]
+        if not checkpoints:
+            return cls(Path(trainer.default_root_dir) / "state", [])
+        first = checkpoints[0]
+        return cls((first.parent if first.name == "checkpoints" else first) / "state", checkpoints)
+
+    def flushed(self, rows: ClientRows) -> dict[str, Any]:
+        """Write the rows that changed; gives what finds them again (runs in every process)."""
+        store = rows.store
+        if store.names():
+            store.flush(self.folder)
+        index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
+        if store.names():
+            store.collect(self.folder, chain([index], self._indices()))
+        folders = [str(self.folder.resolve())]
+        if self.checkpoints:
+            folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
+        return {"clients": index, "folders": folders}
+
+    def _indices(self) -> Iterator[Index]:
+        """Which rows the checkpoints beside this run's need, looked up when asked for; each file is opened once."""
+        present: dict[Any, Any] = {}
+        for directory in self.checkpoints:
+            for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
+                stat = path.stat()
+                file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                present[file] = self._known[file] if file in self._known else index_in(path)
+        self._known = present
+        yield from present.values()
+
+
+def index_in(path: Path) -> Index:
+    """A checkpoint's index of rows, copied out of the file; of a file that is not ours or damaged: none."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        entries = loaded[KEY]["clients"]
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
+        return {}
+    return {name: {what: tensor.clone() for what, tensor in entry.items()} for name, entry in entries.items()}
+
+
+def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
+    """Where the segments lie: beside the checkpoint, or where they were."""
+    beside = Path(ckpt_path).parent if ckpt_path else Path()
+    tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
+    for folder in tried:
+        if folder.is_dir():
+            return folder
+    raise UserError(
+        f"the checkpoint's client state lies in {tried[0]}, which is not there. Move the run's folder as a whole "
+        "(checkpoints/ and state/ together), or put it back."
+    )
+
+
+def plain_hyper_parameters(saved: dict[str, Any], of_learner: dict[str, Any]) -> None:
+    """Leave those that can be read back: the learner's, and the data module's."""
+    saved["hyper_parameters"] = of_learner
+    of_data = dict(saved.get("datamodule_hyper_parameters", {}))
+    saved["datamodule_hyper_parameters"] = {name: value for name, value in of_data.items() if is_plain(value)}
+
+
+def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What lies under :data:`KEY`.
+
+    Raises:
+        UserError: the checkpoint is no federated run's.
+    """
+    held: dict[str, Any] | None = checkpoint.get(KEY)
+    if held is None:
+        raise UserError(
+            "ckpt_path: the checkpoint was not written by a federated run, so it cannot be resumed. To start from its "
+            "weights, give it as model.init_from."
+        )
+    return held
+
+
+def check_weights(learner: Any, weights: dict[str, Tensor]) -> None:
+    """Refuse weights of another model than the learner.
+
+    Raises:
+        UserError: with the first that is missing, of another shape, or unknown.
+    """
+    own = learner.state_dict()
+    missing = [k for k in own if k not in weights]
+    other = [k for k in weights if k not in own]
+    shapes = [k for k in own if k in weights and own[k].shape != weights[k].shape]
+    if not (missing or other or shapes):
+        return
+    what = (
+        f"{shapes[0]} has shape {tuple(weights[shapes[0]].shape)} there and {tuple(own[shapes[0]].shape)} here"
+        if shapes
+        else f"it lacks {missing[0]}"
+        if missing
+        else f"it has {other[0]}, which the learner has not"
+    )
+    raise UserError(
+        f"ckpt_path: the checkpoint is of another model than {type(learner).__name__}: {what}. Use the learner "
+        "(class and sizes) that the run was started with; its config.yaml has it."
+    )
+
+
+def load_weights(path: str | Path) -> dict[str, Tensor]:
+    """The learner's weights by name from a checkpoint or an exported file.
+
+    Raises:
+        UserError: missing, damaged, or without weights.
+    """
+    loaded = AtomicCheckpointIO().load_checkpoint(path)
+    weights = loaded.get("state_dict", loaded)
+    if not isinstance(weights, dict) or not all(isinstance(v, Tensor) for v in weights.values()):
+        raise UserError(f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported file.")
+    return weights
+
+
+def account(optimizer: Optimizer) -> str:
+    """An optimizer's class and settings as text."""
+    groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"

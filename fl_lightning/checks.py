@@ -28,7 +28,6 @@ REFUSED_HOOKS = {
 }
 
 REFUSED_CALLBACKS = {  # of Lightning
-    "BaseFinetuning": "which parameters are trained is settled before round 0; freeze them in the learner's __init__",
     "LearningRateFinder": "its trial steps are steps of the server, not of clients; try some client_lr in short runs",
     "BatchSizeFinder": "its trial steps are steps of the server, not of clients; give data.batch_size",
     "GradientAccumulationScheduler": "a round is one step of the server; use a larger data.batch_size",
@@ -74,7 +73,7 @@ def check_trainer(trainer: Any) -> None:
     """
     quick = bool(trainer.fast_dev_run)
     for name in ("lr_decay", "server_lr_decay"):
-        rates_over(name, getattr(trainer.lightning_module, name, 1.0), trainer.max_epochs)
+        rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
     refused = [
         (
             "max_steps",
@@ -134,6 +133,7 @@ def check_trainer(trainer: Any) -> None:
     for name, value, fine, instead in refused:
         if not fine:
             raise UserError(f"trainer.{name}={value!r} has no meaning in a federated run; {instead}.")
+    check_fixed_parameters(trainer)
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in REFUSED_CALLBACKS:
@@ -147,6 +147,21 @@ def check_trainer(trainer: Any) -> None:
             f"{type(trainer.strategy).__name__}, which would average gradients of different clients. "
             "Use --trainer.strategy federated (in Python: strategy='federated')."
         )
+
+
+def check_fixed_parameters(trainer: Any) -> None:
+    """Refuse callbacks that change during a fit which parameters are trained.
+
+    Raises:
+        UserError: with the callback's name.
+    """
+    for callback in trainer.callbacks:
+        if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
+            raise UserError(
+                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the set of trainable "
+                "parameters is fixed at its start. Set requires_grad in the learner's __init__, setup or "
+                "configure_model; for another set, begin another fit with init_from."
+            )
 
 
 def check_data(data: Any) -> None:

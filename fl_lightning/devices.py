@@ -28,7 +28,15 @@ def keep_memory() -> None:
         mallopt(option, value)  # the largest that it takes; a thread's memory grows by 2**26, and shrinks by no less
 
 
-def sent(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def prepare_process(device: torch.device) -> None:
+    """Before a run: memory is kept, and a GPU's kernels leave the same bits each time."""
+    keep_memory()
+    if device.type == "cuda" and not torch.backends.cudnn.benchmark:  # as Trainer(benchmark=True) sets it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.deterministic = True
+
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor, array or list of numbers, there.
 
     A copy from pageable memory would wait for all that the stream was given before: with several epochs a client,

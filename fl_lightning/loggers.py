@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.segments import written_aside
+from fl_lightning.storage.files import written_aside
 
 Row = dict[str, str]
 Column = np.ndarray[Any, np.dtype[np.float64]]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, Declaration, FederatedCallback, ServerState, Upload
+from fl_lightning.callback import Declaration, FederatedCallback, Layout, RunFacts, ServerState, Upload
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.flat import Layout
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import arguments
+from fl_lightning.state import Staging, State
 
 OWNED = {
     "perturbation": "where the gradient is taken",
@@ -65,6 +64,35 @@ class Methods:
                 if hook == "transmit":
                     self._sends = owners[0].sends
         self.declared: dict[str, Declaration] = {d.key(c): d for c in self.callbacks for d in c.declarations().values()}
+        for callback in self.callbacks:
+            self._refuse_companions(callback)
+
+    def _refuse_companions(self, callback: FederatedCallback) -> None:
+        """What a callback cannot run with, and what partial averaging needs to be told of each state."""
+        name = type(callback).__name__
+        for what, why in callback.cannot_run_with.items():
+            for other in self.callbacks:
+                has = overrides(other, what) if what in (*SHARED, *OWNED) else type(other).__name__ == what
+                if other is not callback and has:
+                    raise UserError(
+                        f"method: {name} and {type(other).__name__} cannot run together: {why}. Keep one of them."
+                    )
+        for declared in callback.declarations().values() if "parts" in self._owners else ():
+            if isinstance(declared, State) and declared.synchronised is None:
+                raise UserError(
+                    f"method: {declared.key(callback)} does not say what partial averaging does to it, so the two "
+                    "cannot run together. Declare synchronised=True (kept where a part is not averaged) or False."
+                )
+
+    def notes(self, run: RunFacts) -> list[str]:
+        """What the methods have to say of a run before it begins."""
+        said = (note.about(callback, run) for callback in self.callbacks for note in callback.notes)
+        return [text for text in said if text]
+
+    def bind(self, ledger: Staging) -> None:
+        """From here on declared state is that of the ledger's round."""
+        for callback in self.callbacks:
+            callback._bound_ledger = ledger
 
     def __getitem__(self, hook: str) -> list[Callable[..., Any]]:
         return self._hooks[hook]
@@ -98,6 +126,11 @@ class Methods:
         """Whether clients may start elsewhere than at w, parts that they keep aside."""
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
+    @property
+    def start_from_w0(self) -> bool:
+        """Whether a state starts from w^0, which is then kept."""
+        return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
+
     def sent_by_clients(self) -> dict[str, Upload]:
         """Uploads that are counted; those derived from what is sent anyway are not (methods.md, section 12)."""
         known = {self._sends}
@@ -109,18 +142,6 @@ class Methods:
             for k, d in self.declared.items()
             if isinstance(d, Upload) and d.sent and source.get(str(d.sent)) not in known
         }
-
-    def client_states(self) -> list[str]:
-        return [k for k, d in self.declared.items() if isinstance(d, ClientState)]
-
-    def reads(self, *attributes: str) -> str | None:
-        """The class whose client hooks name one of these attributes of ``clients``, if any does."""
-        for callback in self.callbacks:
-            for hook in (*SHARED, *OWNED):
-                code = getattr(inspect.unwrap(getattr(type(callback), hook)), "__code__", None)
-                if code is not None and overrides(callback, hook) and set(attributes) & set(code.co_names):
-                    return type(callback).__name__
-        return None
 
     def in_steps_of_others(self) -> str:
         """The first callback, not packaged here, that has a hook in each local step; or an empty string."""
@@ -140,12 +161,6 @@ class Methods:
         methods = [c for c in self.callbacks if not type(c).__name__.endswith("Logger")]
         names = [c.title or type(c).__name__ for c in methods]
         return " + ".join(names) or "FedAvg"
-
-
-def arguments(callback: FederatedCallback) -> str:
-    """A callback's arguments as text, for example ``beta=0.1``."""
-    own = {k: vars(callback)[k] for k in inspect.signature(type(callback)).parameters if k in vars(callback)}
-    return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))
 
 
 def refuse_misspelt_hooks(callback: FederatedCallback) -> None:

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checks, client_optimizer, persistence
-from fl_lightning.aggregation import visiting_order
+from fl_lightning import checkpoint, checks
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cohort import Cohort, decay_factor
-from fl_lightning.collect import Collector
-from fl_lightning.engines.choose import choose
-from fl_lightning.engines.replica import buffer_values
-from fl_lightning.engines.sequential import Engine
-from fl_lightning.errors import UserError
-from fl_lightning.flat import trainable
+from fl_lightning.devices import prepare_process
+from fl_lightning.learner import Layout
+from fl_lightning.learner_hooks import LearnerHooks
+from fl_lightning.loop import Metrics
 from fl_lightning.methods import Methods
-from fl_lightning.parts import Parts
-from fl_lightning.rounds import Round, Server
+from fl_lightning.processes import gathered
+from fl_lightning.round.cohort import Cohort
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
-from fl_lightning.server_step import conclude
+from fl_lightning.settings import OptimizerFactory, Settings
+from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
+from fl_lightning.storage.rows import ClientRows
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-
-class FederatedModule(Cohort):
+class FederatedModule(LearnerHooks):
     """Trains any LightningModule federatedly.
 
     Args:
@@ -93,45 +89,90 @@ class FederatedModule(Cohort):
         super().__init__()
         self.automatic_optimization = False
         checks.check_learner(learner)
-        checks.count_participants(participation, 2**62)
-        checks.one_of("sampling", sampling, ("uniform", "bernoulli"))
-        checks.positive("local_epochs", local_epochs)
-        checks.positive("local_steps", local_steps, whole=True)
-        checks.positive("clip_norm", clip_norm)
-        checks.rate("lr_decay", lr_decay)
-        checks.rate("server_lr_decay", server_lr_decay)
-        checks.seed(seed)
-        checks.one_of("weighting", weighting, ("uniform", "samples"))
-        checks.one_of("buffers", buffers, ("average", "keep"))
-        checks.one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
-        checks.one_of("engine", engine, ("auto", "sequential", "concurrent", "stacked"))
-        checks.one_of("capture", capture, ("auto", True, False))
-        checks.positive("clients_at_once", clients_at_once, whole=True, or_auto=True)
-        checks.positive("workers", workers, whole=True, or_auto=True)
+        self.settings = Settings(
+            participation=participation, sampling=sampling, local_epochs=local_epochs, local_steps=local_steps,
+            client_optimizer=client_optimizer, lr_decay=lr_decay, clip_norm=clip_norm,
+            keep_optimizer_state=keep_optimizer_state, server_optimizer=server_optimizer,
+            server_lr_decay=server_lr_decay, weighting=weighting, buffers=buffers, on_nonfinite=on_nonfinite,
+            init_from=init_from, engine=engine, clients_at_once=clients_at_once, workers=workers, capture=capture,
+            seed=seed, strict_resume=strict_resume,
+        )  # fmt: skip
         self.learner: Any = learner
         self.adopt(learner)
-        self.participation, self.sampling = participation, sampling
-        self.local_epochs = local_epochs
-        self.local_steps = None if local_steps is None else int(local_steps)
-        self.client_optimizer, self.lr_decay, self.clip_norm = client_optimizer, lr_decay, clip_norm
-        self.keep_optimizer_state = keep_optimizer_state
-        self.server_optimizer, self.server_lr_decay = server_optimizer, server_lr_decay
-        self.weighting, self.buffer_policy, self.on_nonfinite = weighting, buffers, on_nonfinite
-        self.init_from, self.engine, self.seed, self.strict_resume = init_from, engine, seed, strict_resume
-        self.clients_at_once = clients_at_once if isinstance(clients_at_once, str) else int(clients_at_once)
-        self.workers = workers if isinstance(workers, str) else int(workers)
-        self.capture = capture
-        self.notes: list[str] = []
-        self.engine_facts: dict[str, str] = {}
-        self.learner_config: dict[str, Any] = {}
+        self.model = GlobalModel(learner)
+        self.run = FederatedRun(self.settings, self.model)
         self.stop_requested = False
-        self.methods = Methods([])
-        self.server_states: dict[str, Tensor] = {}
-        self.initial_vector: Tensor | None = None
-        self.resume_from: dict[str, Any] | None = None
-        self.known_indices: dict[Any, Any] = {}
-        self._ready = False
-        self._engine: Engine | None = None
+
+    # What others ask of it -------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """``{parameter name: (slice, shape)}`` of the global vector."""
+        return self.model.layout
+
+    @property
+    def global_vector(self) -> Tensor:
+        """The server's model w ``(D,)``."""
+        return self.model.w
+
+    @property
+    def evaluated_vector(self) -> Tensor:
+        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        return self.model.evaluated
+
+    @property
+    def client_rows(self) -> ClientRows:
+        """What clients keep."""
+        return self.run.state.rows
+
+    @property
+    def server_states(self) -> dict[str, Tensor]:
+        """What the server keeps, by key."""
+        return self.run.state.server
+
+    @property
+    def engine_facts(self) -> dict[str, str]:
+        """Who trains the clients and why, for a reader; empty before training."""
+        return {} if self.run.plan is None else self.run.plan.facts()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the run; the card repeats it."""
+        return self.run.notes
+
+    @property
+    def run_seed(self) -> int:
+        """The seed that all draws of this run are functions of."""
+        return self.run.seed(self._trainer)
+
+    @property
+    def cohort(self) -> Cohort:
+        """Who takes part in a round, and how much each does."""
+        return self.run.cohort(self.trainer)
+
+    def participants(self, t: int) -> tuple[int, ...]:
+        """Who is sampled in round t, ascending; the same in every process and after every resume."""
+        return self.cohort.participants(t)
+
+    def steps(self, t: int, i: int) -> int:
+        """K_i: local steps of client i in round t."""
+        return self.cohort.steps(i)
+
+    def describe(self) -> str:
+        """What runs, in one line."""
+        return self.run.describe(self.cohort)
+
+    def note(self, text: str) -> None:
+        """Warn now, and again in the run card and the closing table."""
+        self.run.note(text)
+
+    def run_round(self, t: int) -> Metrics:
+        """Round t; gives what was logged."""
+        return self.run.run_round(t)
+
+    def export(self, path: str | Path | None = None) -> Any:
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
+        return self.model.export(path)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -141,166 +182,53 @@ class FederatedModule(Cohort):
         return self.learner.configure_callbacks()
 
     def setup(self, stage: str) -> None:
+        trainer: Any = self.trainer
         if stage == "fit":
-            checks.check_data(self.data)
-            checks.count_participants(self.participation, int(self.data.num_clients))
-            self.methods = Methods([c for c in self.trainer.callbacks if isinstance(c, FederatedCallback)])  # type: ignore[attr-defined]
-            persistence.atomic_checkpoints(self.trainer)
+            checks.check_data(trainer.datamodule)
+            checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
+            self.run.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
+            use_atomic_checkpoints(trainer)
         self.connect_learner()
         self.learner.setup(stage)
 
     def configure_model(self) -> None:
         self.learner.configure_model()
-        self.build()
-        if self.trainer.state.fn == "fit" and self.init_from is not None:
-            weights = persistence.load_weights(self.init_from)
-            persistence.check_weights(self, weights)
+        self.model.build()
+        if self.trainer.state.fn == "fit" and self.settings.init_from is not None:
+            weights = checkpoint.load_weights(self.settings.init_from)
+            checkpoint.check_weights(self.learner, weights)
             self.learner.load_state_dict(weights)
 
+    def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
+        self.model.build()
+        self.learner.on_load_checkpoint(saved)
+        checkpoint.check_weights(self.learner, saved["state_dict"])
+        if self.trainer.state.fn == "fit":
+            self.run.held = checkpoint.federated_part(saved)
+
     def configure_optimizers(self) -> Optimizer:
-        self.build(again=True)
-        given = (self.server_optimizer or _sgd)([self.global_vector])  # type: ignore[list-item]
-        self._server = given
-        self._server_rates = [float(g["lr"]) for g in given.param_groups]
-        if self.client_optimizer is not None:
-            self._client = self.client_optimizer([p for _, p in trainable(self.learner)])
-        else:
-            self._client, scheduler = client_optimizer.from_learner(self.learner)
-            if scheduler:
-                self.note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
-        if isinstance(self._client, torch.optim.LBFGS):
-            raise UserError(
-                "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
-                "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
-            )
-        self.client_account, self.server_account = persistence.account(self._client), persistence.account(given)
-        return given
+        self.model.build(again=True)
+        return self.run.make_optimizers(self.trainer)
 
     def on_fit_start(self) -> None:
-        self.build(again=True)
-        w = self.global_vector
-        going_on = self.resume_from is None and self.trainer.current_epoch > 0  # fit() again on the same Trainer
-        if not going_on:
-            self.client_rows, self.server_states, self.initial_vector = persistence.new_rows(self), {}, None
-            if any(getattr(d, "initial", None) == "initial_model" for d in self.methods.declared.values()):
-                self.initial_vector = w.detach().clone()
-        if self.resume_from is not None:
-            persistence.resume(self, self.resume_from)
-        parts = self.methods.parts(self.layout)
-        self.parts = Parts(parts, self.layout.size, w.device) if parts else None
-        self.refuse_undeclared_synchronisation()
-        rates = client_optimizer.differing_groups(self._client)
-        if rates and self.methods.reads("lr", "mean_gradient", "elapsed"):
-            raise UserError(rates)
-        self._rates = rates
-        if self.local_steps is not None and self.local_epochs is not None:
-            self.note(f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}")
-        if self.participation == 1 and isinstance(self.participation, int):
-            self.note("participation=1 is one client a round; for all of them give 'all' or 1.0")
-        self._sizes = self.data.client_sizes()
+        checks.check_fixed_parameters(self.trainer)
+        self.model.build(again=True)
+        prepare_process(self.model.w.device)
+        self.run.restore(self.trainer)
         self.learner.on_fit_start()
-        before = self.resume_from or {}
-        self._engine, self.engine_facts = choose(self)
-        began, now = (before.get("engine") or {}).get("engine"), self.engine_facts["engine"]
-        if began and began != now:
-            self.note(f"engine='{now}' goes on with what '{began}' began: alike to rounding, not to the bit")
-        self.resume_from = None
-
-    def refuse_undeclared_synchronisation(self) -> None:
-        """Under partial averaging each state has to say what happens to coordinates that are not averaged."""
-        if self.parts is None:
-            return
-        for key, declared in self.methods.declared.items():
-            if getattr(declared, "synchronised", False) is None:
-                raise UserError(
-                    f"method: {key} does not say what partial averaging does to it, so the two cannot run together. "
-                    "Declare synchronised=True (kept where a part is not averaged) or False."
-                )
+        self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
+        self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.current_epoch)
-        self._ready = True
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """One round."""
-        began = time.perf_counter()
-        device = self.global_vector.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            metrics = self.run_round(self.current_epoch)
-        metrics["time/round"] = time.perf_counter() - began
-        self.report(metrics, self.current_epoch)
-
-    def run_round(self, t: int) -> dict[str, float]:
-        ids = list(self.participants(t))
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        factor, server_factor = decay_factor(self.lr_decay, t), decay_factor(self.server_lr_decay, t)
-        w = self.global_vector.detach()
-        sizes = {i: int(self._sizes[i]) for i in ids}
-        self.client_rows.fetch(ids)
-        round = Round(
-            t=t,
-            ids=ids,
-            steps={i: self.steps(t, i) for i in ids},
-            sizes=sizes,
-            weights={i: float(sizes[i]) if self.weighting == "samples" else 1.0 for i in ids},
-            num_clients=int(self.data.num_clients),
-            w=w,
-            w0=w if self.initial_vector is None else self.initial_vector,
-            lr=torch.tensor(self._client_rate() * factor, dtype=torch.float64, device=w.device),
-            layout=self.layout,
-            read=self.client_rows.read,
-            server_states=self.server_states,
-            parts=self.parts,
-            rates=self._rates,
-            optimizer_rows=[n for n in self.client_rows.names() if n.startswith("optimizer.")],
-        )
-        for callback in self.methods.callbacks:
-            callback._bound_round = round
-        for group, rate in zip(self._server.param_groups, self._server_rates, strict=True):
-            group["lr"] = rate * server_factor
-        self.methods.run("on_round_start", Server(round, w))
-        round.at_server = False
-        own = ids[rank::world]
-        buffers = buffer_values(self.learner)
-        collector = Collector(
-            round=round,
-            methods=self.methods,
-            leaves=len(own),
-            uniform=self.weighting == "uniform",
-            average_buffers=self.buffer_policy == "average",
-            buffers=buffers,
-            keep_optimizer_state=self.keep_optimizer_state,
-            averaged=None if self.parts is None else self.parts.averaged(t),
-        )
-        leaves = [(leaf, own[leaf]) for leaf in visiting_order(len(own))]
-        done = 0
-
-        def tell() -> None:
-            nonlocal done
-            done += 1
-            for watch in self._watchers():
-                watch(self.trainer, self, done, len(own))
-
-        assert self._engine is not None
-        self._engine.run(round, leaves, factor, buffers, self.evaluated_vector.detach(), collector, tell)
-        metrics = conclude(self, round, collector)
-        metrics["client_lr"] = self._client_rate() * factor
-        return metrics
-
-    def _watchers(self) -> list[Callable[..., None]]:
-        return [c.on_client_end for c in self.trainer.callbacks if hasattr(c, "on_client_end")]  # type: ignore[attr-defined]
-
-    def _client_rate(self) -> float:
-        return float(self._client.param_groups[0]["lr"])
-
-    def report(self, metrics: dict[str, float], t: int) -> None:
-        """To every logger at step t, and to what monitors."""
-        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=t)
+        """The round of this epoch."""
+        self.run_round(self.current_epoch)
+        self.trainer.should_stop |= any(gathered(self.stop_requested))
 
     def on_validation_start(self) -> None:
         self._validation_began = time.perf_counter()
@@ -309,32 +237,13 @@ class FederatedModule(Cohort):
     def on_validation_end(self) -> None:
         self.learner.on_validation_end()
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            self.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+            self.run.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+
+    def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
+        self.run.save(saved, self.trainer)
+        self.learner.on_save_checkpoint(saved)
 
     def teardown(self, stage: str) -> None:
         self.learner.teardown(stage)
         self.release_learner()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._ready:
-            persistence.save(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.build()
-        persistence.load(self, checkpoint)
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Gradients on, and autocast where the Trainer's precision asks for it, around the learner alone."""
-        if self.trainer.precision != "bf16-mixed":
-            return torch.enable_grad()
-        stack = ExitStack()
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(self.global_vector.device.type, dtype=torch.bfloat16, cache_enabled=False))
-        return stack
-
-
-def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
+        self.run.close()

@@ -12,13 +12,13 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import Metrics
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.store import ClientStore
 
 
 class Indices(Sequence[Any]):

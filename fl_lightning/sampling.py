@@ -6,6 +6,8 @@ in which order samples come or how they are augmented.
 
 from __future__ import annotations
 
+import os
+import secrets
 import zlib
 
 import numpy as np
@@ -23,3 +25,14 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     key = [seed & 0xFFFFFFFFFFFFFFFF, zlib.crc32(purpose.encode())]
     words = [0, *counters, *[0] * (3 - len(counters))]
     return np.random.Generator(np.random.Philox(key=key, counter=words))
+
+
+def given_seed(seed: int | None) -> int | None:
+    """A run's seed: its own, else that of ``seed_everything``, else None."""
+    everything = os.environ.get("PL_GLOBAL_SEED")
+    return int(everything) if seed is None and everything else seed
+
+
+def fresh_seed() -> int:
+    """One that no other run has had."""
+    return secrets.randbelow(2**31)

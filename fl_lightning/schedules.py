@@ -66,6 +66,22 @@ class Steps(Schedule):
         return self.values[max(past)] if past else 1.0
 
 
+def decay_factor(decay: float | Schedule, t: int) -> float:
+    """What a learning rate is multiplied by in round t."""
+    return float(decay(t) if isinstance(decay, Schedule) else decay**t)
+
+
+def decay_text(decay: float | Schedule) -> str:
+    """A decay as it is written behind a learning rate; empty where there is none.
+
+    >>> decay_text(0.998), decay_text(1.0)
+    (' × 0.998^t', '')
+    """
+    if decay == 1.0:
+        return ""
+    return f" × {decay!r}" if isinstance(decay, Schedule) else f" × {decay:g}^t"
+
+
 def _finite(what: str, value: float) -> float:
     if not math.isfinite(value):
         raise UserError(f"{what}={value!r} is not accepted; it has to be a finite number.")

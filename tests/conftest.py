@@ -1,17 +1,16 @@
-"""One thread, the oracles in reach, and ``cli``: real processes of the command line without its seconds of imports."""
+"""One thread, and ``cli``: real processes of the command line without its seconds of imports."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("tests.helpers", "tests.oracles")
 
-from zygote import Cli, Zygote
+from tests.helpers.zygote import Cli, Zygote  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -107,8 +107,7 @@ def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, os, time, torch
-sys.path.insert(0, sys.argv[2])
-from test_loggers import MetricsCSV, rounds
+from tests.test_loggers import MetricsCSV, rounds
 from pathlib import Path
 logger = MetricsCSV(Path(sys.argv[1]))
 t = 0
@@ -121,8 +120,8 @@ while True:
 
 
 def test_a_killed_process_loses_at_most_the_round_it_was_in(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
     assert process.stdout is not None and process.stdout.readline() == b"go\n"
     process.kill()
     process.wait()

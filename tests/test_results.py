@@ -26,10 +26,10 @@ from fl_lightning.__main__ import main
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.errors import UserError
 from fl_lightning.loggers import MetricsCSV
-from fl_lightning.store import ClientStore
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.store import ClientStore
 
 torch.set_num_threads(1)
 
@@ -143,21 +143,20 @@ def test_evaluation_is_shown(tmp_path: Path, capsys: Any) -> None:
 ON_A_TERMINAL = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_results import Data, FederatedProgressBar, Rounds, trainer_in
+from tests.test_results import Data, FederatedProgressBar, Rounds, trainer_in
 class Slow(Rounds):
     def on_train_epoch_start(self):
         time.sleep(0.12)
-trainer_in(Path(sys.argv[2]), 3, FederatedProgressBar()).fit(Slow(), Data())
+trainer_in(Path(sys.argv[1]), 3, FederatedProgressBar()).fit(Slow(), Data())
 """
 
 
 def test_on_a_terminal_one_line_is_drawn_again(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
-    command = [sys.executable, "-c", ON_A_TERMINAL, str(Path(__file__).parent), str(tmp_path)]
+    command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=env)
+    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[1])
     os.close(theirs)
     drawn = b""
     while True:

@@ -22,7 +22,6 @@ import fl_lightning.models
 import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.cli.compose import Command, class_name, is_file, plain_yaml
 from fl_lightning.cli.method_options import apply_method_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
@@ -42,6 +41,7 @@ from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
 from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 _BASES: dict[str, type] = {
     "method": FederatedCallback,
@@ -228,7 +228,7 @@ class FederatedCLI(LightningCLI):
             return
         self.model = self.config_init.model
         learner = yaml.safe_load(self._config_text())["model"]["learner"]
-        self.model.learner_config = {  # what load_from_checkpoint needs to build the learner and what is in it
+        self.model.model.config = {  # what load_from_checkpoint needs to build the learner and what is in it
             "_instantiator": "pytorch_lightning.cli.instantiate_module",
             **({"_class_path": learner["class_path"]} if "dict_kwargs" in learner else {}),
             **learner.get("init_args", {}),

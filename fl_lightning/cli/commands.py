@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
-from fl_lightning.checkpoint import AtomicCheckpointIO
 from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.errors import Diverged, UserError
-from fl_lightning.segments import written_aside
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.files import written_aside
 
 _NOISE = (
     ".*LeafSpec.*",

@@ -15,7 +15,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.module import FederatedModule
-from fl_lightning.segments import written_aside
+from fl_lightning.storage.files import written_aside
 
 
 def numbered(stem: str) -> list[tuple[int, Path]]:

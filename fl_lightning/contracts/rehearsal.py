@@ -6,6 +6,7 @@ One round is rehearsed on quadratics with filled state: on_local_start, two loca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState, _State
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState
 from fl_lightning.contracts import snapshots
 from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.rounds import Clients, Round
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import ClientRates, Round
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.state import State
 
 STEPS = 2
 Call = Callable[[str, Callable[[], Any]], Any]  # (name of the hook, the call) -> what it returned
@@ -33,7 +37,7 @@ class Stage:
         w = module.global_vector.detach()
         self.curvature = 0.5 + self._random(1, m, w.numel())
         self.centre = self._random(2, m, w.numel()) - 0.5
-        states = {k: d for k, d in self.methods.declared.items() if isinstance(d, _State)}
+        states = {k: d for k, d in self.methods.declared.items() if isinstance(d, State)}
         filled = {k: self._filled(k, d, m, w) for k, d in states.items()}
         self.rows = {k: v for k, v in filled.items() if isinstance(states[k], ClientState)}
         self.round = Round(
@@ -45,19 +49,19 @@ class Stage:
             num_clients=2 * m,
             w=w,
             w0=w - 0.1,
-            lr=torch.tensor(0.1, dtype=torch.float64),
+            evaluated=w,
+            buffers={},
             layout=module.layout,
+            rates=ClientRates(1.0, torch.tensor(0.1, dtype=torch.float64)),
             read=lambda key, client: self.rows[key][client] if key in self.rows else None,
             server_states={k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)},
-            full_gradient=lambda clients, at: self.gradient(clients, at),
-            at_server=False,
         )
 
     @staticmethod
     def _random(seed: int, *shape: int) -> Tensor:
         return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
-    def _filled(self, key: str, declared: _State, m: int, w: Tensor) -> Tensor:
+    def _filled(self, key: str, declared: State, m: int, w: Tensor) -> Tensor:
         shape = w.shape if declared.shape is None else declared.shape
         value = 0.1 * (0.5 + self._random(len(key), m, *shape))
         return value.to(declared.dtype or w.dtype)
@@ -68,14 +72,14 @@ class Stage:
 
     def clients(self, ids: Sequence[int]) -> Clients:
         """A group about to start, its per-client columns ready as an engine has them."""
-        clients = Clients(self.round, list(ids), self.round.w.expand(len(ids), -1).clone())
+        clients = Clients(self.round, list(ids), self.round.w.expand(len(ids), -1).clone(), self.gradient)
         _ = clients.ids, clients.steps, clients.sizes, clients.weights
         return clients
 
     def rehearse(self, clients: Clients, call: Call) -> Iterator[tuple[str, Outcome]]:
         """The hooks of one round in order; after each its name and what there is."""
-        callback, methods = self.callback, self.methods
-        callback._bound_round = self.round
+        methods = self.methods
+        methods.bind(Ledger(self.round))
         perturb, mix, transmit = (methods.owner(h) for h in ("perturbation", "on_loss_gradient", "transmit"))
 
         mixing = [("on_loss_gradient", mix)] if mix is not None else []
@@ -87,7 +91,7 @@ class Stage:
                 yield hook, state(clients)
 
         yield from run("on_local_start")
-        clients.begin(moved=True)
+        clients.begin(own_starts=True)
         for _ in range(STEPS):
             g = self.gradient(clients, clients.x)
             if perturb is not None:
@@ -97,7 +101,7 @@ class Stage:
             for hook, change in mixing + corrections:
                 g = call(hook, partial(methods.gradient, change, clients, g))
                 yield hook, {"the gradient": g.clone(), **state(clients)}
-            clients.x.sub_(self.round.lr * g)
+            clients.x.sub_(self.round.rates.lr * g)
             yield from run("on_local_step_end")
         yield from run("on_local_end")
         if transmit is not None:
@@ -172,9 +176,16 @@ def traceable(method: Method) -> None:
     fake = mode.from_tensor
     stage.curvature, stage.centre = fake(stage.curvature), fake(stage.centre)
     stage.rows = {key: fake(value) for key, value in stage.rows.items()}
-    stage.round.server_states = {key: fake(value) for key, value in stage.round.server_states.items()}
-    stage.round.w, stage.round.w0, stage.round.lr = fake(stage.round.w), fake(stage.round.w0), fake(stage.round.lr)
-    clients._x = fake(clients._x)
+    real = stage.round
+    stage.round = replace(
+        real,
+        w=fake(real.w),
+        w0=fake(real.w0),
+        evaluated=fake(real.evaluated),
+        rates=replace(real.rates, lr=fake(real.rates.lr)),
+        server_states={key: fake(value) for key, value in real.server_states.items()},
+    )
+    clients._round, clients._x = stage.round, fake(clients._x)
     for column in ("ids", "steps", "sizes", "weights"):
         clients.__dict__[column] = fake(getattr(clients, column))
 

@@ -108,8 +108,8 @@ def order_of_clients(method: Method) -> None:
 
 def order_of_training(method: Method) -> None:
     def reverse(module: Any) -> None:
-        run = module._engine.run
-        module._engine.run = lambda round, leaves, *rest: run(round, leaves[::-1], *rest)
+        train = module.run.engine.train
+        module.run.engine.train = lambda round, leaves, *rest: train(round, leaves[::-1], *rest)
 
     require_same(
         method.plain,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.callback import Declaration, FederatedCallback
 
-FRAMEWORKS = {"_declared", "_bound_round"}
+FRAMEWORKS = {"_declared", "_bound_ledger"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:

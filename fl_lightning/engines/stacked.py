@@ -7,7 +7,7 @@ unequal size are grouped by size. Results agree with the other engines to roundi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fl_lightning.client_optimizer import ClientOptimizer
-from fl_lightning.engines.concurrent import WAITING_BYTES
-from fl_lightning.engines.local import Work, full_gradient, local_steps, random_state_kept, seed_client, start
-from fl_lightning.engines.replica import Replica
-from fl_lightning.engines.sequential import Collect
-from fl_lightning.rounds import Clients, Round
+from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.engine import Collect
+from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.engines.local_step import LocalStep
+from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.engines.threads import largest_first
+from fl_lightning.engines.worker import Worker, begin, tell_where
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Round
 
 Group = tuple[list[int], list[Tensor], TreeSpec]
 
@@ -40,26 +43,28 @@ class _Step(nn.Module):
 
 
 class Stack:
-    """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`Replica` in local steps."""
+    """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`LearnerCopy` in local steps."""
 
-    def __init__(self, replica: Replica, n: int) -> None:
-        self.replica = replica
-        self.x = replica.x.new_empty(n, replica.x.shape[1])
+    per_parameter = None
+
+    def __init__(self, copy: LearnerCopy, n: int) -> None:
+        self.copy = copy
+        self.x = copy.x.new_empty(n, copy.x.shape[1])
         self.g = torch.zeros_like(self.x)
         self.buffers: dict[str, Tensor] = {}
         self.logged: dict[str, tuple[Tensor, Tensor]] = {}
         self._counts: dict[str, int] = {}
-        self._caller = _Step(replica.learner, replica.step)
+        self._caller = _Step(copy.learner, copy.step)
 
     def gradient(self, groups: list[Group], step: int, log: bool = True) -> Tensor:
         """∇ℓ at each client's x ``(n, D)``; zeros for clients without a batch."""
-        self.replica.logging = log
+        self.copy.logging = log
         n = len(self.x)
         for rows, leaves, spec in groups:
             everyone = len(rows) == n
             x = self.x if everyone else self.x[rows]
-            names = ["learner." + name for name in self.replica.layout]
-            views = [x[:, where].view(len(rows), *shape) for where, shape in self.replica.layout.values()]
+            names = ["learner." + name for name in self.copy.layout]
+            views = [x[:, where].view(len(rows), *shape) for where, shape in self.copy.layout.values()]
             gradients, logs = self._stacked(dict(zip(names, views, strict=True)), leaves, spec, step)
             parts = [gradients[name].reshape(len(rows), -1) for name in names]
             if everyone:
@@ -83,12 +88,12 @@ class Stack:
         Aux = tuple[Tensor, dict[str, Tensor]]
 
         def loss(parameters: dict[str, Tensor], leaves: list[Tensor]) -> tuple[Tensor, Aux]:
-            self.replica.logged = {}
+            self.copy.logged = {}
             batch = tree_unflatten(leaves, spec)
-            with self.replica.forward_context():
-                arguments = (batch, step) if self.replica.takes_index else (batch,)
+            with self.copy.forward_context():
+                arguments = (batch, step) if self.copy.takes_index else (batch,)
                 output = functional_call(self._caller, parameters, arguments)
-            logged, self.replica.logged = self.replica.logged, {}
+            logged, self.copy.logged = self.copy.logged, {}
             value = output["loss"] if isinstance(output, dict) else output
             self._counts = {k: len(vs) for k, vs in logged.items()}
             return value, (
@@ -109,7 +114,7 @@ class Stack:
         return means, {name: (number > 0).tolist() for name, (_, number) in logged.items()}
 
     @contextmanager
-    def moved(self, e: Tensor) -> Iterator[None]:
+    def shifted(self, e: Tensor) -> Iterator[None]:
         """Within, gradients are taken at x + e; x stays as it is."""
         x, self.x = self.x, self.x + e
         try:
@@ -117,15 +122,15 @@ class Stack:
         finally:
             self.x = x
 
-    def load_buffers(self, values: dict[str, Tensor]) -> None:
+    def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Buffers are the learner's own: a learner that changes them cannot be stacked."""
 
     def groups(self, batches: list[tuple[int, Any]]) -> list[Group]:
         """Clients' batches ``[(row, batch)]``, stacked where structure and shapes are alike."""
         alike: dict[Any, tuple[list[int], list[list[Tensor]], TreeSpec]] = {}
         for row, batch in batches:
-            if self.replica.convert is not None:
-                batch = self.replica.convert(self.replica.learner, batch)
+            if self.copy.convert is not None:
+                batch = self.copy.convert(self.copy.learner, batch)
             leaves, spec = tree_flatten(batch)
             key = (str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves))
             rows, gathered, _ = alike.setdefault(key, ([], [], spec))
@@ -141,41 +146,29 @@ class Stacked:
     """Trains ``at_once`` clients of a round together.
 
     Args:
+        worker: of the learner itself, for gradients of one client's whole objective.
         optimizer_of: makes the client optimizer of a stack.
         warn: told when a group did not fit in memory and is halved.
     """
 
     def __init__(
         self,
-        work: Work,
-        replica: Replica,
+        worker: Worker,
         optimizer_of: Callable[[Tensor, Tensor], ClientOptimizer],
         at_once: int,
         warn: Callable[[str], None],
     ) -> None:
-        self.work, self.replica, self._optimizer_of = work, replica, optimizer_of
-        self.at_once, self._warn = at_once, warn
+        self.worker, self.work, self.copy = worker, worker.work, worker.copy
+        self._optimizer_of, self.at_once, self._warn = optimizer_of, at_once, warn
 
-    def run(
-        self,
-        round: Round,
-        leaves: list[tuple[int, int]],
-        factor: float,
-        buffers: dict[str, Tensor],
-        rest: Tensor,
-        collect: Collect,
-        tell: Callable[[], None],
-    ) -> None:
-        round.full_gradient = self._full_gradient
-        if len(leaves) * rest.nbytes <= WAITING_BYTES:
-            leaves = sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])
-        with self.replica.tied(rest), random_state_kept(rest):
-            self.replica.x.fill_(torch.nan)  # nobody's model: what reads it all the same must not go unseen
-            waiting = list(leaves)
+    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+        waiting = largest_first(round, list(leaves))
+        with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
+            self.copy.x.fill_(torch.nan)  # nobody's model: what reads it all the same must not go unseen
             while waiting:
                 group = waiting[: self.at_once]
                 try:
-                    trained, optimizer = self.train(round, [client for _, client in group], factor)
+                    trained = self.train_group(round, [client for _, client in group])
                 except RuntimeError as error:
                     if not out_of_memory(error) or self.at_once == 1:
                         raise
@@ -184,32 +177,38 @@ class Stacked:
                     continue
                 waiting = waiting[len(group) :]
                 for (leaf, _), clients in zip(group, trained, strict=True):
-                    collect(leaf, clients, optimizer, self.replica)
+                    clients.buffers = self.copy.buffers
+                    collect(leaf, clients)
                     tell()
 
-    def train(self, round: Round, ids: list[int], factor: float) -> tuple[list[Clients], ClientOptimizer]:
+    def train_group(self, round: Round, ids: list[int]) -> list[Clients]:
         """A group's round, from the server's model to ``on_local_end``; each client then stands alone."""
-        work, stack = self.work, Stack(self.replica, len(ids))
+        work, stack = self.work, Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
-        clients = Clients(round, ids, stack.x)
+        clients = Clients(round, ids, stack.x, self._full_gradient)
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
-            start(work, clients)
-            optimizer.begin(factor, None)
-            limit: Any = None if work.clip_norm is None else stack.x.new_full((len(ids), 1), work.clip_norm)
-            batches = self._batches(stack, clients, limit)
-            clipped = local_steps(stack, clients, batches, optimizer, work.methods, limit)
+            begin(work, clients)
+            optimizer.begin(round.rates.factor, None)
+            step = LocalStep(work, stack, clients, optimizer)
+            if step.limit is not None:
+                step.limit = stack.x.new_full((len(ids), 1), step.limit)
+            for index, groups in enumerate(self._batches(stack, clients, step.limit)):
+                step(groups, index)
             means, logged = stack.take_logs()
             clients.logs.update(means)
-            if clipped is not None:
-                clients.logs["clipped_steps"] = clipped / clients.steps[:, 0].to(torch.int64)
+            if step.clipped is not None:
+                clients.logs["clipped_steps"] = step.clipped / clients.steps[:, 0].to(torch.int64)
             work.methods.run("on_local_end", clients)
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"in round {round.t}, one of the clients {ids}")
+            tell_where(error, f"in round {round.t}, one of the clients {ids}")
             raise
-        return [one(clients, row, logged) for row in range(len(ids))], optimizer
+        single = [one(clients, row, logged) for row in range(len(ids))]
+        if work.keep_optimizer_state:
+            for each in single:
+                each.optimizer_rows = optimizer.state()
+        return single
 
     def _batches(self, stack: Stack, clients: Clients, limit: Tensor | None) -> Iterator[list[Group]]:
         """One step's batches at a time; after each step, clients that had none are put back to where they were.
@@ -234,9 +233,9 @@ class Stacked:
 
     def _full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
         rows = at.expand_as(clients.x)
-        single = [Clients(clients._round, [i], self.replica.x) for i in clients.client_ids]
+        single = [Clients(clients._round, [i], self.copy.x) for i in clients.client_ids]
         with torch.no_grad():
-            return torch.cat([full_gradient(self.work, self.replica, c, rows[j]) for j, c in enumerate(single)])
+            return torch.cat([self.worker.full_gradient(each, rows[j]) for j, each in enumerate(single)])
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation import network
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
+from tests.helpers.federation import network
 
 
 def test_bias_correction_is_adams() -> None:

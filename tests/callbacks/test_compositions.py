@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation import Run, fit, network, quadratics
-from oracles.problems import Quadratic
 
 from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.models import ImageClassifier, ResNet20
+from tests.helpers.federation import Run, fit, network, quadratics
+from tests.oracles.problems import Quadratic
 
 D = 31
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federation import network
 
 from fl_lightning import FederatedCallback
 from fl_lightning import callbacks as c
+from tests.helpers.federation import network
 
 
 class Ends(FederatedCallback):

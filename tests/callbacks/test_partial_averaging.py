@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation import network
 from torch import nn
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.flat import Layout
-from fl_lightning.layers import layers_of
+from fl_lightning.callback import RunFacts
+from fl_lightning.learner import Layout, layers_of
+from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20
+from tests.helpers.federation import network
 
 
 class Mixed(nn.Module):
@@ -92,22 +93,10 @@ def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[st
 
 def test_work_that_never_reaches_the_server_is_said() -> None:
     """With p = 0.1 and α = 10 about four fifths; nothing to say when all participate, or of personal parts."""
-
-    class Module:
-        learner = None
-
-        def __init__(self, n: int) -> None:
-            self.cohort = (n, 100)
-            self.notes: list[str] = []
-
-        def note(self, text: str) -> None:
-            self.notes.append(text)
-
     said = []
     for n, arguments in ((10, {"period": 10}), (100, {"period": 10}), (10, {"periods": {"*": "never"}})):
-        module = Module(n)
-        c.PartialAveraging(**arguments).on_fit_start(None, module)  # type: ignore[arg-type]
-        said.append(module.notes)
+        methods = Methods([c.PartialAveraging(**arguments)])  # type: ignore[arg-type]
+        said.append(methods.notes(RunFacts(n, 100, "uniform")))
     assert len(said[0]) == 1 and "81%" in said[0][0] and said[1:] == [[], []]
 
 

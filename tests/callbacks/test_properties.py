@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federation import network, quadratics
-from oracles.problems import Quadratic
 
 from fl_lightning import callbacks as c
+from tests.helpers.federation import network, quadratics
+from tests.oracles.problems import Quadratic
 
 M, D = 6, 4
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from zygote import Cli
 
 import fl_lightning.datamodules
 import fl_lightning.models
@@ -18,6 +17,7 @@ from fl_lightning.cli.compose import packaged, prepare
 from fl_lightning.cli.method_options import full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.errors import UserError
+from tests.helpers.zygote import Cli
 
 SAMPLES = {  # what each data set is, from its publication
     "digits": ((1, 8, 8), 10),

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from zygote import Cli, Zygote
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli.compose import packaged, read
 from fl_lightning.models import ImageClassifier
+from tests.helpers.zygote import Cli, Zygote
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")
 SKEWED = (

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from zygote import Cli, Result
+
+from tests.helpers.zygote import Cli, Result
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1, "--trainer.enable_progress_bar", "false")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from zygote import Cli, Zygote
+
+from tests.helpers.zygote import Cli, Zygote
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false", "--model.participation", 1)
 X = ("--trainer.default_root_dir", "x")

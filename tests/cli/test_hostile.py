@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from zygote import Cli, Result
+
+from tests.helpers.zygote import Cli, Result
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.enable_progress_bar", "false")
 FOLDER = ("--trainer.default_root_dir", "x")
@@ -30,7 +31,7 @@ OPTIONS = {
     "transformer-engine": (("--trainer.precision", "transformer-engine"), "precision transformer-engine", "install"),
     "ddp_notebook": (("--trainer.strategy", "ddp_notebook"), "--trainer.strategy ddp_notebook", "auto, federated"),
     "ddp_spawn": (("--trainer.strategy", "ddp_spawn"), "--trainer.strategy ddp_spawn", "auto, federated"),
-    "BackboneFinetuning": (("--trainer.callbacks", "BackboneFinetuning"), "BackboneFinetuning", "before round 0"),
+    "BackboneFinetuning": (("--trainer.callbacks", "BackboneFinetuning"), "BackboneFinetuning", "unfreezes"),
     "LearningRateFinder": (("--trainer.callbacks", "LearningRateFinder"), "LearningRateFinder", "of the server"),
     "BatchSizeFinder": (("--trainer.callbacks", "BatchSizeFinder"), "BatchSizeFinder", "data.batch_size"),
     "RichProgressBar": (("--trainer.callbacks", "RichProgressBar"), "RichProgressBar", "rich"),

@@ -6,12 +6,12 @@ import os
 
 import pytest
 import torch
-from zygote import Cli
 
 from fl_lightning import checks
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
+from tests.helpers.zygote import Cli
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.default_root_dir", "x")
 REFUSED = {

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import CLIPPED, SINGLE, Case, EveryHook, Run, near, same_bits, trained
-from test_oracle_agreement import METHODS, methods, server, settings
 
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.compose import merge, packaged, read
 from fl_lightning.cli.method_options import full_paths
 from fl_lightning.optim import FedAdam
+from tests.helpers.agreement import CLIPPED, SINGLE, Case, EveryHook, Run, near, same_bits, trained
+from tests.helpers.compositions import METHODS, methods, server, settings
 
 
 def built(tree: Any) -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from learners import Lit, blobs, federated, trainer
 from torch import Tensor, nn
 
 from fl_lightning import callbacks as methods
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.engines import stacked
+from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, momentum, trainer
 
 
 class Walking(FederatedCallback):
@@ -21,10 +21,6 @@ class Walking(FederatedCallback):
 
     def on_local_step_end(self, clients: Any) -> None:
         self.seen[clients] += clients.x
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -57,9 +53,7 @@ def ran(engine: str, arguments: Any, callbacks: Any, **more: Any) -> tuple[Any, 
     module = federated(Lit(), engine=engine, participation=0.6, local_epochs=1.5, **arguments, **more)
     run = trainer(3, callbacks)
     run.fit(module, blobs())  # clients of 16 to 24 samples: unequal steps and unequal last batches
-    store = module.client_rows.store
-    rows = {(name, int(i)): store.read(name, int(i)) for name in store.names() for i in store.clients(name)}
-    return module, rows, {k: v for k, v in run.callback_metrics.items() if not k.startswith("time/")}
+    return module, client_rows(module), {k: v for k, v in run.callback_metrics.items() if not k.startswith("time/")}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,12 +70,6 @@ def test_stacking_changes_nothing_but_rounding(name: str) -> None:
         assert metrics.keys() == reference_metrics.keys()
         for key in metrics:
             torch.testing.assert_close(metrics[key].double(), reference_metrics[key].double(), rtol=1e-6, atol=1e-9)
-
-
-class Normed(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(8))
 
 
 class Branching(Lit):

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import CLIPPED, EveryHook, Logged, in_memory, near, same_bits, trained
-from federation import BATCH
 from torch import Tensor, nn
 
 from fl_lightning import callbacks as c
 from fl_lightning.datamodules import FromDatasets
 from fl_lightning.engines.stacked import Stack
+from tests.helpers.agreement import CLIPPED, EveryHook, Logged, in_memory, near, same_bits, trained
+from tests.helpers.federation import BATCH
 
 ENGINES = ("sequential", "concurrent", "stacked")
 BESIDE = [c.ControlVariates, c.GlobalSharpnessAwareMinimization, EveryHook]

@@ -1,4 +1,4 @@
-"""Plant faults and see that the tests find them: `make faults`, or `python tests/faults/plant.py [NAME …]`.
+"""Plant faults and see that the tests find them: `make faults`, or `python -m tests.faults.plant [NAME …]`.
 
 First the faults that public implementations of these methods have (FAULTS); then every arithmetic line of callbacks/
 is made wrong in one place at a time. The package is imported once; each fault lives in a forked child, which runs the
@@ -24,16 +24,13 @@ import pytest
 import torch
 
 from fl_lightning.callback import FederatedCallback
+from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
+from tests.faults.mutants import Mutant, mutants
 
-HERE, TESTS = Path(__file__).parent, Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
-sys.path[:0] = [str(HERE), str(TESTS), str(TESTS / "callbacks")]
-
-from faults_list import FAULTS, SURVIVORS, Fault  # noqa: E402
-from mutants import Mutant, mutants  # noqa: E402
-
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
-CHECKS = ["tests/callbacks", "tests/test_contracts.py"]
+CHECKS = ["tests/callbacks", "tests/contracts"]
 WORKERS, LIMIT = 2, 600  # children at once; seconds for one of them
 FIRST, MOST = 8, 60  # tests run before all others, where most faults end; tests of one fault, of each of CHECKS
 Uses = dict[str, tuple[set[str], float]]  # test -> (callback classes it makes, seconds)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from oracles.oracle import Config, Quadratic, Round, Schedule, TwoLayer
-from oracles.problems import Vector
+
+from tests.oracles.oracle import Config, Quadratic, Round, Schedule, TwoLayer
+from tests.oracles.problems import Vector
 
 M, D = 6, 4
 FIRST = np.arange(D) < 2  # a part of two coordinates

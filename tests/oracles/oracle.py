@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
+
+from tests.oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
 
 __all__ = ["Config", "Quadratic", "Round", "Schedule", "TwoLayer", "local_steps", "run", "vectors"]
 

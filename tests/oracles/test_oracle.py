@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracles.cases import REAL, D, M, constant, learning, quadratics, same, sampled
-from oracles.oracle import Config, Schedule, local_steps, run
+
+from tests.oracles.cases import REAL, D, M, constant, learning, quadratics, same, sampled
+from tests.oracles.oracle import Config, Schedule, local_steps, run
 
 
 def test_gradient_agrees_with_finite_differences() -> None:

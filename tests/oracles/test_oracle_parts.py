@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles.cases import FIRST, D, M, constant, learning, quadratics, same, sampled
-from oracles.oracle import Config, Schedule, run, vectors
+
+from tests.oracles.cases import FIRST, D, M, constant, learning, quadratics, same, sampled
+from tests.oracles.oracle import Config, Schedule, run, vectors
 
 
 def test_scaffold_and_fedcm_measure_over_all_rounds_since_a_part_was_averaged() -> None:

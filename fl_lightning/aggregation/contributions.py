@@ -1,0 +1,116 @@
+"""What clients bring home: updates, uploads, buffers, logs and rows, added to the round's ordered sum."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation import traffic
+from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes
+from fl_lightning.devices import to_host
+from fl_lightning.errors import UserError
+from fl_lightning.learner import all_finite
+from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.processes import gathered
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.state import Upload
+
+
+class Contributions:
+    """Adds one client at a time, from any thread and in any order; the total does not depend on either.
+
+    Args:
+        leaves: clients that this process trains.
+        average_buffers: whether the server takes the clients' buffers.
+    """
+
+    def __init__(self, ledger: Ledger, methods: Methods, leaves: int, average_buffers: bool) -> None:
+        self.ledger, self.methods = ledger, methods
+        self.average_buffers = average_buffers
+        self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
+        self.diverged: list[int] = []  # of this process, whose update is not finite
+        self._sum = TreeSum(leaves)
+        self._lock = threading.Lock()
+
+    def add(self, leaf: int, clients: Clients) -> None:
+        """What one client, which stands alone, brings home; its rows are staged."""
+        (client,) = clients.client_ids
+        round = self.ledger.round
+        counts = traffic.of_client(clients, round.buffers)
+        update = clients.x - round.w
+        values: Leaf = {"traffic": counts}
+        rows: dict[str, Tensor] = {}
+        buffers = self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
+        finished = buffers is not None
+        if buffers is not None:
+            values.update(self._finished(clients, client, update, counts), **buffers)
+            rows = {key: value[0] for key, value in clients.written()}
+            rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts()})
+        with self._lock:
+            if not finished:
+                self.diverged.append(client)
+            self.ledger.mean_gradient_read |= clients.mean_gradient_read
+            for key, row in rows.items():
+                self.ledger.rows.setdefault(key, {})[client] = row
+            self._sum.add(leaf, values)
+
+    def total(self) -> tuple[Leaf, list[int]]:
+        """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
+        diverged = sorted(client for each in gathered(self.diverged) for client in each)
+        return sum_over_processes(self._sum.total) or {}, diverged
+
+    def _finished(self, clients: Clients, client: int, update: Tensor, counts: Tensor) -> Leaf:
+        round, weight = self.ledger.round, self.ledger.round.weights[client]
+        values: Leaf = {"weight": torch.tensor(float(weight), dtype=torch.float64)}
+        if round.parts is not None:
+            values["copies"] = update[0].to(round.wide) * weight
+        transmit = self.methods.owner("transmit")
+        if transmit is not None:
+            update = checked_rows(transmit, transmit(clients, update), update).clone()
+        self._add_row(values, "", update[0].to(round.wide), weight)
+        for key, value in clients.uploads.items():
+            declared = self.methods.declared[key]
+            assert isinstance(declared, Upload)
+            self._add_row(values, key, value[0].to(declared.summed_as(update.dtype), copy=True), weight)
+        traffic.add_upload(counts, clients, self.methods.sent_by_clients())
+        for name, per_client in clients.logs.items():
+            values["log:" + name] = per_client[0].to(torch.float64, copy=True)
+            values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
+        return values
+
+    def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
+        """Changes of floating-point and complex buffers, values of the others; None if a change is not finite."""
+        values: Leaf = {}
+        before = self.ledger.round.buffers
+        for name, own in trained.items() if self.average_buffers else ():
+            if name not in before:
+                continue
+            held = before[name]
+            if own.shape != held.shape:
+                raise UserError(
+                    f"buffers='average': the buffer {name} has shape {tuple(held.shape)} at the server and "
+                    f"{tuple(own.shape)} after a client's steps, so there is no average. Keep its shape, or use "
+                    "buffers='keep'."
+                )
+            own = own.to(held.dtype)
+            if held.is_floating_point() or held.is_complex():
+                kind = torch.promote_types(held.dtype, torch.float32)
+                same = (own == held) | (own.isnan() & held.isnan())  # a mask of -inf stays what it is
+                change = torch.where(same, 0, own.to(kind) - held.to(kind))
+                if not bool(change.isfinite().all()):
+                    return None
+                values["buffer:" + name] = change * weight
+            else:  # gloo knows no bool
+                values["max:" + name] = own.to(torch.uint8 if held.dtype == torch.bool else held.dtype, copy=True)
+        return values
+
+    def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
+        """A row that is ours to keep, uniformly and by weight (where these differ); ``key`` "": the update."""
+        uniform, weighted = ("sum:" + key, "weighted:" + key) if key else ("update", "weighted")
+        if self.uniform:
+            values[uniform if key else weighted] = row
+        else:
+            values[uniform], values[weighted] = row, row * weight

@@ -1,0 +1,133 @@
+"""The server's part of a round: the aggregated update, the optimizer's step, what is evaluated, and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.errors import Diverged
+from fl_lightning.learner import all_finite
+from fl_lightning.methods import Methods
+from fl_lightning.round.context import Round
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.server import Server
+
+
+def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
+    """``(D,)``: the weighted mean of what was transmitted, or what the owner of ``aggregate`` makes of it."""
+    round, total = ledger.round, ledger.total
+    server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
+    aggregate = methods.owner("aggregate")
+    return aggregate(server).to(round.w.dtype) if aggregate else server.update
+
+
+def masked(server: Server) -> Tensor:
+    """The update with zeros where a part is not averaged.
+
+    Raises:
+        Diverged: it is not finite.
+    """
+    update = server.update if server.averaged is None else torch.where(server.averaged, server.update, 0.0)
+    if not all_finite(update):
+        raise Diverged(diverged_text(server.round, "the server's update"))
+    return update
+
+
+class ServerStep:
+    """The server optimizer over w, in place.
+
+    Args:
+        optimizer: Lightning's wrapper of it, which counts the step.
+        rates: its groups' learning rates before any decay.
+        progress: Lightning's count of steps.
+    """
+
+    def __init__(self, optimizer: Any, rates: list[float], progress: Any) -> None:
+        self.lightning_optimizer, self.rates, self.progress = optimizer, rates, progress
+        self.optimizer: Optimizer = optimizer.optimizer
+
+    def begin(self, factor: float) -> None:
+        """Learning rates × ``factor``, this round."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+
+    def step(self, w: Tensor, update: Tensor, keep: Tensor | None) -> None:
+        """One step with gradient ``-update``; w and (D,)-shaped state stay where ``keep`` ``(D,)`` is False.
+
+        Raises:
+            Diverged: w is not finite.
+        """
+        before = {}
+        if keep is not None:
+            held = {k: v.clone() for k, v in self._state(w).items() if isinstance(v, Tensor)}
+            before = {"": w.detach().clone(), **held}
+        w.grad = update.neg()
+        try:
+            self.lightning_optimizer.step()
+        finally:
+            w.grad = None
+        if keep is not None:
+            with torch.no_grad():
+                w.copy_(torch.where(keep, w, before.pop("")))
+                for name, value in self._state(w).items():
+                    if isinstance(value, Tensor) and value.shape == w.shape:
+                        value.copy_(torch.where(keep, value, before.get(name, torch.zeros_like(value))))
+
+    def _state(self, w: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state.get(w, {})
+        return state
+
+    @contextmanager
+    def undone_on_failure(self, model: GlobalModel, round: Round) -> Iterator[Tensor]:
+        """Within, w and all that goes with it may move; after an error they are as the round found them.
+
+        Yields:
+            w^t ``(D,)``, a copy.
+        """
+        w, evaluated = model.w, None if model.evaluates_w else model.evaluated
+        before = w.detach().clone()
+        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state(w).items()}
+        counted = self.progress.state_dict()
+        try:
+            yield before
+        except BaseException:
+            model.move_to(before, evaluated, round.buffers)
+            self.optimizer.state.pop(w, None)
+            if state:
+                self.optimizer.state[w] = state
+            self.progress.load_state_dict(counted)
+            raise
+
+
+def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
+    """Under partial averaging, w with parts not averaged replaced by the clients' mean there; None where it is w."""
+    round = ledger.round
+    if server.averaged is None or not server.n or bool(server.averaged.all()):
+        return None
+    mean = server.w_before + (ledger.total["copies"] / ledger.total["weight"].to(round.wide)).to(server.w_before)
+    return torch.where(server.averaged, server.w.detach(), mean)
+
+
+def averaged_buffers(round: Round, total: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The server's next buffers, those of which clients brought something home."""
+    values = {}
+    for name, buffer in round.buffers.items():
+        if "buffer:" + name in total:
+            change = total["buffer:" + name]
+            values[name] = (buffer.to(change) + change / total["weight"].to(change)).to(buffer)
+        elif "max:" + name in total:
+            values[name] = total["max:" + name].to(buffer)
+    return values
+
+
+def diverged_text(t: int, what: str) -> str:
+    return (
+        f"the run diverged: {what} in round {t} is not finite. Lower the client learning rate, set clip_norm (10 is "
+        "common), or leave such clients out with on_nonfinite='skip'."
+    )

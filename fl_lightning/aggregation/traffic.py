@@ -1,0 +1,61 @@
+"""What a round sends, counted from what methods declare (methods' costs, in parameters and bytes)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fl_lightning.methods import Methods
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.state import Upload
+
+DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES = range(5)
+
+
+def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
+    """A client's counts ``(5,)`` as it starts: coordinates of which it has no valid copy, itself, and buffers."""
+    counts = torch.zeros(5, dtype=torch.int64)
+    kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
+    counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
+    counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in buffers.values())
+    return counts
+
+
+def add_upload(counts: Tensor, clients: Clients, counted: Mapping[str, Upload]) -> None:
+    """Add what a client sends at its end: its update, where it is averaged, and the uploads that are counted."""
+    averaged = clients._round.averaged
+    size = clients.x.element_size()
+    everywhere = clients.layout.size if averaged is None else int(averaged.sum())
+    parameters, number = clients.transmitted
+    up = everywhere if parameters is None else parameters
+    up_bytes = up * size if number is None else number
+    for key, value in clients.uploads.items():
+        if key in counted:
+            count = everywhere if counted[key].shape is None else value[0].numel()
+            up, up_bytes = up + count, up_bytes + count * value.element_size()
+    counts[UP_PARAMETERS], counts[UP_BYTES] = round(up), round(up_bytes)
+
+
+def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
+    """Parameters and bytes of this round, all participants together."""
+    counts = ledger.total.get("traffic")
+    if counts is None:
+        return dict.fromkeys(("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0)
+    count = [int(c) for c in counts]
+    down, down_bytes = count[DOWN_PARAMETERS], count[DOWN_PARAMETERS] * ledger.round.w.element_size()
+    for key, declared in methods.sent_to_clients().items():
+        value = ledger.server.get(key, ledger.round.server_states.get(key))
+        if value is None:  # never written: nothing to send
+            continue
+        numbers = count[DOWN_PARAMETERS] if declared.shape is None else count[CLIENTS] * value.numel()
+        down, down_bytes = down + numbers, down_bytes + numbers * value.element_size()
+    return {
+        "down_parameters": down,
+        "down_bytes": down_bytes,
+        "up_parameters": count[UP_PARAMETERS],
+        "up_bytes": count[UP_BYTES],
+        "buffers_bytes": 2 * count[BUFFER_BYTES],
+    }

@@ -1,0 +1,70 @@
+"""What was decided of who trains the clients; kept in each checkpoint, so that a resumed run goes on alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+AS_BEFORE = "as when the run began"
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Decided once, in one process for all.
+
+    Args:
+        engine: ``"sequential"``, ``"concurrent"`` or ``"stacked"``.
+        why: the reason, for a reader.
+        workers: clients side by side in a process; 0: as many as there is room for.
+        at_once: clients of a group of the stacked engine; 0: as fit into a gigabyte.
+        threads: intra-op threads of a client; ``server_threads``: of everything else.
+        captured: whether local steps are recorded and replayed; ``not_captured``: why not, for a reader.
+        channels_last: whether images lie in channels-last memory.
+    """
+
+    engine: str
+    why: str = ""
+    workers: int = 0
+    at_once: int = 0
+    threads: int = 1
+    server_threads: int = 1
+    captured: bool = False
+    not_captured: str = ""
+    channels_last: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, held: Mapping[str, Any]) -> EnginePlan | None:
+        """The plan of a checkpoint, also of one that held it as text; None where it holds none."""
+        if not held.get("engine"):
+            return None
+        number = {name: int(held.get(name) or 0) for name in ("workers", "threads", "server_threads")}
+        old = held.get("clients", held.get("at_once")) or 0
+        return cls(
+            engine=str(held["engine"]),
+            why=AS_BEFORE,
+            workers=number["workers"],
+            at_once=int(old),
+            threads=number["threads"] or number["server_threads"] or 1,
+            server_threads=number["server_threads"],
+            channels_last=bool(held.get("channels_last")) or held.get("memory") == "channels_last",
+        )
+
+    def facts(self) -> dict[str, str]:
+        """What a reader of the run's card is told."""
+        facts = {"engine": self.engine, "threads": str(self.threads), "server_threads": str(self.server_threads)}
+        if self.engine == "concurrent":
+            facts["workers"] = str(self.workers)
+            facts["capture"] = "yes" if self.captured else f"no: {self.not_captured}"
+        if self.engine == "stacked":
+            facts["clients"] = str(self.at_once)
+        if self.channels_last:
+            facts["memory"] = "channels_last"
+        return {**facts, "why": self.why}
+
+    def __str__(self) -> str:
+        return f"{self.engine} × {self.workers}" if self.engine == "concurrent" else self.engine

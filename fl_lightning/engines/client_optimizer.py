@@ -1,0 +1,253 @@
+"""The optimizer of the local steps: any torch optimizer, on the flat vector where it works elementwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner import Layout, trainable
+from fl_lightning.round.context import ClientRates
+from fl_lightning.settings import OptimizerFactory
+
+ELEMENTWISE = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+    "ASGD",
+]
+
+
+class ClientOptimizer:
+    """Steps ``x`` ``(1, D)`` with a gradient of that shape, whatever optimizer the user chose.
+
+    Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat vector; others (and
+    those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
+    """
+
+    def __init__(self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout) -> None:
+        self.x, self.gradient = x, gradient
+        self.views: list[nn.Parameter] = []
+        group = optimizer.param_groups[0]
+        flat = is_flat(optimizer, learner)
+        self.plain = flat and is_plain_sgd(optimizer) and x.is_floating_point()
+        if self.plain:
+            self.weight_decay = float(group["weight_decay"])
+            self.base = [float(group["lr"])]
+            self.rates = list(self.base)
+            self._views_of_x = layout.views(x.view(-1))
+            return
+        if flat:
+            parameter = nn.Parameter(x.view(-1), requires_grad=False)
+            parameter.grad = gradient.view(-1)
+            options = {k: v for k, v in group.items() if k not in ("params", "initial_lr")}
+            build: Any = type(optimizer)
+            self.optimizer: Optimizer = build([{"params": [parameter], **options}], lr=group["lr"])
+        else:
+            names = {id(p): name for name, p in trainable(learner)}
+            views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
+            gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
+            groups = []
+            for g in optimizer.param_groups:
+                mine = []
+                for p in g["params"]:
+                    if id(p) not in names:
+                        continue
+                    parameter = nn.Parameter(views[names[id(p)]], requires_grad=False)
+                    parameter.grad = gradients[names[id(p)]]
+                    mine.append(parameter)
+                if mine:
+                    groups.append({**g, "params": mine})
+            self.optimizer = copy.copy(optimizer)
+            self.optimizer.param_groups, self.optimizer.state = groups, type(optimizer.state)(dict)
+        self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
+        self._options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+    def begin(self, factor: float, state: dict[str, Tensor] | None) -> None:
+        """Start a client: learning rates × ``factor``; state fresh, or the client's own."""
+        if self.plain:
+            self.rates = [base * factor for base in self.base]
+            return
+        self.optimizer.state.clear()
+        for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
+            group.update(copy.deepcopy(options))
+            group["lr"] = base * factor
+        if state:
+            self._load(state)
+
+    def step(self, gradient: Tensor) -> None:
+        if self.plain:
+            self._fused([self.x], [gradient.to(self.x.dtype).contiguous()])
+            return
+        if gradient is not self.gradient:
+            self.gradient.copy_(gradient)
+        self.optimizer.step()
+
+    def step_each(self, gradients: tuple[Tensor, ...]) -> None:
+        """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without the copy into g."""
+        dense = [g.to_dense() if g.is_sparse else g.contiguous() for g in gradients]
+        self._fused(self._views_of_x, dense)
+
+    def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
+        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel, which takes both in one order in memory."""
+        torch._fused_sgd_(
+            x, gradients, [], weight_decay=self.weight_decay, lr=self.rates[0], momentum=0.0, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=True,
+        )  # fmt: skip
+
+    def state(self) -> dict[str, Tensor]:
+        """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""
+        if self.plain:
+            return {}
+        rows: dict[str, Tensor] = {}
+        for j, parameter in enumerate(self._parameters()):
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    rows[f"optimizer.{j}.{name}"] = value.detach().clone()
+                elif isinstance(value, (int, float)):
+                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(value, dtype=torch.float64)
+                elif value is not None:
+                    raise UserError(
+                        f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s state {name!r}, a "
+                        f"{type(value).__name__}; tensors and numbers can be kept. Set it to False, or use another."
+                    )
+        return rows
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a step changes besides x, by name."""
+        if self.plain:
+            return {}
+        return {
+            f"optimizer.{j}.{name}": value
+            for j, parameter in enumerate(self._parameters())
+            for name, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
+        parameters = self._parameters()
+        for key, value in state.items():
+            _, j, name = key.split(".", 2)
+            name, _, kind = name.partition(":")
+            target = self.optimizer.state[parameters[int(j)]]
+            target[name] = kinds[kind](value.item()) if kind else value.clone()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for g in self.optimizer.param_groups for p in g["params"]]
+
+
+def is_flat(optimizer: Optimizer, learner: nn.Module) -> bool:
+    """Whether one flat vector can stand for the parameters: elementwise, one group, all of them."""
+    own = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ELEMENTWISE
+    if not own or len(optimizer.param_groups) != 1:
+        return False
+    return {id(p) for p in optimizer.param_groups[0]["params"]} >= {id(p) for _, p in trainable(learner)}
+
+
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    group = optimizer.param_groups[0]
+    return (
+        type(optimizer) is torch.optim.SGD
+        and len(optimizer.param_groups) == 1
+        and not (group["momentum"] or group["nesterov"] or group["maximize"])
+        and isinstance(group["lr"], float | int)
+    )
+
+
+def weight_decays(optimizer: Optimizer) -> list[float]:
+    """λ of each parameter group where it is part of the gradient; 0 where the optimizer decouples it (AdamW)."""
+    return [
+        0.0
+        if isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay")
+        else float(g.get("weight_decay", 0))
+        for g in optimizer.param_groups
+    ]
+
+
+def rates(optimizer: Optimizer, device: torch.device) -> ClientRates:
+    """The settings of the first group, before any decay, and in which of them the groups differ."""
+    first, several = optimizer.param_groups[0], ""
+    for what in ("lr", "weight_decay"):
+        values = sorted({float(g.get(what, 0)) for g in optimizer.param_groups})
+        if len(values) > 1 and not several:
+            several = f"{what} ({values})"
+    return ClientRates(
+        factor=1.0,
+        lr=torch.tensor(float(first["lr"]), dtype=torch.float64, device=device),
+        momentum=float(first.get("momentum", 0.0)),
+        weight_decay=weight_decays(optimizer)[0],
+        plain_sgd=is_plain_sgd(optimizer),
+        several=several,
+    )
+
+
+def of_server(factory: OptimizerFactory | None, w: Tensor) -> Optimizer:
+    """The server optimizer over w; without a factory SGD with learning rate 1."""
+    parameters: list[Any] = [w]
+    return torch.optim.SGD(parameters, lr=1.0) if factory is None else factory(parameters)
+
+
+def of_clients(factory: OptimizerFactory | None, learner: Any, note: Callable[[str], None]) -> Optimizer:
+    """The optimizer of the local steps, over the learner's parameters.
+
+    Raises:
+        UserError: it takes more than one gradient a step; or the learner gives none, or several.
+    """
+    if factory is not None:
+        optimizer = factory([p for _, p in trainable(learner)])
+    else:
+        optimizer, scheduler = from_learner(learner)
+        if scheduler:
+            note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
+            "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
+        )
+    return optimizer
+
+
+def from_learner(learner: Any) -> tuple[Optimizer, bool]:
+    """The one optimizer of ``configure_optimizers``, and whether there was a scheduler (which is ignored).
+
+    Raises:
+        UserError: none, or several.
+    """
+    given = learner.configure_optimizers()
+    scheduler = False
+    if isinstance(given, dict):
+        scheduler = "lr_scheduler" in given
+        given = given["optimizer"]
+    if isinstance(given, Sequence):
+        nested = len(given) == 2 and isinstance(given[0], Sequence)
+        optimizers = list(given[0]) if nested else list(given)
+        scheduler = nested and bool(given[1])
+        if optimizers and isinstance(optimizers[0], dict):
+            scheduler = scheduler or "lr_scheduler" in optimizers[0]
+            optimizers = [o["optimizer"] for o in optimizers]
+        if len(optimizers) != 1:
+            raise _not_one(learner, len(optimizers))
+        given = optimizers[0]
+    if given is None:
+        raise _not_one(learner, 0)
+    return given, scheduler
+
+
+def _not_one(learner: object, number: int) -> UserError:
+    return UserError(
+        f"learner {type(learner).__name__}: configure_optimizers gives {number} optimizers; a local step has exactly "
+        "one. Return one, or give it to the run: client_optimizer={'class_path': 'torch.optim.SGD', …}."
+    )

@@ -1,0 +1,42 @@
+"""What an engine must provide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Round
+
+Collect = Callable[[int, Clients], None]
+
+
+class Engine(Protocol):
+    """Who trains a round's clients."""
+
+    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+        """Train the clients of ``leaves`` (position in the sum, client), each from the round's model and buffers.
+
+        Args:
+            collect: takes what a client, which stands alone, brings home; in the thread that trained it.
+            tell: called in the caller's thread after each client.
+        """
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Within, PyTorch's kernels use that many threads."""
+    before = torch.get_num_threads()
+    if number != before:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,243 @@
+"""A learner whose trainable parameters are views into one client's vector, and the gradient of its loss."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from fl_lightning.learner import Layout, buffer_slots, check_trainable, fill, lightning_modules, tie, trainable
+from fl_lightning.round.context import Round
+
+Convert = Callable[[Any, Any], Any]
+SHIMS = ("log", "log_dict")
+
+
+class LearnerCopy:
+    """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and what the learner logs meanwhile.
+
+    Args:
+        learner: any LightningModule; its parameters are tied to ``x`` by :meth:`tied` or :meth:`attach`.
+        forward_context: around each forward pass: gradients on, and autocast where asked for.
+        convert: ``(learner, batch) -> batch``, from the learner's transfer hooks and the precision; None: as it is.
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        layout: Layout,
+        x: Tensor,
+        forward_context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
+        convert: Convert | None = None,
+    ) -> None:
+        self.learner, self.layout, self.x = learner, layout, x
+        self.g = torch.zeros_like(x)
+        self._views_of_g = layout.views(self.g.view(-1))
+        self._views = layout.views(x.view(-1))
+        self._second: tuple[Tensor, list[Tensor]] | None = None
+        self.parameters = [p for _, p in trainable(learner)]
+        self._slots, self._own_buffers = buffer_slots(learner)
+        self.forward_context, self.convert = forward_context, convert
+        self.step: Callable[..., Any] = learner.training_step
+        accepted = inspect.signature(self.step).parameters
+        self.takes_index = "batch_idx" in accepted or len(accepted) > 1
+        self.logging = False
+        self.logged: dict[str, list[Tensor]] = {}  # of the present step
+        self.sums: dict[str, Tensor] = {}  # over steps, float64; always the same tensors, which a recorded step adds to
+        self.numbers: dict[str, int] = {}
+        self.per_parameter = self.gradients
+        self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
+        self._gathering: dict[str, Metric] = {}
+        self._batch_start, self._batch_end = (
+            getattr(learner, hook)
+            if getattr(type(learner), hook).__qualname__.split(".")[0] not in ("ModelHooks", "LightningModule")
+            else None
+            for hook in ("on_train_batch_start", "on_train_batch_end")
+        )
+
+    @property
+    def has_batch_hooks(self) -> bool:
+        """Whether the learner has hooks around each batch."""
+        return self._batch_start is not None or self._batch_end is not None
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The learner's buffers as they are now: ``training_step`` may assign a new tensor to one."""
+        now = {name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()}
+        return {name: buffer for name, buffer in now.items() if buffer is not None}
+
+    def another(self) -> LearnerCopy:
+        """One with its own copy of the learner and its own x, for another thread."""
+        learner = self.learner
+        trainers = [(part, part._trainer) for part in lightning_modules(learner)]
+        for part, _ in trainers:
+            part._trainer = None
+        try:
+            copied = copy.deepcopy(learner)
+        finally:
+            for part, trainer in trainers:
+                part._trainer = trainer
+        another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
+        another.attach()
+        another.follow(learner)
+        return another
+
+    def attach(self) -> None:
+        """Make the learner's parameters views into x, and collect what it logs."""
+        tie(self.parameters, self._views)
+        for part in lightning_modules(self.learner):
+            for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
+                object.__setattr__(part, name, shim)
+
+    @contextmanager
+    def shifted(self, e: Tensor) -> Iterator[None]:
+        """Within, the learner's parameters are at x + e, in the storage of g, and gradients go elsewhere."""
+        if self._second is None:
+            second = torch.empty_like(self.g)
+            self._second = second, self.layout.views(second.view(-1))
+        first = self.g, self._views_of_g
+        torch.add(self.x, e, out=self.g)
+        tie(self.parameters, self._views_of_g)
+        self.g, self._views_of_g = self._second
+        try:
+            yield
+        finally:
+            tie(self.parameters, self._views)
+            self.g, self._views_of_g = first
+
+    @contextmanager
+    def tied(self, rest: Tensor) -> Iterator[None]:
+        """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
+        check_trainable(self.learner, self.layout)
+        parts = lightning_modules(self.learner)
+        before = [(part, {name: vars(part)[name] for name in SHIMS if name in vars(part)}) for part in parts]
+        self.attach()
+        try:
+            yield
+        finally:
+            for part, shims in before:
+                for name in SHIMS:
+                    part.__dict__.pop(name, None)
+                part.__dict__.update(shims)
+            tie(self.parameters, self.layout.views(rest))
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget what was logged and what the learner's metrics gathered."""
+        self.logged, self._gathering, self.numbers = {}, {}, {}
+        for total in self.sums.values():
+            total.zero_()
+        for metric in self.metrics:
+            metric.reset()
+
+    def follow(self, learner: nn.Module) -> None:
+        """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
+        check_trainable(learner, self.layout)
+        for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
+            if isinstance(own, (Metric, MetricCollection)):
+                continue
+            for name, value in theirs.__dict__.items():
+                if name == "_trainer" or (name not in SHIMS and _carries_over(value)):
+                    own.__dict__[name] = value if name == "_trainer" else copy.deepcopy(value)
+                elif isinstance(value, Tensor):
+                    own.__dict__[name] = value.detach()
+            for name, parameter in theirs._parameters.items():
+                twin = own._parameters.get(name)
+                if parameter is not None and twin is not None and not parameter.requires_grad:
+                    twin.data = parameter.data
+
+    def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
+        """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
+        self.logging = log
+        if self.convert is not None:
+            batch = self.convert(self.learner, batch)
+        if log and self._batch_start is not None:
+            self._batch_start(batch, step)
+        with self.forward_context():
+            output = self.step(batch, step) if self.takes_index else self.step(batch)
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; it has to return the "
+                "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
+                "learn from, return a zero loss (0 * loss)"
+            )
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        for name, values in self.logged.items():
+            self._add(name, values)
+        self.logged.clear()
+        if log and self._batch_end is not None:
+            self._batch_end(output, batch, step)
+        return gradients
+
+    def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
+        """∇ℓ(x; batch) ``(1, D)``. The returned storage is reused by the next call."""
+        fill(self._views_of_g, self.gradients(batch, step, log))
+        return self.g
+
+    def take_logs(self) -> dict[str, Tensor]:
+        """Means over the steps since the last call, float64 scalars; of a metric that was only updated, its value."""
+        for name, metric in self._gathering.items():
+            together, metric._to_sync = metric._to_sync, False  # other processes train other clients
+            self._add(name, [metric.compute().detach()])
+            metric._to_sync = together
+        means = {name: self.sums[name] / number for name, number in self.numbers.items()}
+        for total in self.sums.values():
+            total.zero_()
+        self.logged, self._gathering, self.numbers = {}, {}, {}
+        return means
+
+    def _add(self, name: str, values: list[Tensor]) -> None:
+        if name not in self.sums:
+            self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.x.device)
+        for value in values:
+            self.sums[name].add_(value.reshape(()))
+        self.numbers[name] = self.numbers.get(name, 0) + len(values)
+
+    def load(self, round: Round) -> None:
+        """To the server's model and buffers."""
+        self.x.copy_(round.w)
+        self.load_buffers(round.buffers)
+
+    def load_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Set buffers to copies of values, in the tensors that the learner had at first."""
+        for name, places in self._slots.items():
+            own, value = self._own_buffers[name], values.get(name)
+            if own is None or value is None or own.shape != value.shape:  # a hook made it anew between rounds
+                own = None if value is None else value.clone()
+            else:
+                own.copy_(value)
+            for module, leaf in places:
+                module._buffers[leaf] = own
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.logging:
+            return
+        if isinstance(value, Metric):
+            if value._forward_cache is None:
+                self._gathering[name] = value
+                return
+            value = value._forward_cache
+        if not isinstance(value, Tensor):
+            value = torch.tensor(float(value), device=self.x.device)
+        self.logged.setdefault(name, []).append(value.detach())
+
+    def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
+        for name, value in items:
+            self._log(name, value)
+
+
+def _carries_over(value: object) -> bool:
+    """Whether an attribute is plain data, which a copy of the learner can take over by value."""
+    if isinstance(value, (list, tuple, set)):
+        return all(_carries_over(v) for v in value)
+    if isinstance(value, dict):
+        return all(_carries_over(k) and _carries_over(v) for k, v in value.items())
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)

@@ -1,0 +1,130 @@
+"""One local step, in the order in which each method's rule has its place; the same in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.round.clients import Clients
+
+
+@dataclass
+class Work:
+    """What local training needs besides the round: the same for all rounds of a run.
+
+    Args:
+        data: ``client_batches`` and ``full_batches`` of each client.
+        seed: the run's.
+        keep_optimizer_state: whether a client's optimizer goes on from its latest round.
+        draws: whether learner or data may draw from the process's generators, which are then seeded a client.
+    """
+
+    data: Any
+    methods: Methods
+    seed: int
+    clip_norm: float | None = None
+    keep_optimizer_state: bool = False
+    draws: bool = True
+
+
+class Model(Protocol):
+    """What local steps train: one client's copy of the learner, or several stacked.
+
+    ``per_parameter``: as ``gradient``, one tensor a parameter; None where there are none.
+    """
+
+    x: Tensor
+
+    @property
+    def per_parameter(self) -> Callable[..., tuple[Tensor, ...]] | None: ...
+
+    @property
+    def buffers(self) -> dict[str, Tensor]: ...
+
+    def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor: ...
+
+    def shifted(self, e: Tensor) -> AbstractContextManager[None]: ...
+
+    def load_buffers(self, values: Mapping[str, Tensor]) -> None: ...
+
+
+class LocalStep:
+    """Takes the clients' model one step on: ``step(batch, index)``.
+
+    ``clipped`` ``(n,)``: in how many steps the clipping was active; None without clipping.
+    """
+
+    def __init__(self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer) -> None:
+        methods = work.methods
+        self.model, self.clients, self.optimizer, self.methods = model, clients, optimizer, methods
+        self.draws = work.draws
+        self.perturb, self.mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
+        self.corrections, self.step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
+        self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
+        if self.limit is not None:
+            clients.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
+        changed = self.mix is not None or bool(self.corrections) or self.limit is not None
+        as_vector = changed or not optimizer.plain  # somebody asks for the gradient as (n, D)
+        self.per_parameter = None if as_vector else model.per_parameter
+        self.all_generators = True
+
+    @property
+    def clipped(self) -> Tensor | None:
+        return None if self.limit is None else self.clients.clipped
+
+    def __call__(self, batch: Any, index: Any) -> None:
+        gradient = self.loss_gradient(batch, index)
+        if self.per_parameter is not None:
+            self.optimizer.step_each(gradient)
+        else:
+            if self.mix is not None:
+                gradient = self.methods.gradient(self.mix, self.clients, gradient)
+            for correct in self.corrections:
+                gradient = self.methods.gradient(correct, self.clients, gradient)
+            if self.limit is not None:
+                gradient = self.clip(gradient)
+            self.optimizer.step(gradient)
+        for end in self.step_ends:
+            end(self.clients)
+
+    def loss_gradient(self, batch: Any, index: Any) -> Any:
+        """∇ℓ at x, or at the perturbed point: same batch, same random numbers; without weight decay."""
+        gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
+        if self.perturb is None:
+            return gradient_of(batch, index)
+        before = RandomState(self.model.x, not self.all_generators) if self.draws else None
+        with self.perturbed(self.perturb, batch, index, before):
+            gradient = gradient_of(batch, index, log=False)
+        if self.all_generators and before is not None:  # a learner draws from NumPy's at once, or never
+            self.all_generators = before.drawn_since()
+        return gradient
+
+    @contextmanager
+    def perturbed(
+        self, perturb: Callable[..., Any], batch: Any, index: Any, before: RandomState | None
+    ) -> Iterator[None]:
+        """Within, gradients are at x + e, with the random numbers of the first pass; its buffers come back."""
+        first = self.model.gradient(batch, index)
+        after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
+        e = checked_rows(perturb, perturb(self.clients, first), first)
+        if before is not None:
+            before.restore()
+        try:
+            with self.model.shifted(e):
+                yield
+        finally:
+            self.model.load_buffers(after)
+
+    def clip(self, gradient: Tensor) -> Tensor:
+        """× min(1, clip_norm/‖g‖), each client over all D coordinates."""
+        factor: Tensor = (self.limit / self.clients.norm(gradient)).clamp(max=1)
+        self.clients.clipped.add_((factor < 1)[:, 0])
+        return gradient * factor

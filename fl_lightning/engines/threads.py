@@ -1,0 +1,86 @@
+"""``concurrent`` on a CPU: several clients side by side in one process, each worker a thread.
+
+A client is trained on one intra-op thread whatever the number of workers, and the sum over clients does not depend on
+who finished when: same bits for any number of workers, and as the sequential engine on one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from fl_lightning.engines.engine import Collect
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.engines.worker import Worker
+from fl_lightning.round.context import Round
+
+WORTH = 20  # steps of a worker in a round, before a recording has saved what it costs
+WAITING_BYTES = 2**28  # so much may wait in the sum, so that the largest clients can go first
+
+
+class Threads:
+    """A thread for each worker; the learner itself stays at the global model.
+
+    Args:
+        workers: with ``draws=False``: the process has one random generator of each kind, which threads would race for.
+        learner: whose attributes, changed by its hooks between rounds, the workers' copies follow.
+        warn: told when something drew random numbers all the same.
+    """
+
+    def __init__(self, workers: list[Worker], learner: Any, warn: Callable[[str], None]) -> None:
+        self.workers, self.learner, self._warn = workers, learner, warn
+        self._free = deque(workers)
+        self.pool = ThreadPoolExecutor(len(workers), "client", initializer=torch.set_num_threads, initargs=(1,))
+
+    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+        for worker in self.workers:
+            worker.copy.follow(self.learner)
+            worker.forget()
+        leaves = largest_first(round, leaves)
+        replay = sum(round.steps[client] for _, client in leaves) >= WORTH * len(self.workers)
+        before = RandomState()
+        stop = threading.Event()
+
+        def train(leaf: int, client: int) -> None:
+            worker = self._free.popleft()
+            try:
+                with torch.no_grad():
+                    collect(leaf, worker.train(round, client, stop, replay))
+            finally:
+                self._free.append(worker)
+
+        waiting = {self.pool.submit(train, leaf, client) for leaf, client in leaves}
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for job in done:
+                    job.result()
+                    tell()
+        except BaseException:
+            stop.set()  # threads end at their next step
+            self.close()
+            raise
+        finally:
+            for worker in self.workers:
+                worker.copy.reset()
+        if before.drawn_since():
+            self._warn(
+                "something drew from a global random generator during a round of engine='concurrent', where the order "
+                "of draws is left to chance, so the run cannot be repeated exactly; engine='sequential' can"
+            )
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown(cancel_futures=True)
+
+
+def largest_first(round: Round, leaves: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The leaves by number of steps, where what waits in the sum for its turn then fits into memory."""
+    if len(leaves) * round.w.nbytes > WAITING_BYTES:
+        return leaves
+    return sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])

@@ -1,0 +1,153 @@
+"""A worker trains one client at a time: a copy of the learner, its optimizer, and on a GPU a stream of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.engines.local_step import LocalStep, Work
+from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.engines.replay.capture import Capture
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Round
+
+
+class Worker:
+    """Trains clients one after the other, each from the server's model.
+
+    Args:
+        copy: of the learner; of the sequential engine the learner itself.
+        recorder: replays local steps that it has recorded; None: each runs as it is.
+        stream: on a GPU, where it computes; None: where its caller does.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        copy: LearnerCopy,
+        optimizer: ClientOptimizer,
+        recorder: Capture | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.work, self.copy, self.optimizer = work, copy, optimizer
+        self.recorder, self.stream = recorder, stream
+
+    def train(self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True) -> Clients:
+        """One client's round, to ``on_local_end``; what it brings home holds until the next one begins.
+
+        Raises:
+            Stopped: ``stop`` was set meanwhile.
+            Exception: from the learner, the data or a method, with a note that names round, client and step.
+        """
+        work, copy, optimizer = self.work, self.copy, self.optimizer
+        clients = Clients(round, [client], copy.x, self.full_gradient)
+        batches = Counted(work.data.client_batches(client, round.t, round.steps[client], device=copy.x.device), stop)
+        try:
+            copy.load(round)
+            if work.draws:
+                seed_client(work.seed, round.t, client)
+            begin(work, clients)
+            optimizer.begin(round.rates.factor, self.optimizer_rows(round, client))
+            copy.reset()  # what another client, or a full gradient, left in the learner's metrics
+            step = LocalStep(work, copy, clients, optimizer)
+            if self.recorder is not None and replay:
+                self.recorder.run(step, iter(batches), clients, optimizer, copy)
+            else:
+                for index, batch in enumerate(batches):
+                    step(batch, index)
+            for name, mean in copy.take_logs().items():
+                clients.logs[name] = mean.reshape(1)
+            if step.clipped is not None:
+                clients.logs["clipped_steps"] = step.clipped / round.steps[client]
+            work.methods.run("on_local_end", clients)
+        except Exception as error:
+            copy.logged = {}
+            tell_where(error, f"in round {round.t}, client {client}, local step {batches.step} (all counted from 0)")
+            raise
+        clients.buffers = copy.buffers
+        clients.optimizer_rows = optimizer.state() if work.keep_optimizer_state else {}
+        return clients
+
+    def full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
+        """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers and randomness stay."""
+        (client,) = clients.client_ids
+        work, copy, at = self.work, self.copy, at.view(1, -1)
+        buffers = {name: buffer.clone() for name, buffer in copy.buffers.items()}
+        point, held = copy.x.clone(), copy.g.clone()
+        total = torch.zeros_like(copy.x)
+        with random_state_kept(at) if work.draws else nullcontext():
+            if work.draws:
+                seed_client(work.seed, clients.round, client, "full")
+            copy.x.copy_(at)
+            try:
+                for step, (batch, number) in enumerate(work.data.full_batches(client, device=copy.x.device)):
+                    copy.load_buffers(buffers)
+                    total += copy.gradient(batch, step, log=False) * (number / clients._round.sizes[client])
+            finally:
+                copy.x.copy_(point)
+                copy.g.copy_(held)
+                copy.load_buffers(buffers)
+        return total + clients.weight_decay * at
+
+    def optimizer_rows(self, round: Round, client: int) -> dict[str, Tensor] | None:
+        """The client's optimizer state of its latest round, where it is kept."""
+        if not self.work.keep_optimizer_state:
+            return None
+        rows = {name: round.read(name, client) for name in round.optimizer_rows}
+        return {name: row for name, row in rows.items() if row is not None}
+
+    def forget(self) -> None:
+        """A new round: what a recording holds fixed may have changed."""
+        if self.recorder is not None:
+            self.recorder.forget()
+
+    def __enter__(self) -> None:
+        """What the caller's stream has been given comes first."""
+        self._context: AbstractContextManager[Any] = nullcontext()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self._context = torch.cuda.stream(self.stream)
+        self._context.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._context.__exit__(*failure)
+
+
+def begin(work: Work, clients: Clients) -> None:
+    """From the server's model, and parts that clients keep, to where methods let them start."""
+    clients.take_kept_parts()
+    before = clients.x._version
+    work.methods.run("on_local_start", clients)
+    if clients.x._version != before and not work.methods.move_starts:
+        raise TypeError("an on_local_start changed clients.x, and its class has moves_start = False")
+    clients.begin(own_starts=work.methods.move_starts)
+
+
+class Stopped(Exception):
+    """Another client of the round failed, or the run was interrupted."""
+
+
+class Counted:
+    """Batches, with the number of the present one in ``step``; ends with :class:`Stopped` when ``stop`` is set."""
+
+    def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:
+        self.batches, self.stop, self.step = batches, stop, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.step, batch in enumerate(self.batches):  # noqa: B020
+            if self.stop is not None and self.stop.is_set():
+                raise Stopped
+            yield batch
+
+
+def tell_where(error: Exception, where: str) -> None:
+    """Add a note to an error, where Python has notes."""
+    if hasattr(error, "add_note"):
+        error.add_note(where)

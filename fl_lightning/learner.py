@@ -1,0 +1,166 @@
+"""What a learner is: its trainable parameters as one flat vector, its buffers, its layers, the modules inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import UserError
+
+LAYERS = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.MultiheadAttention,
+)
+
+
+class Layout(dict[str, tuple[slice, torch.Size]]):
+    """``{parameter name: (slice into the flat vector, shape)}`` of the parameters with ``requires_grad``.
+
+    In ``named_parameters()`` order, each in C order whatever its memory format.
+
+    >>> layout = Layout(nn.Linear(3, 2))
+    >>> layout.size, layout["bias"]
+    (8, (slice(6, 8, None), torch.Size([2])))
+
+    ``layers``: the names of each layer's parameters, as :func:`layers_of` has them.
+    """
+
+    def __init__(self, learner: nn.Module) -> None:
+        super().__init__()
+        start = 0
+        for name, parameter in trainable(learner):
+            self[name] = (slice(start, start + parameter.numel()), parameter.shape)
+            start += parameter.numel()
+        self.size = start
+        self.layers = [[name for name in names if name in self] for names in layers_of(learner)]
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The parameters' views into ``vector`` ``(D,)``, in layout order."""
+        return [vector[where].view(shape) for where, shape in self.values()]
+
+
+def trainable(learner: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters with ``requires_grad``, in registration order."""
+    return ((name, p) for name, p in learner.named_parameters() if p.requires_grad)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other, each in C order, as ``(D,)``."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into views of a flat vector."""
+    dense = [t.to_dense() if t.is_sparse else t for t in tensors]
+    if views[0].is_cuda:
+        torch._foreach_copy_(views, dense)
+        return
+    for view, t in zip(views, dense, strict=True):  # on a CPU half the time of torch.cat(out=…)
+        view.copy_(t)
+
+
+def all_finite(v: Tensor) -> bool:
+    """Whether no entry is infinite or NaN; a finite sum, which is quick, says so."""
+    return bool(torch.isfinite(v.sum())) or bool(torch.isfinite(v).all())
+
+
+def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+    """Make the parameters share storage with views into a flat vector."""
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+
+
+def lightning_modules(learner: nn.Module) -> list[Any]:
+    """The learner and the LightningModules inside it, of either namespace."""
+    return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
+
+
+def check_trainable(learner: nn.Module, layout: Layout) -> None:
+    """Refuse another set of trainable parameters than the run began with.
+
+    Raises:
+        UserError: ``requires_grad`` of some was changed since.
+    """
+    now = {name for name, _ in trainable(learner)}
+    if now == layout.keys():
+        return
+    frozen, added = (sorted(names) for names in (layout.keys() - now, now - layout.keys()))
+    what = [f"{n[0]}{', …' if len(n) > 1 else ''} {how}" for n, how in ((frozen, "frozen"), (added, "unfrozen")) if n]
+    raise UserError(
+        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began (requires_grad was changed, by a "
+        "hook or a callback such as BaseFinetuning). The set of trainable parameters is fixed at the start of a fit: "
+        "set requires_grad in __init__, setup or configure_model; for another set, begin another fit with init_from."
+    )
+
+
+def buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
+    """Where each buffer is registered (shared ones in several places), and the tensor there, or None."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    tensors: dict[str, Tensor | None] = {}
+    names: dict[int, str] = {}
+    for prefix, module in learner.named_modules():
+        for leaf, buffer in module._buffers.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            name = name if buffer is None else names.setdefault(id(buffer), name)
+            slots.setdefault(name, []).append((module, leaf))
+            tensors[name] = buffer
+    return slots, tensors
+
+
+def buffer_values(learner: nn.Module) -> dict[str, Tensor]:
+    """Copies of a learner's buffers by name."""
+    return {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
+
+
+def layers_of(learner: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each layer; parameters of other modules belong to the last layer registered before."""
+    layers: list[list[str]] = []
+    early: list[str] = []
+    inside = "\0"
+    for name, module in learner.named_modules():
+        prefix = name + "." if name else ""
+        if name.startswith(inside):
+            continue
+        layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
+        own = [prefix + p for p, _ in module.named_parameters(recurse=layer)]
+        if layer:
+            layers.append(own)
+            inside = prefix or "\0"
+        else:
+            (layers[-1] if layers else early).extend(own)
+    if layers:
+        layers[0] = early + layers[0]
+    return layers or [early]
+
+
+def check_learner_parameters(learner: nn.Module) -> None:
+    """Refuse what has no place in one flat vector.
+
+    Raises:
+        UserError: lazy parameters, several dtypes, or nothing to train.
+    """
+    lazy = [n for n, p in learner.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UserError(
+            f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is not known yet. "
+            "Run one batch through it first, or build it with the sizes written out (Linear, not LazyLinear)."
+        )
+    dtypes = {p.dtype for _, p in trainable(learner)}
+    if len(dtypes) > 1:
+        named = ", ".join(sorted(str(d) for d in dtypes))
+        raise UserError(
+            f"learner {type(learner).__name__} has trainable parameters of several dtypes ({named}); a federated run "
+            "needs one. Convert it (learner.float()) or freeze the others (requires_grad_(False))."
+        )
+    if not dtypes:
+        raise UserError(
+            f"learner {type(learner).__name__} has no trainable parameters: nothing to average. Leave requires_grad "
+            "on for at least one, and create them in __init__, setup or configure_model."
+        )

@@ -1,0 +1,181 @@
+"""The federated loop: one round, from the token to the commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation import server_update, traffic
+from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.server_update import ServerStep, diverged_text
+from fl_lightning.aggregation.tree_sum import visiting_order
+from fl_lightning.engines.engine import Engine
+from fl_lightning.errors import Diverged
+from fl_lightning.learner import all_finite
+from fl_lightning.methods import Methods
+from fl_lightning.round.cohort import Cohort
+from fl_lightning.round.context import ClientRates, Round
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.partial import Parts
+from fl_lightning.round.server import Server
+from fl_lightning.schedules import decay_factor
+from fl_lightning.settings import Settings
+from fl_lightning.storage.run_state import RunState
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class FederatedLoop:
+    """Runs rounds on what the run owns; a round that fails leaves all of it as if it had never begun.
+
+    Args:
+        client_rates: the client optimizer's settings before any decay.
+        participants: t → who is sampled in round t, ascending.
+        report: takes a round's metrics, before it is committed.
+        tell: called after each client with how many are done, of how many of this process.
+        note: takes what the user should know.
+        rank, world_size: of this process: it trains every ``world_size``-th participant.
+    """
+
+    settings: Settings
+    model: GlobalModel
+    cohort: Cohort
+    methods: Methods
+    state: RunState
+    engine: Engine
+    server_step: ServerStep
+    client_rates: ClientRates
+    parts: Parts | None
+    participants: Callable[[int], tuple[int, ...]]
+    report: Callable[[Metrics, int], None]
+    tell: Callable[[int, int], None]
+    note: Callable[[str], None]
+    rank: int = 0
+    world_size: int = 1
+
+    def run_round(self, t: int) -> Metrics:
+        """Round t, committed when this returns; gives what was logged."""
+        began = time.perf_counter()
+        round = self.begin(t)
+        ledger = Ledger(round)
+        self.methods.bind(ledger)
+        with ledger.server_hooks():
+            self.methods.run("on_round_start", Server(round, ledger))
+
+        ledger.total, diverged = self.train(round, ledger)
+        ledger.finished = self.finished(round, diverged)
+
+        with self.server_step.undone_on_failure(self.model, round) as w_before, ledger.server_hooks():
+            server = Server(round, ledger)
+            server.w_before = w_before
+            self.update(ledger, server)
+            self.step(server)
+            self.evaluate(ledger, server)
+            server.communication = traffic.of_round(ledger, self.methods)
+            if ledger.finished:
+                self.methods.run("on_round_end", server)
+            metrics = self.metrics(ledger, server)
+            rows = self.state.rows.bring_home(ledger.settled_rows(self.methods.declared) if ledger.finished else {})
+            server_states = ledger.settled_server(self.methods.declared) if ledger.finished else {}
+            metrics["time/round"] = time.perf_counter() - began
+            self.report(metrics, t)
+            self.state.commit(t, rows, server_states)
+        self.state.rows.store.make_room()  # may fail, when the round is over
+        return metrics
+
+    def begin(self, t: int) -> Round:
+        """Who takes part, from which model, at which rates: the facts of the round."""
+        ids = list(self.participants(t))
+        sizes = self.cohort.sizes(ids)
+        factor = decay_factor(self.settings.lr_decay, t)
+        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
+        self.state.rows.fetch(ids)
+        w, initial = self.model.w.detach(), self.state.initial_vector
+        return Round(
+            t=t,
+            ids=ids,
+            steps={i: self.cohort.steps(i) for i in ids},
+            sizes=sizes,
+            weights={i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids},
+            num_clients=self.cohort.m,
+            w=w,
+            w0=w if initial is None else initial,
+            evaluated=self.model.evaluated.detach(),
+            buffers=self.model.buffers(),
+            layout=self.model.layout,
+            rates=self.client_rates.decayed(factor),
+            read=self.state.rows.read,
+            server_states=dict(self.state.server),
+            optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
+            parts=self.parts,
+        )
+
+    def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
+        """This process's participants train; gives the ordered sum over all of the round, and who diverged."""
+        own = round.ids[self.rank :: self.world_size]
+        contributions = Contributions(ledger, self.methods, len(own), self.settings.buffers == "average")
+        done = 0
+
+        def tell() -> None:
+            nonlocal done
+            done += 1
+            self.tell(done, len(own))
+
+        self.engine.train(round, [(leaf, own[leaf]) for leaf in visiting_order(len(own))], contributions.add, tell)
+        return contributions.total()
+
+    def finished(self, round: Round, diverged: list[int]) -> list[int]:
+        """The clients that count, without those whose update is not finite."""
+        if diverged and self.settings.on_nonfinite == "stop":
+            raise Diverged(diverged_text(round.t, f"the update of client {diverged[0]}"))
+        if diverged:
+            self.note(f"round {round.t}: clients {diverged} were left out, their updates are not finite")
+        return [i for i in round.ids if i not in set(diverged)]
+
+    def update(self, ledger: Ledger, server: Server) -> None:
+        """``server.update``: aggregated, and changed by methods; zero where nothing is averaged, or nobody finished."""
+        if not ledger.finished:
+            server.update = torch.zeros_like(server.w)
+            return
+        server.update = server_update.aggregated(ledger, self.methods, server)
+        self.methods.run("on_server_update", server)
+        server.update = server_update.masked(server)
+
+    def step(self, server: Server) -> None:
+        """The server optimizer's step to w^{t+1}."""
+        keep = server.averaged if server.n else torch.zeros_like(server.w, dtype=torch.bool)
+        self.server_step.step(self.model.w, server.update, keep)
+        if not all_finite(server.w):
+            raise Diverged(diverged_text(server.round, "the server's model"))
+
+    def evaluate(self, ledger: Ledger, server: Server) -> None:
+        """What is evaluated from here on, and the server's buffers."""
+        self.model.evaluate_at(server_update.evaluated(ledger, server))
+        server.evaluated = self.model.evaluated.detach()
+        self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
+
+    def metrics(self, ledger: Ledger, server: Server) -> Metrics:
+        """What the learner, the clients' hooks and the server's hooks logged."""
+        self.warn_of_mean_gradient(ledger)
+        total = ledger.total
+        means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
+        logged = {name: float(value) for name, value in server.logs.items()}
+        return {**means, **logged, "client_lr": float(ledger.round.rates.lr)}
+
+    def warn_of_mean_gradient(self, ledger: Ledger) -> None:
+        """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps' gradients."""
+        if not ledger.mean_gradient_read:
+            return
+        what = (
+            "a method of this run takes displacement / (η K) for the mean gradient of the local steps, which it is not"
+        )
+        if not self.client_rates.plain_sgd:
+            self.note(f"{what} with a client optimizer other than plain SGD (it is 10 times that with momentum 0.9)")
+        if float(ledger.total.get("log:clipped_steps", 0)) > 0:
+            self.note(f"{what} while clipping is active (clip_norm={self.settings.clip_norm:g})")

@@ -1,0 +1,268 @@
+"""What local hooks see of a round: ``n`` clients that train together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fl_lightning.devices import to_device
+from fl_lightning.learner import Layout
+from fl_lightning.round.context import Round
+from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
+from fl_lightning.state import ClientState, Scratch, Upload
+
+
+class Clients:
+    """``n`` clients that train together, as local hooks see them; per-client scalars are columns ``(n, 1)``.
+
+    Args:
+        x: ``(n, D)``, where their models are.
+        full_gradient: ``(clients, x)`` → the gradient of their whole objectives there, by whoever trains them.
+    """
+
+    def __init__(
+        self, round: Round, ids: list[int], x: Tensor, full_gradient: Callable[[Clients, Tensor], Tensor] | None = None
+    ) -> None:
+        self._round, self._x = round, x
+        self._ids = ids
+        self._full_gradient = full_gradient
+        self.looked_up = self.mean_gradient_read = False
+        self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
+        self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
+        self._rows: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._declared: dict[str, ClientState | Scratch] = {}
+        self.uploads: dict[str, Tensor] = {}
+        self.logs: dict[str, Tensor] = {}
+        self.transmitted: tuple[float | None, float | None] = (None, None)
+        self.kept_origin: Tensor | None = None
+        self.kept_elapsed: Tensor | None = None
+        self.kept_mask: Tensor | None = None
+        self._start: Tensor | None = None
+        self.clipped: Tensor
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Who, as numbers; a local step that asks is not replayed for other clients."""
+        self.looked_up = True
+        return self._ids
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Who: ``(n,)`` int64."""
+        return to_device(self._ids, self._x.device)
+
+    @property
+    def x(self) -> Tensor:
+        """The clients' models ``(n, D)``; assigning copies into them."""
+        return self._x
+
+    @x.setter
+    def x(self, value: Tensor) -> None:
+        if value is not self._x:
+            self._x.copy_(value)
+
+    @property
+    def w(self) -> Tensor:
+        """The server's model w^t ``(D,)``."""
+        return self._round.w
+
+    @property
+    def initial_model(self) -> Tensor:
+        """w^0 ``(D,)``, kept where a state of the run starts from it."""
+        return self._round.w0
+
+    @property
+    def evaluated(self) -> Tensor:
+        """What was evaluated last ``(D,)``: w^t, but under partial averaging."""
+        return self._round.evaluated
+
+    @property
+    def num_clients(self) -> int:
+        """Registered clients m."""
+        return self._round.num_clients
+
+    @property
+    def start(self) -> Tensor:
+        """x_{i,0} ``(n, D)``, from the first step on."""
+        if self._start is None:
+            raise RuntimeError("clients.start is known from the first local step on, not in on_local_start")
+        return self._start
+
+    @property
+    def round(self) -> int:
+        """t = 0, 1, …"""
+        return self._round.t
+
+    @property
+    def layout(self) -> Layout:
+        return self._round.layout
+
+    @property
+    def lr(self) -> Tensor:
+        """This round's client learning rate, a scalar tensor."""
+        self._round.rates.require_one()
+        return self._round.rates.lr
+
+    @property
+    def momentum(self) -> float:
+        """Of the client optimizer; 0 where it has none."""
+        return self._round.rates.momentum
+
+    @property
+    def weight_decay(self) -> float:
+        """λ of the client optimizer where it is part of the gradient; 0 where it is decoupled (AdamW)."""
+        return self._round.rates.weight_decay
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """K_i ``(n, 1)``."""
+        return self._column(self._round.steps)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Numbers of samples N_i ``(n, 1)``."""
+        return self._column(self._round.sizes)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Aggregation weights p_i ``(n, 1)`` among the round's participants."""
+        return self._column(self._round.weights) / sum(self._round.weights.values())
+
+    @property
+    def origin(self) -> Tensor:
+        """Where the clients' present displacement began ``(n, D)``: ``start``, except on parts kept since."""
+        return self.start if self.kept_origin is None else self.kept_origin
+
+    @property
+    def elapsed(self) -> Tensor:
+        """Σ η K since ``origin``: ``(n, 1)``, or ``(n, D)`` with partial averaging."""
+        self._round.rates.require_one()
+        return self.total_elapsed()
+
+    def total_elapsed(self) -> Tensor:
+        here = self.steps * self._round.rates.lr.to(self.steps.dtype)
+        return here if self.kept_elapsed is None else here + self.kept_elapsed
+
+    @property
+    def mean_gradient(self) -> Tensor:
+        """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed."""
+        elapsed = self.elapsed
+        self.mean_gradient_read = True
+        return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
+
+    def norm(self, v: Tensor) -> Tensor:
+        """‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
+        norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        return norm
+
+    def full_gradient(self, x: Tensor) -> Tensor:
+        """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight decay included."""
+        assert self._full_gradient is not None
+        return self._full_gradient(self, x)
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Log a value a client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under ``name``."""
+        self.logs[name] = values.detach().reshape(len(self._ids))
+
+    def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
+        """Say how much ``transmit`` sends, each client, in place of D parameters."""
+        self.transmitted = (parameters, bytes)
+
+    def rows(self, key: str, declaration: ClientState | Scratch) -> Tensor:
+        """The round's staged rows of a state, loaded at first access."""
+        if key not in self._rows:
+            self._keep(key, declaration, torch.stack([self._load(key, declaration, i) for i in self._ids]))
+        return self._rows[key]
+
+    def _keep(self, key: str, declaration: ClientState | Scratch, rows: Tensor) -> None:
+        self._declared[key], self._rows[key], self._versions[key] = declaration, rows, rows._version
+
+    def _load(self, key: str, declaration: ClientState | Scratch, client: int) -> Tensor:
+        row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
+        if row is None and declaration.initial == "zeros":
+            like = self._x[0] if declaration.shape is None else self._x.new_empty(declaration.shape)
+            return torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device).expand_as(like)
+        if row is None:
+            return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
+        return to_device(row, self._x.device)
+
+    def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None:
+        if key not in self._rows and isinstance(declaration, Scratch):  # its zeros would be overwritten
+            one = self._load(key, declaration, self._ids[0])
+            self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))
+        rows = self.rows(key, declaration)
+        if value is not rows:
+            rows.copy_(torch.as_tensor(value))
+        self._versions[key] = -1
+
+    def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
+        shape = self._x.shape[1:] if declaration.shape is None else torch.Size(declaration.shape)
+        kind = self._x.dtype if declaration.dtype is None else declaration.dtype
+        self.uploads[key] = torch.as_tensor(value).to(kind).expand(len(self._ids), *shape)
+
+    def step_tensors(self) -> dict[str, Tensor]:
+        """What a local step may read or change, x aside, by name: columns, starts and rows of states."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "_x"}
+        return {**own, **self._rows}
+
+    def given(self) -> list[Tensor]:
+        """What hooks have logged and uploaded so far."""
+        return [*self.logs.values(), *self.uploads.values()]
+
+    def take_kept_parts(self) -> None:
+        """Put the parts that they keep into ``x``, where these are newer than the server's; note since when."""
+        round, parts, x = self._round, self._round.parts, self._x
+        if parts is None:
+            return
+        origin, mask = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        elapsed = torch.zeros(x.shape, dtype=round.wide, device=x.device)
+        for row, client in enumerate(self.client_ids):
+            written = round.read(WRITTEN, client)
+            if written is None:
+                continue
+            copy, began = round.read(COPY, client), round.read(ORIGIN, client)
+            since = round.read(ELAPSED, client)
+            assert copy is not None and began is not None and since is not None
+            for p, (part, period) in enumerate(zip(parts.masks, parts.periods, strict=True)):
+                if parts.valid(round.t, int(written), period):
+                    mask[row] |= part
+                    elapsed[row][part] = since[p].to(elapsed)
+            full = torch.zeros_like(x[row])
+            full[parts.kept] = copy.to(x)
+            x[row] = torch.where(mask[row], full, x[row])
+            origin[row][parts.kept] = began.to(x)
+        self.kept_origin, self.kept_elapsed, self.kept_mask = origin, elapsed, mask
+
+    def kept_parts(self) -> dict[str, Tensor]:
+        """The rows of parts that a client, which stands alone, keeps after the round."""
+        parts = self._round.parts
+        if parts is None or not parts.masks:
+            return {}
+        elapsed = self.total_elapsed().expand_as(self._x)[0]
+        return {
+            COPY: self._x[0][parts.kept].clone(),
+            ORIGIN: self.origin[0][parts.kept].clone(),
+            ELAPSED: torch.stack([elapsed[mask][0] for mask in parts.masks]),
+            WRITTEN: torch.tensor(self.round),
+        }
+
+    def begin(self, own_starts: bool) -> None:
+        """Starts are final: remember them; ``own_starts``: a method may have moved them from w."""
+        own = own_starts or self.kept_mask is not None
+        self._start = self._x.clone() if own else self._round.w.expand_as(self._x)
+        if self.kept_mask is not None and self.kept_origin is not None:
+            self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self._start)
+
+    def written(self) -> Iterator[tuple[str, Tensor]]:
+        """Rows of states that outlive the round, where they were assigned or changed in place."""
+        for key, rows in self._rows.items():
+            if isinstance(self._declared[key], ClientState) and rows._version != self._versions[key]:
+                yield key, rows
+
+    def _column(self, values: dict[int, int] | dict[int, float]) -> Tensor:
+        column = [[values[i]] for i in self._ids]
+        return to_device(column, self._x.device, self._round.wide)

@@ -1,0 +1,75 @@
+"""Who takes part in a round and how much each client does: functions of (seed, round), known before the round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+from fl_lightning.checks import count_participants
+from fl_lightning.sampling import generator
+
+
+class Cohort:
+    """The registered clients, and who of them works how much in a round.
+
+    Args:
+        data: of the run: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
+        seed: the run's, of which all draws are functions.
+
+    The other arguments are :class:`~fl_lightning.FederatedModule`'s.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        seed: int,
+        participation: int | float | str,
+        sampling: str,
+        local_epochs: float | None,
+        local_steps: int | None,
+    ) -> None:
+        self.data, self.seed = data, seed
+        self.participation, self.sampling = participation, sampling
+        self.local_epochs, self.local_steps = local_epochs, local_steps
+
+    @property
+    def n(self) -> int:
+        """Clients a round; with Bernoulli sampling on average."""
+        return count_participants(self.participation, self.m)
+
+    @property
+    def m(self) -> int:
+        """Registered clients."""
+        return int(self.data.num_clients)
+
+    @property
+    def most(self) -> int:
+        """The most clients that a round can have."""
+        return self.n if self.sampling == "uniform" else self.m
+
+    def participants(self, t: int) -> tuple[int, ...]:
+        """Who is sampled in round t, ascending; the same in every process and after every resume."""
+        n, m = self.n, self.m
+        draw = generator(self.seed, "participants", t)
+        if self.sampling == "bernoulli":
+            n = max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
+        return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
+
+    def steps(self, i: int) -> int:
+        """K_i: local steps of client i in a round."""
+        if self.local_steps is not None:
+            return self.local_steps
+        epochs = Fraction(str(5 if self.local_epochs is None else self.local_epochs))
+        batches, whole = int(self.data.batches_per_epoch(i)), int(epochs)
+        return whole * batches + -int(-((epochs - whole) * batches) // 1)
+
+    def sizes(self, ids: Iterable[int]) -> dict[int, int]:
+        """N_i: samples of each of these clients."""
+        sizes = self.data.client_sizes()
+        return {i: int(sizes[i]) for i in ids}
+
+    def describe(self) -> str:
+        """Such as ``10 of 100 clients · 5 epochs``."""
+        work = f"{self.local_steps} steps" if self.local_steps else f"{self.local_epochs or 5:g} epochs"
+        return f"{self.n} of {self.m} clients · {work}"

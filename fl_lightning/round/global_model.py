@@ -1,0 +1,133 @@
+"""The learner's weights as the server's vector w, by name for everybody else; what is evaluated; and exporting it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.learner import (
+    Layout,
+    buffer_values,
+    check_learner_parameters,
+    flatten,
+    lightning_modules,
+    tie,
+    trainable,
+)
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
+
+
+class GlobalModel:
+    """The learner, whose parameters are views into one vector, which is evaluated and saved.
+
+    ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own hyper-parameters.
+    """
+
+    def __init__(self, learner: Any) -> None:
+        self.learner: Any = learner
+        self.config: dict[str, Any] = {}
+        self._layout: Layout | None = None
+        self._w: Tensor | None = None
+        self._evaluated: Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """``{parameter name: (slice, shape)}`` of the global vector."""
+        self.build()
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def w(self) -> Tensor:
+        """The server's model ``(D,)``."""
+        self.build()
+        assert self._w is not None
+        return self._w
+
+    @property
+    def evaluated(self) -> Tensor:
+        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        return self.w if self._evaluated is None else self._evaluated
+
+    @property
+    def evaluates_w(self) -> bool:
+        """Whether what is evaluated is w."""
+        return self._evaluated is None
+
+    def build(self, again: bool = False) -> None:
+        """Lay the learner's parameters out in one vector and tie them to it; ``again``: after it may have moved."""
+        if self._w is not None and not again:
+            return
+        parameters = [p for _, p in trainable(self.learner)]
+        if self._layout is None or [s for _, s in self._layout.values()] != [p.shape for p in parameters]:
+            check_learner_parameters(self.learner)
+            self._layout, self._w, self._evaluated = Layout(self.learner), None, None
+        first = parameters[0]
+        views = [] if self._w is None else self._layout.views(self.evaluated.detach())
+        tied = bool(views) and all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
+        if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
+            flat = flatten([p.detach() for p in parameters])
+            if self._w is None:
+                self._w = flat.clone().requires_grad_(True)
+            else:
+                self._w.data = flat
+            self._evaluated = None
+        tie(parameters, self._layout.views(self.evaluated.detach()))
+
+    def evaluate_at(self, vector: Tensor | None) -> None:
+        """Evaluate and export ``vector`` (None: w) from here on."""
+        if vector is None and self._evaluated is None:
+            return
+        self._evaluated = vector
+        tie([p for _, p in trainable(self.learner)], self.layout.views(self.evaluated.detach()))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the learner's buffers by name."""
+        return buffer_values(self.learner)
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into the learner's buffers of these names."""
+        for name, buffer in self.learner.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])
+
+    def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
+        """Take up w, what is evaluated (None: w) and buffers, by value."""
+        with torch.no_grad():
+            self.w.copy_(w)
+        self.evaluate_at(evaluated)
+        self.set_buffers(buffers)
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """What ``load_from_checkpoint`` gives to the learner's class, as far as it is plain data."""
+        return dict(self.config) or {k: v for k, v in dict(self.learner.hparams).items() if is_plain(v)}
+
+    def export(self, path: str | Path | None = None) -> Any:
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
+        attached = [(part, part._trainer) for part in lightning_modules(self.learner)]
+        try:
+            for part, _ in attached:
+                part._trainer = None
+            learner = copy.deepcopy(self.learner)
+        finally:
+            for part, trainer in attached:
+                part._trainer = trainer
+        for part in lightning_modules(learner):
+            for name in ("log", "log_dict"):
+                part.__dict__.pop(name, None)
+        tie(
+            [p for _, p in trainable(learner)],
+            [v.clone() for v in self.layout.views(self.evaluated.detach())],
+        )
+        if path is not None:
+            weights = {"state_dict": learner.state_dict(), "hyper_parameters": self.hyper_parameters()}
+            AtomicCheckpointIO().save_checkpoint(
+                {**weights, "pytorch-lightning_version": version("pytorch-lightning")}, path
+            )
+        return learner

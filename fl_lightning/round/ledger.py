@@ -1,0 +1,116 @@
+"""What a round stages: client rows, server state, sums. Nothing of it is the run's state before the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fl_lightning.round.context import Round
+from fl_lightning.state import ClientState, Declaration, ServerState, State, Upload
+from fl_lightning.storage.rows import Rows
+
+
+class Ledger:
+    """Of one round: ``rows`` and ``server`` as staged, the ``total`` over clients, and who ``finished``.
+
+    ``mean_gradient_read``: whether a method took a client's displacement for its mean gradient.
+    """
+
+    def __init__(self, round: Round) -> None:
+        self.round = round
+        self.rows: Rows = {}
+        self.server: dict[str, Tensor] = {}
+        self.total: dict[str, Tensor] = {}
+        self.finished: list[int] = []
+        self.mean_gradient_read = False
+        self._at_server = False
+        self._initial: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
+
+    @property
+    def t(self) -> int:
+        return self.round.t
+
+    @contextmanager
+    def server_hooks(self) -> Iterator[None]:
+        """Within, server states are copies to change; outside they are as the round began."""
+        self._at_server = True
+        try:
+            yield
+        finally:
+            self._at_server = False
+
+    def server_state(self, key: str, declaration: ServerState) -> Tensor:
+        """The present value; in server hooks a copy that becomes the state when the round is committed."""
+        if key in self.server:
+            return self.server[key]
+        if key in self._copies:
+            return self._copies[key]
+        value = self.round.server_states.get(key)
+        if value is None:
+            if key not in self._initial:
+                self._initial[key] = self._unwritten(declaration)
+            value = self._initial[key]
+        if self._at_server:
+            value = self._copies[key] = value.clone()
+        return value
+
+    def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None:
+        if not self._at_server:
+            raise RuntimeError(f"{key} was assigned in a hook that takes clients; the server's state changes in others")
+        current = self.server_state(key, declaration)
+        if value is not current:
+            current.copy_(torch.as_tensor(value))
+        self.server[key] = current
+
+    def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]:
+        """The sum over the clients that finished, and their number."""
+        return self._uploaded("sum:" + key, declaration), len(self.finished)
+
+    def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
+        """Σ p_i over the clients that finished."""
+        weighted = "weighted:" + key if "weighted:" + key in self.total else "sum:" + key
+        return self._uploaded(weighted, declaration) / self.total["weight"].to(self.round.wide)
+
+    def _uploaded(self, key: str, declaration: Upload) -> Tensor:
+        if key in self.total:
+            return self.total[key]
+        zeros = self.round.initial("zeros", declaration.shape, declaration.dtype)
+        return zeros.to(declaration.summed_as(zeros.dtype))
+
+    def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
+        """The server states to commit; synchronised ones keep their value where a part is not averaged."""
+        for key, copy in self._copies.items():
+            if key not in self.server and copy._version > 0:  # changed in place, without an assignment
+                self.server[key] = copy
+        averaged, settled = self.round.averaged, dict(self.server)
+        for key, value in self.server.items():
+            declaration = declared[key]
+            assert isinstance(declaration, ServerState)
+            if averaged is not None and declaration.synchronised and value.shape == averaged.shape:
+                old = self.round.server_states.get(key)
+                settled[key] = torch.where(averaged, value, self._unwritten(declaration) if old is None else old)
+        return settled
+
+    def settled_rows(self, declared: Mapping[str, Declaration]) -> Rows:
+        """The client rows to commit, of methods and the framework's own; as :meth:`settled_server`."""
+        averaged = self.round.averaged
+        mask = None if averaged is None else averaged.cpu()
+        settled: Rows = {}
+        for key, by_client in self.rows.items():
+            declaration = declared.get(key)
+            settled[key] = dict(by_client)
+            if mask is None or not isinstance(declaration, ClientState) or not declaration.synchronised:
+                continue
+            for client, row in by_client.items():
+                old = self.round.read(key, client)
+                settled[key][client] = torch.where(
+                    mask, row, self._unwritten(declaration).cpu() if old is None else old
+                )
+        return settled
+
+    def _unwritten(self, declaration: State) -> Tensor:
+        return self.round.initial(declaration.initial, declaration.shape, declaration.dtype)

@@ -1,0 +1,60 @@
+"""Parts of the model with averaging periods of their own (FedALS, Gholami & Seferoglu 2024; FedPer: never).
+
+A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise client i keeps its own copy and
+starts from it, if it was written since the part was last averaged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+
+COPY, ORIGIN, ELAPSED, WRITTEN = "parts.x", "parts.origin", "parts.elapsed", "parts.round"
+
+
+class Parts:
+    """The run's parts: ``masks`` ``(D,)`` bool, disjoint, each with its period in rounds (None: never).
+
+    Raises:
+        UserError: a period below 1, masks that overlap or of another shape.
+    """
+
+    def __init__(self, parts: list[tuple[Tensor, int | None]], size: int, device: torch.device) -> None:
+        self.size = size
+        covered = torch.zeros(size, dtype=torch.bool)
+        self.masks: list[Tensor] = []
+        self.periods: list[int | None] = []
+        for mask, period in parts:
+            if period is not None and (isinstance(period, bool) or int(period) != period or period < 1):
+                raise UserError(
+                    f"periods: {period!r} is no number of rounds; accepted are integers from 1, or 'never'."
+                )
+            if mask.shape != (size,) or mask.dtype != torch.bool or bool((covered & mask.cpu()).any()):
+                raise UserError("parts: each part is a (D,) bool mask, and no coordinate lies in two of them.")
+            covered |= mask.cpu()
+            if period != 1 and bool(mask.any()):
+                self.masks.append(mask.to(device))
+                self.periods.append(period)
+        self.kept = torch.zeros(size, dtype=torch.bool, device=device)
+        for mask in self.masks:
+            self.kept |= mask
+
+    def due(self, t: int, period: int | None) -> bool:
+        return period is not None and (t + 1) % period == 0
+
+    def averaged(self, t: int) -> Tensor:
+        """``(D,)`` bool: coordinates averaged at the end of round t."""
+        averaged = torch.ones(self.size, dtype=torch.bool, device=self.kept.device)
+        for mask, period in zip(self.masks, self.periods, strict=True):
+            if not self.due(t, period):
+                averaged &= ~mask
+        return averaged
+
+    def valid(self, t: int, written: int | None, period: int | None) -> bool:
+        """Whether a copy written at the end of round ``written`` was made since the part was last averaged."""
+        if written is None:
+            return False
+        last_averaged = -1 if period is None else t // period * period - 1
+        return written > last_averaged

@@ -1,0 +1,214 @@
+"""One federated run, from the start of a fit on: what it owns besides the model, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pytorch_lightning.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from fl_lightning import checkpoint, sampling
+from fl_lightning.aggregation.server_update import ServerStep
+from fl_lightning.callback import RunFacts
+from fl_lightning.checkpoint import Identity, RowsOnDisk
+from fl_lightning.engines import client_optimizer
+from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
+from fl_lightning.engines.choice.plan import EnginePlan
+from fl_lightning.engines.choice.workshop import setting_of
+from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.local_step import Work
+from fl_lightning.loop import FederatedLoop, Metrics
+from fl_lightning.methods import Methods
+from fl_lightning.round.cohort import Cohort
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.partial import Parts
+from fl_lightning.schedules import decay_text
+from fl_lightning.settings import Settings
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.run_state import RunState
+from fl_lightning.storage.store import ClientStore
+
+
+class FederatedRun:
+    """The objects of a run, each set by the hook of a fit from which on it is known.
+
+    ``methods``, ``state`` (server states, client rows, rounds done), ``plan`` and ``engine`` (who trains), ``loop``
+    (the rounds), ``clients`` and ``server`` (their optimizers), ``notes`` (what the user should know).
+    """
+
+    clients: Optimizer
+    server: Optimizer
+
+    def __init__(self, settings: Settings, model: GlobalModel) -> None:
+        self.settings, self.model = settings, model
+        self.methods = Methods([])
+        self.state = RunState(ClientRows(ClientStore()))
+        self.plan: EnginePlan | None = None
+        self.engine: Engine | None = None
+        self.loop: FederatedLoop | None = None
+        self.disk: RowsOnDisk | None = None
+        self.notes: list[str] = []
+        self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
+        self._server_rates: list[float] = []
+        self._drawn_seed: int | None = None
+        self._trainer: Any = None
+        self._fitted_by = 0  # the id of a Trainer
+
+    def note(self, text: str) -> None:
+        """Warn now, and again in the run card and the closing table."""
+        if text not in self.notes:
+            self.notes.append(text)
+            rank_zero_warn(text)
+
+    def seed(self, trainer: Any) -> int:
+        """That of which all draws are functions; ``trainer`` None: outside of a fit."""
+        given = sampling.given_seed(self.settings.seed)
+        if given is not None:
+            return given
+        if self._drawn_seed is None:
+            drawn = sampling.fresh_seed()
+            self._drawn_seed = drawn if trainer is None else int(trainer.strategy.broadcast(drawn))
+            self.note(f"no seed was given: seed={self._drawn_seed} was drawn; give it to repeat or resume this run")
+        return self._drawn_seed
+
+    def cohort(self, trainer: Any) -> Cohort:
+        """Who takes part in a round, and how much each does."""
+        return Cohort(trainer.datamodule, self.seed(trainer), **self.settings.cohort())
+
+    def describe(self, cohort: Cohort) -> str:
+        """What runs, in one line."""
+        rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
+        clients = f"{type(self.clients).__name__} {rate}"
+        server = f"server {type(self.server).__name__} {self._server_rates[0]:g}"
+        told = [self.methods.title(), cohort.describe(), clients, server, str(self.plan or "")]
+        return " · ".join(filter(None, told))
+
+    def goes_on(self, trainer: Any) -> bool:
+        """Whether this is another fit by the same Trainer, after rounds that were committed."""
+        return self.held is None and self._fitted_by == id(trainer) and self.state.rounds > 0
+
+    def make_optimizers(self, trainer: Any) -> Optimizer:
+        """Of clients and server; gives the server's."""
+        before = self.server if self.goes_on(trainer) else None
+        server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
+        self._server_rates = [float(group["lr"]) for group in server.param_groups]
+        self.server = server
+        self.clients = client_optimizer.of_clients(self.settings.client_optimizer, self.model.learner, self.note)
+        optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
+        self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
+        if before is not None:
+            server.load_state_dict(before.state_dict())
+        return server
+
+    def restore(self, trainer: Any) -> None:
+        """The state from which rounds go on: of this run so far, of a checkpoint, or a new one."""
+        if self.goes_on(trainer):
+            return
+        rank, world, held = trainer.global_rank, trainer.world_size, self.held
+        rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
+        if held is None:
+            w0 = self.model.w.detach().clone() if self.methods.start_from_w0 else None
+            self.state = RunState(rows, initial_vector=w0)
+            return
+        if self.settings.strict_resume:
+            self.identity(trainer).check_same(held)
+        self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
+
+    def begin(
+        self,
+        trainer: Any,
+        server_optimizer: Any,
+        participants: Callable[[int], tuple[int, ...]],
+        transfers: list[str],
+    ) -> None:
+        """Choose the engine and make the loop; before the first round.
+
+        Args:
+            server_optimizer: Lightning's wrapper of it.
+            participants: t → who is sampled in round t, ascending.
+            transfers: the learner's own hooks on its batches.
+        """
+        settings, model, cohort = self.settings, self.model, self.cohort(trainer)
+        facts = RunFacts(cohort.n, cohort.m, settings.weighting)
+        for text in [*settings.notes(), *self.methods.notes(facts)]:
+            self.note(text)
+        work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
+        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, transfers)
+        before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
+        self.close()
+        self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
+        if before is not None and before.engine != self.plan.engine:
+            now = self.plan.engine
+            self.note(f"engine='{now}' goes on with what '{before.engine}' began: alike to rounding, not to the bit")
+        parts = self.methods.parts(model.layout)
+        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        self.loop = FederatedLoop(
+            settings=settings,
+            model=model,
+            cohort=cohort,
+            methods=self.methods,
+            state=self.state,
+            engine=self.engine,
+            server_step=ServerStep(server_optimizer, self._server_rates, progress),
+            client_rates=client_optimizer.rates(self.clients, model.w.device),
+            parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
+            participants=participants,
+            report=self.report,
+            tell=self._tell,
+            note=self.note,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        self.held, self._trainer, self._fitted_by = None, trainer, id(trainer)
+
+    def identity(self, trainer: Any) -> Identity:
+        """What has to be the same when this run is resumed."""
+        arguments = {**self.settings.compared(), **self._accounts}
+        return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
+
+    def run_round(self, t: int) -> Metrics:
+        """Round t, unless it was committed before training was interrupted; gives what was logged."""
+        assert self.loop is not None
+        if t < self.state.rounds:
+            return {}
+        with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
+            return self.loop.run_round(t)
+
+    def save(self, saved: dict[str, Any], trainer: Any) -> None:
+        """Put what the run needs beside Lightning's own into a checkpoint; before training, nothing."""
+        if self.loop is None or self.plan is None:
+            return
+        self.disk = self.disk or RowsOnDisk.of(trainer)
+        named = saved["state_dict"]
+        saved[checkpoint.KEY] = checkpoint.content(
+            self.identity(trainer), self.state, self.model, named, self.plan, self.disk
+        )
+        checkpoint.plain_hyper_parameters(saved, self.model.hyper_parameters())
+        for logger in trainer.loggers:
+            logger.save()
+
+    def report(self, metrics: Metrics, t: int) -> None:
+        """To every logger at step t, and to what monitors."""
+        self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=t)
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def _tell(self, done: int, of: int) -> None:
+        trainer = self._trainer
+        for callback in trainer.callbacks:
+            if hasattr(callback, "on_client_end"):
+                callback.on_client_end(trainer, trainer.lightning_module, done, of)
+
+    def _not_captured(self, why: str) -> None:
+        assert self.plan is not None
+        self.plan = replace(self.plan, captured=False, not_captured=why)
+        self.note(NOT_CAPTURED + why)

@@ -1,0 +1,99 @@
+"""The arguments of a federated run, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fl_lightning import checks
+from fl_lightning.schedules import Schedule
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :class:`~fl_lightning.FederatedModule` was given, where each is explained.
+
+    Raises:
+        UserError: for each argument that cannot work.
+    """
+
+    participation: int | float | str
+    sampling: str
+    local_epochs: float | None
+    local_steps: int | None
+    client_optimizer: OptimizerFactory | None
+    lr_decay: float | Schedule
+    clip_norm: float | None
+    keep_optimizer_state: bool
+    server_optimizer: OptimizerFactory | None
+    server_lr_decay: float | Schedule
+    weighting: str
+    buffers: str
+    on_nonfinite: str
+    init_from: str | None
+    engine: str
+    clients_at_once: int | float | str
+    workers: int | float | str
+    capture: bool | str
+    seed: int | None
+    strict_resume: bool
+
+    def __post_init__(self) -> None:
+        checks.count_participants(self.participation, 2**62)
+        checks.one_of("sampling", self.sampling, ("uniform", "bernoulli"))
+        checks.positive("local_epochs", self.local_epochs)
+        checks.positive("local_steps", self.local_steps, whole=True)
+        checks.positive("clip_norm", self.clip_norm)
+        checks.rate("lr_decay", self.lr_decay)
+        checks.rate("server_lr_decay", self.server_lr_decay)
+        checks.seed(self.seed)
+        checks.one_of("weighting", self.weighting, ("uniform", "samples"))
+        checks.one_of("buffers", self.buffers, ("average", "keep"))
+        checks.one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        checks.one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked"))
+        checks.one_of("capture", self.capture, ("auto", True, False))
+        for name in ("clients_at_once", "workers"):
+            value = getattr(self, name)
+            checks.positive(name, value, whole=True, or_auto=True)
+            object.__setattr__(self, name, value if isinstance(value, str) else int(value))
+        if self.local_steps is not None:
+            object.__setattr__(self, "local_steps", int(self.local_steps))
+
+    def notes(self) -> list[str]:
+        """What there is to say of them before a run."""
+        notes = []
+        if self.local_steps is not None and self.local_epochs is not None:
+            notes.append(f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}")
+        if self.participation == 1 and isinstance(self.participation, int):
+            notes.append("participation=1 is one client a round; for all of them give 'all' or 1.0")
+        return notes
+
+    def compared(self) -> dict[str, str]:
+        """What decides what a round does, as text: the same on resume."""
+        names = (
+            "participation",
+            "sampling",
+            "local_epochs",
+            "local_steps",
+            "lr_decay",
+            "clip_norm",
+            "keep_optimizer_state",
+            "server_lr_decay",
+            "weighting",
+        )
+        return {**{name: repr(getattr(self, name)) for name in names}, "buffer_policy": repr(self.buffers)}
+
+    def cohort(self) -> dict[str, Any]:
+        """Those that say who takes part, and how much each does."""
+        return {
+            "participation": self.participation,
+            "sampling": self.sampling,
+            "local_epochs": self.local_epochs,
+            "local_steps": self.local_steps,
+        }

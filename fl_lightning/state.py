@@ -1,0 +1,278 @@
+"""What a method keeps and tells, declared in its class body: the framework saves, moves, counts and restores it.
+
+Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor]
+
+
+class Staging(Protocol):
+    """The round's ledger, as declarations use it."""
+
+    @property
+    def t(self) -> int: ...
+    def server_state(self, key: str, declaration: ServerState) -> Tensor: ...
+    def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None: ...
+    def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]: ...
+    def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor: ...
+
+
+class Owner(Protocol):
+    """The callback that declares."""
+
+    @property
+    def _ledger(self) -> Staging: ...
+
+
+class Group(Protocol):
+    """Clients that train together."""
+
+    def rows(self, key: str, declaration: ClientState | Scratch) -> Tensor: ...
+    def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None: ...
+    def upload(self, key: str, declaration: Upload, value: Tensor) -> None: ...
+
+
+class Staged(Protocol):
+    """The server at the end of a round."""
+
+    def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+class Declaration:
+    """State of a method, declared in the class body: ``name = ClientState()``.
+
+    Args:
+        shape: of one row; None is ``(D,)``.
+        dtype: None is the learner's (sums at least float32).
+    """
+
+    def __init__(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, callback: Any, value: Any) -> None:
+        raise AttributeError(f"{self.key(callback)} has a row a client: assign {self.name}[clients] = …")
+
+    def key(self, callback: object) -> str:
+        """``"ClassName.name"``: where this is found in checkpoints and in ``client_state``."""
+        return f"{type(callback).__name__}.{self.name}"
+
+
+class State(Declaration):
+    """Base of what outlives a round."""
+
+    def __init__(
+        self,
+        initial: Initial = "zeros",
+        synchronised: bool | None = None,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(shape, dtype)
+        if not callable(initial) and initial not in ("zeros", "initial_model", "current_model"):
+            raise UserError(
+                f"initial={initial!r} is not known; accepted are 'zeros', 'initial_model' (w^0), 'current_model' "
+                "(w^t when first read), or a function of w."
+            )
+        self.initial, self.synchronised = initial, synchronised
+
+
+class ClientState(State):
+    """Kept per client: ``self.name[clients]`` → rows ``(n, *shape)``, the same storage each time within a round.
+
+    Assignments copy into the rows; a client's row exists once written and is committed at the end of the round.
+
+    Args:
+        initial: what a client without a row reads: ``"zeros"``, ``"initial_model"`` (w^0), ``"current_model"``
+            (w^t when first read), or a function of w^t ``(D,)``.
+        synchronised: under partial averaging, True: coordinates not averaged this round keep their old value.
+    """
+
+    @overload
+    def __get__(self, callback: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, callback: Owner, owner: type) -> StateRows: ...
+    def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
+        return self if callback is None else StateRows(callback, self)
+
+
+class Scratch(Declaration):
+    """Rows ``self.name[clients]`` that live for one round, zeros at its start; not saved, not sent."""
+
+    initial: Initial = "zeros"
+    synchronised: bool | None = False
+
+    @overload
+    def __get__(self, callback: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, callback: Owner, owner: type) -> StateRows: ...
+    def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
+        return self if callback is None else StateRows(callback, self)
+
+
+class ServerState(State):
+    """Kept by the server: ``self.name`` → tensor, assigned or changed in place in hooks that take ``server`` alone.
+
+    Args:
+        initial: as for :class:`ClientState`.
+        sent: counted as sent to each participant in each round.
+        synchronised: as for :class:`ClientState`.
+    """
+
+    def __init__(
+        self,
+        initial: Initial = "zeros",
+        sent: bool = False,
+        synchronised: bool | None = None,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(initial, synchronised, shape, dtype)
+        self.sent = sent
+
+    @overload
+    def __get__(self, callback: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, callback: Owner, owner: type) -> Tensor: ...
+    def __get__(self, callback: Owner | None, owner: type) -> Self | Tensor:
+        return self if callback is None else callback._ledger.server_state(self.key(callback), self)
+
+    def __set__(self, callback: Owner, value: Tensor) -> None:
+        callback._ledger.set_server_state(self.key(callback), self, value)
+
+
+class Upload(Declaration):
+    """Given by each participant in ``on_local_end``: ``self.name[clients] = …``; the server reads sums of it.
+
+    Args:
+        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0} and K_i, so it is
+            counted only where clients start elsewhere than w and the displacement is not what they send.
+            ``"derived from x"``: from x_{i,K} and w, counted only where x_{i,K} is not what they send. False: never.
+    """
+
+    def __init__(
+        self,
+        sent: bool | Literal["derived", "derived from x"] = True,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(shape, dtype)
+        self.sent = sent
+
+    @overload
+    def __get__(self, callback: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, callback: Owner, owner: type) -> UploadSums: ...
+    def __get__(self, callback: Owner | None, owner: type) -> Self | UploadSums:
+        return self if callback is None else UploadSums(callback, self)
+
+    def summed_as(self, default: torch.dtype) -> torch.dtype:
+        """The dtype of its sums: at least float32 for floating point; ``default``: the learner's."""
+        kind = self.dtype or default
+        return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
+
+
+class StateRows:
+    """What ``self.name`` of a :class:`ClientState` or :class:`Scratch` is: rows by ``[clients]``."""
+
+    def __init__(self, callback: Owner, declaration: ClientState | Scratch) -> None:
+        self._callback, self._declaration = callback, declaration
+
+    def __getitem__(self, clients: Group) -> Tensor:
+        return clients.rows(self._declaration.key(self._callback), self._declaration)
+
+    def __setitem__(self, clients: Group, value: Tensor) -> None:
+        clients.write(self._declaration.key(self._callback), self._declaration, value)
+
+    def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
+        """``(ids, rows)`` written this round, ascending by client, the same in every process; in ``on_round_end``."""
+        return server.staged(self._declaration.key(self._callback))
+
+
+class UploadSums:
+    """What ``self.name`` of an :class:`Upload` is: given by ``[clients] =``, read as a mean or sum by the server."""
+
+    def __init__(self, callback: Owner, declaration: Upload) -> None:
+        self._callback, self._declaration = callback, declaration
+
+    def __setitem__(self, clients: Group, value: Tensor) -> None:
+        clients.upload(self._declaration.key(self._callback), self._declaration, value)
+
+    def sum(self) -> Tensor:
+        """Σ over the clients that finished."""
+        return self._total()[0]
+
+    def mean(self) -> Tensor:
+        """The uniform mean over the clients that finished."""
+        total, n = self._total()
+        return total / max(n, 1)
+
+    def weighted(self) -> Tensor:
+        """Σ p_i over the clients that finished."""
+        return self._callback._ledger.uploaded_weighted(self._declaration.key(self._callback), self._declaration)
+
+    def _total(self) -> tuple[Tensor, int]:
+        return self._callback._ledger.uploaded(self._declaration.key(self._callback), self._declaration)
+
+
+class Coefficient:
+    """A method's number, or :class:`~fl_lightning.schedules.Schedule` of it: ``mu = Coefficient()`` in the class body.
+
+    Reading gives this round's value. Anything else is refused with the name, the value and what is accepted.
+
+    Args:
+        above, below: bounds which the value has to lie between, not on; a schedule's values too, as rounds come.
+    """
+
+    def __init__(self, above: float | None = None, below: float | None = None) -> None:
+        self.above, self.below = above, below
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, callback: Any, owner: type) -> Any:
+        if callback is None:
+            return self
+        value = callback.__dict__[self.name]
+        if not isinstance(value, Schedule):
+            return value
+        now = float(value(callback._ledger.t))
+        self._check(callback, now, f"{value!r}, {now:g} in round {callback._ledger.t},")
+        return now
+
+    def __set__(self, callback: Any, value: float | Schedule) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and not isinstance(value, Schedule):
+            raise UserError(
+                f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are a finite number or a "
+                f"schedule, for example {self.name}=0.1 or Exponential(0.99)."
+            )
+        if not isinstance(value, Schedule):
+            self._check(callback, value, repr(value))
+        callback.__dict__[self.name] = value
+
+    def _check(self, callback: object, value: float, shown: str) -> None:
+        low, high = self.above, self.below
+        if (low is None or value > low) and (high is None or value < high) and math.isfinite(value):
+            return
+        bounds = [f"above {low:g}" if low is not None else "", f"below {high:g}" if high is not None else ""]
+        accepted = " and ".join(filter(None, bounds)) or "finite"
+        raise UserError(f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be {accepted}.")

@@ -1,0 +1,46 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from fl_lightning.errors import UserError
+
+
+@contextmanager
+def written_aside(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that becomes ``path`` whole and at once when the block ends; after an error nothing changed.
+
+    What a killed process leaves behind is ``.<name>.tmp``, which the next write of the same name replaces.
+    Raises UserError where the folder cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+        if durable:
+            _sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            aside.unlink()
+        if isinstance(error, OSError):
+            why = error.strerror or error
+            raise UserError(f"Cannot write {path}: {why}. Give a folder that can be written to.") from error
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,108 @@
+"""Rows of client state over processes: client i's rows live with process i mod W and travel to whoever trains it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fl_lightning.storage.store import ClientStore
+
+Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
+
+
+class ClientRows:
+    """The store of this process, and what it fetched from others for the present round."""
+
+    def __init__(self, store: ClientStore, rank: int = 0, world: int = 1) -> None:
+        self.store, self.rank, self.world = store, rank, world
+        self._fetched: Rows = {}
+        self._group: Any = None
+
+    def read(self, key: str, client: int) -> Tensor | None:
+        """A committed row, or None; during a round only of clients that this process trains or owns."""
+        if client % self.world == self.rank:
+            return self.store.read(key, client)
+        return self._fetched.get(key, {}).get(client)
+
+    def names(self) -> list[str]:
+        """Names of which this process can read rows at present."""
+        return sorted({*self.store.names(), *self._fetched})
+
+    def fetch(self, ids: list[int]) -> None:
+        """Before a round: bring the rows of the participants to who trains them (participant j to j mod W)."""
+        if self.world == 1:
+            return
+        outgoing: list[Rows] = [{} for _ in range(self.world)]
+        for j, client in enumerate(ids):
+            trainer = j % self.world
+            if client % self.world == self.rank and trainer != self.rank:
+                for key in self.store.names():
+                    row = self.store.read(key, client)
+                    if row is not None:
+                        outgoing[trainer].setdefault(key, {})[client] = row
+        self._fetched = merged(self._exchange(outgoing))
+
+    def bring_home(self, rows: Rows) -> Rows:
+        """After a round: send rows to their owners; gives those that this process owns. Nothing is committed yet."""
+        if self.world == 1:
+            return rows
+        outgoing: list[Rows] = [{} for _ in range(self.world)]
+        for key, by_client in rows.items():
+            for client, row in by_client.items():
+                outgoing[client % self.world].setdefault(key, {})[client] = row
+        own, outgoing[self.rank] = outgoing[self.rank], {}
+        return merged([own, *self._exchange(outgoing)])
+
+    def commit(self, rows: Rows) -> None:
+        """Make rows that are at home the clients' state, all at once."""
+        self._fetched = {}
+        if rows:
+            self.store.commit(rows, make_room=False)
+
+    def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        blobs = [_pack(rows) for rows in outgoing]
+        sizes = torch.tensor([len(b) for b in blobs])
+        table = [torch.empty_like(sizes) for _ in range(self.world)]
+        dist.all_gather(table, sizes, group=self._group)
+        incoming: dict[int, Tensor] = {}
+        jobs = []
+        for other in range(self.world):
+            if other == self.rank:
+                continue
+            if len(blobs[other]):
+                jobs.append(dist.isend(blobs[other], other, group=self._group))
+            size = int(table[other][self.rank])
+            if size:
+                incoming[other] = torch.empty(size, dtype=torch.uint8)
+                jobs.append(dist.irecv(incoming[other], other, group=self._group))
+        for job in jobs:
+            if job is not None:
+                job.wait()
+        return [_unpack(incoming[other]) for other in sorted(incoming)]
+
+
+def merged(parts: list[Rows]) -> Rows:
+    rows: Rows = {}
+    for part in parts:
+        for key, by_client in part.items():
+            rows.setdefault(key, {}).update(by_client)
+    return rows
+
+
+def _pack(rows: Rows) -> Tensor:
+    if not rows:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = io.BytesIO()
+    torch.save(rows, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpack(blob: Tensor) -> Rows:
+    rows: Rows = torch.load(io.BytesIO(blob.numpy().tobytes()), weights_only=True)
+    return rows

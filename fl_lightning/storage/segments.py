@@ -1,0 +1,194 @@
+"""One segment: an immutable, checksummed file of client rows in the safetensors format.
+
+Rows of one name, dtype and shape lie stacked as one tensor; the header's metadata says whose they are and has
+a checksum for each, over its bytes and its identity, so that a row can be read and proven alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage.files import written_aside
+
+WAY_OUT = "Resume from an older checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+_FILE = re.compile(r"rows-(\d{8,})-r(\d+)\.safetensors")
+RANKS = 1 << 16  # a segment's number in an index: its number in the folder * RANKS + the rank that wrote it
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one name, dtype and shape: ``clients`` ascending, their ``checksums``, the first byte."""
+
+    clients: np.ndarray[Any, np.dtype[np.int64]]
+    checksums: list[int]
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+Index = dict[str, dict[str, Tensor]]  # name -> {"clients": ids ascending, "segments": segment numbers}
+Header = dict[str, list[Group]]  # name -> its groups
+
+
+def storable(dtype: torch.dtype) -> bool:
+    """Whether rows of this dtype can be written."""
+    return dtype in _CODES
+
+
+def segment_name(segment: int) -> str:
+    """The file name of a segment number of an index."""
+    return f"rows-{segment // RANKS:08d}-r{segment % RANKS}.safetensors"
+
+
+def segment_number(file_name: str) -> int | None:
+    """The number in an index of a segment's file; None for any other file."""
+    found = _FILE.fullmatch(file_name)
+    return int(found[1]) * RANKS + int(found[2]) if found else None
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a segment; the checksums of its rows go with it."""
+    try:
+        with open(source, "rb") as file, written_aside(target) as out:
+            shutil.copyfileobj(file, out, 1 << 20)
+    except OSError as error:
+        raise UserError(f"Cannot read the client state file {source}: {error.strerror}. {WAY_OUT}") from error
+
+
+def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = True) -> None:
+    """Write rows {(name, client): contiguous CPU tensor} as one segment."""
+    groups: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, Tensor]]] = {}
+    for (name, client), row in rows.items():
+        groups.setdefault((name, _CODES[row.dtype], tuple(row.shape)), []).append((client, row))
+    # wide dtypes first, so that every tensor is aligned to its item size
+    ordered = sorted(groups.items(), key=lambda item: (-_DTYPES[item[0][1]].itemsize, item[0]))
+    header: dict[str, Any] = {}
+    about: dict[str, Any] = {}
+    payload: list[memoryview] = []
+    offset = 0
+    for (name, dtype, shape), members in ordered:
+        members.sort(key=lambda member: member[0])
+        blocks = [row.reshape(-1).view(torch.uint8).numpy().data for _, row in members]
+        clients = [client for client, _ in members]
+        key = name if name not in header else f"{name}#{len(header)}"
+        sums = [_checksum(name, c, dtype, shape, block) for c, block in zip(clients, blocks, strict=True)]
+        about[key] = {"name": name, "clients": clients, "crc32": sums}
+        end = offset + sum(block.nbytes for block in blocks)
+        header[key] = {"dtype": dtype, "shape": [len(members), *shape], "data_offsets": [offset, end]}
+        payload += blocks
+        offset = end
+    text = json.dumps({"__metadata__": {"rows": json.dumps(about)}, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with written_aside(path, durable) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for block in payload:
+            file.write(block)
+
+
+def read_header(path: Path) -> Header:
+    """Whose rows a segment holds and where; UserError naming the file when it is missing or damaged."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size:
+                raise ValueError("it is shorter than its header says")
+            entries = json.loads(file.read(length))
+        header: Header = {}
+        about = json.loads(entries.pop("__metadata__")["rows"])
+        for key, entry in entries.items():
+            mine = about[key]
+            clients = np.asarray(mine["clients"], dtype=np.int64)
+            if 8 + length + entry["data_offsets"][1] > size or len(mine["crc32"]) != len(clients):
+                raise ValueError("it is shorter than its header says")
+            shape = tuple(int(d) for d in entry["shape"][1:])
+            first = 8 + length + entry["data_offsets"][0]
+            group = Group(clients, mine["crc32"], entry["dtype"], shape, first)
+            header.setdefault(mine["name"], []).append(group)
+        return header
+    except FileNotFoundError:
+        raise UserError(f"The client state file {path} is missing. {WAY_OUT}") from None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise UserError(f"The client state file {path} is damaged: {str(error)[:100]}. {WAY_OUT}") from error
+
+
+def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
+    """One row, read alone and checked; raises UserError naming file, client and what is wrong."""
+    for group in header.get(name, []):
+        position = int(np.searchsorted(group.clients, client))
+        if position < len(group.clients) and group.clients[position] == client:
+            break
+    else:
+        raise damaged(path, name, client, "the row is not in it")
+    if group.dtype not in _DTYPES or min(group.shape, default=0) < 0:
+        raise damaged(path, name, client, "its header makes no sense")
+    dtype = _DTYPES[group.dtype]
+    nbytes = int(np.prod(group.shape, dtype=np.int64)) * dtype.itemsize
+    try:
+        with open(path, "rb", buffering=0) as file:
+            start = group.offset + position * nbytes
+            if not 0 <= nbytes <= os.fstat(file.fileno()).st_size - start:
+                raise damaged(path, name, client, "the file is cut short")
+            raw = torch.empty(nbytes, dtype=torch.uint8)
+            block = raw.numpy().data
+            file.seek(start)
+            done = 0
+            while done < nbytes:  # one read gives at most 2 GiB
+                got = file.readinto(block[done:])
+                if not got:
+                    raise damaged(path, name, client, "the file is cut short")
+                done += got
+    except OSError as error:
+        raise damaged(path, name, client, error.strerror or str(error)) from error
+    if _checksum(name, client, group.dtype, group.shape, block) != group.checksums[position]:
+        raise damaged(path, name, client, "the row's checksum does not match")
+    return raw.view(dtype).reshape(group.shape)
+
+
+def damaged(path: Path, name: str, client: int, why: str) -> UserError:
+    """The error for a row that cannot be had."""
+    return UserError(f"Cannot read {name!r} of client {client} from {path}: {why}. {WAY_OUT}")
+
+
+def _checksum(name: str, client: int, dtype: str, shape: tuple[int, ...], block: memoryview) -> int:
+    """Over the identity too: a flipped bit in a header must not hand one client another's row."""
+    return zlib.crc32(block, zlib.crc32(f"{name}/{client}/{dtype}/{shape}".encode()))
+
+
+def merge_indices(indices: Iterable[Index]) -> Index:
+    """The indices of several processes as one; where two have the same row, the newer segment counts."""
+    parts: dict[str, list[dict[str, Tensor]]] = {}
+    for index in indices:
+        for name, entry in index.items():
+            parts.setdefault(name, []).append(entry)
+    merged: Index = {}
+    for name, entries in sorted(parts.items()):
+        clients = np.concatenate([entry["clients"].numpy() for entry in entries])
+        where = np.concatenate([entry["segments"].numpy() for entry in entries])
+        order = np.lexsort((where, clients))
+        clients, where = clients[order], where[order]
+        last = np.append(clients[1:] != clients[:-1], True)[: len(clients)]
+        merged[name] = {"clients": torch.from_numpy(clients[last]), "segments": torch.from_numpy(where[last])}
+    return merged

@@ -1,0 +1,316 @@
+"""Rows of client state: in memory up to a budget, on disk as immutable segments that checkpoints share.
+
+A commit is all or nothing. A flush writes what changed since the last one as one new segment; an index says
+in which segment each row lies, and is all that a checkpoint holds. So a checkpoint costs what changed, and
+an older one stays loadable as long as its segments are kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage import segments
+from fl_lightning.storage.segments import RANKS, Index, merge_indices, segment_name, segment_number
+
+__all__ = ["ClientStore", "Index", "merge_indices"]
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
+_SPARSE = 0.25  # a segment with a smaller share of rows still needed is rewritten
+_NEW = 1 / 32  # share of new segments at which all are looked through again
+
+
+class ClientStore:
+    """Client state rows by (name, client).
+
+    ``budget_bytes``: memory for rows; what is over it lies on disk. ``rank``, ``world_size``: of several
+    processes each has a store of its own, writes its own files and, after ``load``, owns the clients with
+    ``client % world_size == rank``. Reads may run in several threads, also beside one writer.
+    """
+
+    def __init__(self, budget_bytes: int = 2 << 30, rank: int = 0, world_size: int = 1) -> None:
+        self.budget_bytes, self.rank, self.world_size = budget_bytes, rank, world_size
+        self._lock = threading.RLock()
+        self._header = lru_cache(maxsize=64)(segments.read_header)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._dirty: dict[tuple[str, int], Tensor] = {}  # not on disk yet
+        self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # copies of what is, by use
+        self._dirty_bytes = self._clean_bytes = 0
+        self._where: dict[str, tuple[IntArray, IntArray]] = {}  # name -> clients ascending, their segments
+        self._home: Path | None = None  # where the segments lie …
+        self._flushed = False  # … and whether we may write there (not yet after a load)
+        self._spilled: set[int] = set()  # segments that lie in the temporary folder
+        self._sparse: set[int] = set()  # segments to be rewritten by the next flush
+        self._rows: dict[int, int] = {}  # segment -> rows in its file
+        self._number = 0  # of the newest segment
+        self._scanned: Path | None = None
+        self._collected: tuple[Path, int, int] | None = None  # last: where, the newest segment, how many there were
+        self._header.cache_clear()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def read(self, name: str, client: int) -> Tensor | None:
+        """The client's row on the CPU, not to be changed; None without one. UserError if it is damaged."""
+        key = (name, int(client))
+        while True:
+            with self._lock:
+                row = self._dirty.get(key)
+                if row is None and (row := self._clean.get(key)) is not None:
+                    self._clean.move_to_end(key)
+                segment = self._locate(key)
+                if row is not None or segment is None:
+                    return row
+                path = self._path(segment)
+            try:
+                row = segments.read_row(path, self._open(path, key), *key)
+            except UserError:
+                with self._lock:
+                    if self._locate(key) == segment and self._path(segment) == path:
+                        raise
+                continue  # it was moved while we read
+            with self._lock:
+                if self._locate(key) == segment and key not in self._dirty:
+                    self._remember(key, row)
+                    self._shrink()
+            return row
+
+    def _open(self, path: Path, key: tuple[str, int]) -> segments.Header:
+        try:
+            return self._header(path)
+        except UserError as error:
+            raise UserError(f"Cannot read {key[0]!r} of client {key[1]}. {error}") from error
+
+    def commit(self, rows: Mapping[str, Mapping[int, Tensor]], make_room: bool = True) -> None:
+        """Make {name: {client: row}} the clients' state, all or nothing; the tensors are ours from now on.
+
+        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written,
+        and so cannot fail, until :meth:`make_room` is called.
+        """
+        flat = ((name, int(client), row) for name, of in rows.items() for client, row in of.items())
+        new = {(name, client): _owned(name, client, row) for name, client, row in flat}
+        with self._lock:
+            before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
+            self._dirty.update(new)  # one step: nothing can interrupt it half-way
+            self._dirty_bytes += sum(row.nbytes for row in new.values()) - before
+            if make_room:
+                self._shrink()
+
+    def make_room(self) -> None:
+        """Bring what is over the budget to disk."""
+        with self._lock:
+            self._shrink()
+
+    def clients(self, name: str) -> IntArray:
+        """Ascending ids of the clients that have a row."""
+        with self._lock:
+            placed = self._where[name][0] if name in self._where else np.empty(0, np.int64)
+            fresh = [client for of, client in self._dirty if of == name]
+        return np.union1d(placed, np.asarray(fresh, dtype=np.int64))
+
+    def names(self) -> list[str]:
+        """Names that have rows, sorted."""
+        with self._lock:
+            return sorted({*self._where, *(name for name, _ in self._dirty)})
+
+    def flush(self, folder: Path | str) -> Path | None:
+        """Write the rows that changed since the last flush as one segment in ``folder``; its path, if any.
+
+        A flush to another folder than before also brings there what this store needs of the old one.
+        """
+        folder = Path(folder)
+        with self._lock:
+            elsewhere = self._home is not None and self._home.resolve() != folder.resolve()
+            if elsewhere or self._spilled:
+                self._bring(self._segments() if elsewhere else self._segments() & self._spilled, folder)
+            self._home, self._flushed = folder, True
+            for name, (clients, where) in self._where.items():
+                for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
+                    key = (name, int(client))
+                    if key not in self._dirty and (row := self.read(*key)) is not None:
+                        self._forget(key)
+                        self._dirty[key] = row
+                        self._dirty_bytes += row.nbytes
+            self._sparse = set()
+            path = self._write(folder, durable=True) if self._dirty else None
+            self._shrink()
+            return path
+
+    def index(self) -> Index:
+        """Which segment holds which row, as plain tensors for a checkpoint; call ``flush`` before."""
+        with self._lock:
+            if self._dirty or self._spilled:
+                raise RuntimeError("rows are not on disk yet: call flush(folder) before index()")
+            return {
+                name: {"clients": torch.from_numpy(clients), "segments": torch.from_numpy(where)}
+                for name, (clients, where) in sorted(self._where.items())
+            }
+
+    def load(self, index: Index, folder: Path | str) -> None:
+        """Forget everything; from now on read the rows of ``index`` from ``folder`` (as they are needed)."""
+        folder = Path(folder)
+        present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        where: dict[str, tuple[IntArray, IntArray]] = {}
+        for name, entry in index.items():
+            clients, placed = entry["clients"].numpy().copy(), entry["segments"].numpy().copy()
+            mine = clients % self.world_size == self.rank
+            where[name] = clients[mine], placed[mine]
+            for segment, first in zip(*np.unique(where[name][1], return_index=True), strict=True):
+                if segment_name(int(segment)) not in present:
+                    path = folder / segment_name(int(segment))
+                    raise segments.damaged(path, name, int(where[name][0][first]), GONE)
+        with self._lock:
+            self._reset()
+            self._where, self._home = {name: of for name, of in where.items() if len(of[0])}, folder
+            self._number = max(self._segments(), default=0) // RANKS  # else a spill takes their numbers
+
+    def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
+        """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
+
+        ``keep``: the (merged) indices of all checkpoints that shall stay loadable. Where segments are many, this does
+        nothing, and does not look at ``keep``, until one in 32 is new: so a checkpoint's cost does not grow with them.
+        """
+        with self._lock:
+            if self._collected is not None:
+                then, newest, present = self._collected
+                if Path(folder) == then and self._number - newest + 1 < _NEW * present:
+                    return
+            needed: dict[int, int] = {}  # segment -> the most rows that one index needs of it
+            own = [where for _, where in self._where.values()]
+            for placed in [own, *([e["segments"].numpy() for e in index.values()] for index in keep)]:
+                found = np.unique(np.concatenate(placed), return_counts=True) if placed else ()
+                for segment, count in zip(*found, strict=True):
+                    needed[int(segment)] = max(needed.get(int(segment), 0), int(count))
+            for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+                number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
+                aside = path.name.endswith(".tmp")
+                if number is not None and self._may_delete(number) and (aside or number not in needed):
+                    path.unlink(missing_ok=True)
+            for segment in self._segments() - self._spilled:
+                if segment not in self._rows:
+                    groups = self._header(self._path(segment)).values()
+                    self._rows[segment] = sum(len(group.clients) for of in groups for group in of)
+                if needed[segment] < _SPARSE * self._rows[segment]:
+                    self._sparse.add(segment)
+            self._collected = Path(folder), self._number, len(needed)
+
+    def _may_delete(self, segment: int) -> bool:
+        writer = segment % RANKS
+        return writer == self.rank or (self.rank == 0 and writer >= self.world_size)
+
+    def _locate(self, key: tuple[str, int]) -> int | None:
+        clients, where = self._where.get(key[0], (None, None))
+        if clients is None or where is None:
+            return None
+        position = int(np.searchsorted(clients, key[1]))
+        return int(where[position]) if position < len(clients) and clients[position] == key[1] else None
+
+    def _path(self, segment: int) -> Path:
+        folder = self._temporary_folder() if segment in self._spilled else self._home
+        assert folder is not None
+        return folder / segment_name(segment)
+
+    def _segments(self) -> set[int]:
+        return {int(segment) for _, where in self._where.values() for segment in np.unique(where)}
+
+    def _temporary_folder(self) -> Path:
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="fl-lightning-rows-")
+        return Path(self._temporary.name)
+
+    def _new_segment(self, folder: Path) -> int:
+        if self._scanned != folder:
+            numbers = (segment_number(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
+            self._number = max([self._number, *(n // RANKS for n in numbers if n is not None)])
+            # a folder's numbers begin anywhere: a checkpoint copied beside another run must not find its rows
+            self._number = self._number or secrets.randbelow(10**7)
+            self._scanned = folder
+        self._number += 1
+        return self._number * RANKS + self.rank
+
+    def _write(self, folder: Path, durable: bool) -> Path:
+        """Dirty rows become a segment; where it fails, nothing has changed in memory."""
+        segment = self._new_segment(folder)
+        path = folder / segment_name(segment)
+        segments.write(path, self._dirty, durable)
+        clients: dict[str, list[int]] = {}
+        for name, client in self._dirty:
+            clients.setdefault(name, []).append(client)
+        if not durable:
+            self._spilled.add(segment)
+        placed = {name: self._placed(name, ids, segment) for name, ids in clients.items()}
+        self._where = {**self._where, **placed}
+        self._rows[segment] = len(self._dirty)
+        written, self._dirty, self._dirty_bytes = self._dirty, {}, 0
+        for key, row in written.items():
+            self._remember(key, row)
+        return path
+
+    def _placed(self, name: str, ids: list[int], segment: int) -> tuple[IntArray, IntArray]:
+        clients, where = self._where.get(name, (np.empty(0, np.int64), np.empty(0, np.int64)))
+        new = np.sort(np.asarray(ids, dtype=np.int64))
+        at = np.searchsorted(clients, new)
+        there = np.searchsorted(clients, new, side="right") > at
+        where = where.copy()
+        where[at[there]] = segment
+        return np.insert(clients, at[~there], new[~there]), np.insert(where, at[~there], segment)
+
+    def _bring(self, moving: set[int], folder: Path) -> None:
+        """Copy segments into ``folder`` under new numbers (hard links would tie two runs together)."""
+        renamed: dict[int, int] = {}
+        for segment in sorted(moving):
+            renamed[segment] = self._new_segment(folder)
+            segments.copy(self._path(segment), folder / segment_name(renamed[segment]))
+        if renamed:
+            old = np.asarray(sorted(renamed), dtype=np.int64)
+            new = np.asarray([renamed[segment] for segment in sorted(renamed)], dtype=np.int64)
+            for name, (clients, where) in self._where.items():
+                at = np.minimum(np.searchsorted(old, where), len(old) - 1)
+                self._where[name] = clients, np.where(old[at] == where, new[at], where)
+            self._rows = {renamed.get(segment, segment): count for segment, count in self._rows.items()}
+            self._sparse = {renamed.get(segment, segment) for segment in self._sparse}
+        self._spilled = set()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def _remember(self, key: tuple[str, int], row: Tensor) -> None:
+        self._forget(key)
+        self._clean[key] = row
+        self._clean_bytes += row.nbytes
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        if (row := self._clean.pop(key, None)) is not None:
+            self._clean_bytes -= row.nbytes
+
+    def _shrink(self) -> None:
+        if self._dirty_bytes > self.budget_bytes:
+            if self._flushed and self._home is not None:
+                self._write(self._home, durable=True)
+            else:
+                self._write(self._temporary_folder(), durable=False)
+        while self._clean and self._dirty_bytes + self._clean_bytes > self.budget_bytes:
+            self._clean_bytes -= self._clean.popitem(last=False)[1].nbytes
+
+
+def _owned(name: str, client: int, row: Tensor) -> Tensor:
+    if client < 0 or not segments.storable(row.dtype):
+        raise ValueError(f"row {name!r} of client {client} cannot be stored (dtype {row.dtype})")
+    row = row.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return row.clone() if row.untyped_storage().nbytes() != row.nbytes else row

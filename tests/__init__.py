@@ -1,0 +1,1 @@
+"""The tests: a folder and a file each for those of the source, and what they share in helpers."""

@@ -1,0 +1,178 @@
+"""The server's step: the mean of what clients sent, the server optimizer on it, and when neither happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import FederatedCallback, ServerState, Upload
+from fl_lightning.callbacks import ControlVariates, PartialAveraging
+from fl_lightning.errors import Diverged
+from fl_lightning.optim import FedAdam
+from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
+
+
+class Watching(FederatedCallback):
+    """What clients brought home and what the server made of it, in each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[dict[int, Tensor]] = []
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_round_start(self, server: Any) -> None:
+        self.ends.append({})
+
+    def on_local_end(self, clients: Any) -> None:
+        self.ends[-1][clients.client_ids[0]] = clients.x[0].detach().clone()
+
+    def on_round_end(self, server: Any) -> None:
+        names = ("w_before", "update", "w", "evaluated")
+        self.seen.append({name: getattr(server, name).detach().clone() for name in names})
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_the_update_is_the_mean_of_what_clients_moved(weighting: str) -> None:
+    watching, data = Watching(), blobs()
+    trainer(2, [watching]).fit(federated(weighting=weighting), data)
+    sizes = data.client_sizes()
+    for ends, seen in zip(watching.ends, watching.seen, strict=True):
+        share = {i: float(sizes[i]) if weighting == "samples" else 1.0 for i in ends}
+        mean = sum(share[i] * (x - seen["w_before"]) for i, x in ends.items()) / sum(share.values())
+        torch.testing.assert_close(seen["update"], mean, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(seen["w"], seen["w_before"] + mean, rtol=1e-12, atol=1e-12)  # server SGD of rate 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.5, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.01),
+        lambda p: FedAdam(p, 0.1),
+    ],
+)
+def test_the_server_optimizer_steps_against_the_update(make: Callable[..., torch.optim.Optimizer]) -> None:
+    watching = Watching()
+    module = federated(server_optimizer=make)
+    trainer(4, [watching]).fit(module, blobs())
+    w = watching.seen[0]["w_before"].clone().requires_grad_(True)
+    optimizer = make([w])
+    for seen in watching.seen:
+        w.grad = -seen["update"]
+        optimizer.step()
+        assert torch.equal(w.detach(), seen["w"])
+    assert torch.equal(module.global_vector, w)
+
+
+def test_a_method_may_combine_updates_itself_and_others_may_change_the_result() -> None:
+    class Half(FederatedCallback):
+        def aggregate(self, server: Any) -> Tensor:
+            return 0.5 * server.mean_change
+
+    class Shifting(FederatedCallback):
+        def on_server_update(self, server: Any) -> None:
+            server.update += 0.25
+
+    found = []
+    for methods in ([], [Half(), Shifting()]):
+        watching = Watching()
+        trainer(1, [*methods, watching]).fit(federated(), blobs())
+        found.append(watching.seen[0])
+    torch.testing.assert_close(found[1]["update"], 0.5 * found[0]["update"] + 0.25, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1]["w"], found[1]["w_before"] + found[1]["update"], rtol=0, atol=1e-15)
+
+
+def test_an_update_of_the_server_that_is_not_finite_ends_the_run_before_its_step() -> None:
+    class Overflowing(FederatedCallback):
+        def on_server_update(self, server: Any) -> None:
+            if server.round == 1:
+                server.update /= 0.0
+
+    module, watching = federated(), Watching()
+    with pytest.raises(Diverged, match="the server's update in round 1"):
+        trainer(3, [Overflowing(), watching]).fit(module, blobs())
+    assert len(watching.seen) == 1 and torch.equal(module.global_vector, watching.seen[0]["w"])
+
+
+def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:
+    class Diverging(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (float("nan") if self.current_epoch == 1 else 1.0)
+
+    found = []
+    for rounds in (1, 2):
+        watching = Watching()
+        torch.manual_seed(3)
+        module = federated(
+            Diverging(), on_nonfinite="skip", server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)
+        )
+        run = trainer(rounds, [ControlVariates(), watching])
+        run.fit(module, blobs())
+        (state,) = run.optimizers[0].state.values()
+        optimizer = {"momentum": state["momentum_buffer"]}
+        found.append({"w": module.global_vector, **optimizer, **module.server_states, **client_rows(module)})
+        assert len(watching.seen) == 1  # hooks of the server's side find no clients, so they are not called
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 3
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_a_part_that_is_not_averaged_stays_at_the_server_and_is_evaluated_as_the_clients_mean() -> None:
+    watching = Watching()
+    module = federated(server_optimizer=lambda p: torch.optim.SGD(p, 0.5, momentum=0.9))
+    run = trainer(3, [PartialAveraging(periods={"net.2.*": "never"}), watching])
+    run.fit(module, blobs())
+    own = torch.zeros(module.layout.size, dtype=torch.bool)
+    for name in ("net.2.weight", "net.2.bias"):
+        own[module.layout[name][0]] = True
+    (state,) = run.optimizers[0].state.values()
+    assert not state["momentum_buffer"][own].any() and state["momentum_buffer"][~own].all()
+    for ends, seen in zip(watching.ends, watching.seen, strict=True):
+        assert torch.equal(seen["w"][own], seen["w_before"][own]) and not seen["update"][own].any()
+        mean = torch.stack([x - seen["w_before"] for x in ends.values()]).mean(0) + seen["w_before"]
+        torch.testing.assert_close(seen["evaluated"][own], mean[own], rtol=1e-12, atol=1e-12)
+        assert torch.equal(seen["evaluated"][~own], seen["w"][~own])
+
+
+def test_buffers_are_the_clients_weighted_mean_and_of_integers_the_maximum() -> None:
+    class Counting(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(()))
+            self.register_buffer("most", torch.zeros((), dtype=torch.int64))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.mean += 1.0
+            self.most += 1
+            return super().training_step(batch, batch_idx)
+
+    module, data = federated(Counting(), participation="all", weighting="samples"), blobs(clients=5, batch_size=4)
+    trainer(2).fit(module, data)
+    sizes, steps = [24, 22, 20, 18, 16], [6, 6, 5, 5, 4]
+    mean = sum(n * k for n, k in zip(sizes, steps, strict=True)) / sum(sizes)
+    assert float(module.learner.mean) == pytest.approx(1 + 2 * mean, rel=1e-12) and int(module.learner.most) == 12
+
+
+def test_state_of_the_server_is_kept_however_it_was_changed() -> None:
+    class Kept(FederatedCallback):
+        assigned, in_place = ServerState(synchronised=False, shape=()), ServerState(synchronised=False, shape=(2,))
+        untouched, sent = ServerState(synchronised=False, shape=()), Upload(shape=(), dtype=torch.int64)
+
+        def on_local_end(self, clients: Any) -> None:
+            self.sent[clients] = clients.ids
+
+        def on_server_update(self, server: Any) -> None:
+            self.assigned = self.assigned + self.sent.sum()
+
+        def on_round_end(self, server: Any) -> None:
+            self.in_place[1] += server.n
+
+    module = federated()
+    trainer(3, [Kept()]).fit(module, blobs())
+    who = [module.participants(t) for t in range(3)]
+    assert float(module.server_states["Kept.assigned"]) == sum(map(sum, who))
+    assert module.server_states["Kept.in_place"].tolist() == [0, sum(map(len, who))]
+    assert "Kept.untouched" not in module.server_states

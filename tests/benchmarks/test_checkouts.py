@@ -1,0 +1,61 @@
+"""The comparison of two checkouts, as a process: what is the same is said to be, and what was planted is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLANTED = """
+original = ControlVariates.on_server_update
+
+
+def planted(self, server):
+    original(self, server)
+    self.c *= 1.00001
+
+
+ControlVariates.on_server_update = planted
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def compared(old: Path, new: Path, arguments: str, out: Path) -> tuple[int, str, Any]:
+    """Exit status, what is printed, and the file."""
+    command = [sys.executable, "-m", "benchmarks.checkouts", str(old), str(new), *arguments.split(), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert out.exists(), done.stderr[-2000:]
+    return done.returncode, done.stdout, json.loads(out.read_text())
+
+
+def test_a_planted_factor_is_found_and_nothing_else(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    shutil.copytree(ROOT / "fl_lightning", new / "fl_lightning", ignore=shutil.ignore_patterns("__pycache__"))
+    with (new / "fl_lightning" / "callbacks" / "control_variates.py").open("a") as method:
+        method.write(PLANTED)
+    names = "FedAvg SCAFFOLD FedALS+top-k"
+    status, printed, found = compared(ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json")
+    assert status == 1 and "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
+    for table in ("bits", "cross"):
+        words = {name: set(row.values()) for name, row in found["verdicts"][table].items()}
+        assert words == {"FedAvg": {"same"}, "SCAFFOLD": {"DIFFERENT"}, "FedALS+top-k": {"refused"}}
+    assert len(found["verdicts"]["bits"]["FedAvg"]) == 9 and len(found["verdicts"]["cross"]["FedAvg"]) == 3
+    assert found["sha256"]["old"]["FedAvg"] == found["sha256"]["new"]["FedAvg"]
+    for kind in ("concurrent, captured", "stacked"):
+        assert f"2 {kind}" in printed  # they were not handed over to another engine
+
+
+def test_rounds_of_a_checkout_and_itself_are_timed_in_turn(tmp_path: Path) -> None:
+    arguments = "time --only loop --engines sequential --repetitions 2"
+    status, printed, found = compared(ROOT, ROOT, arguments, tmp_path / "found.json")
+    assert status == 0 and "same bits; sequential" in printed
+    for run in found["loop, sequential"].values():
+        assert len(run["wall"]) == len(run["cpu"]) == 2 and min(run["wall"]) > 0

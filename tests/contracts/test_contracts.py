@@ -1,0 +1,137 @@
+"""The contracts: they hold for every callback of ours, and each goes red for a method that breaks it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import Exponential, FederatedCallback, ServerState, Steps
+from fl_lightning import callbacks as c
+from fl_lightning.contracts import runs
+from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
+from fl_lightning.contracts.verdict import Check, CheckReport
+from fl_lightning.testing import INVARIANTS, _checked, check_method
+from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook
+
+OTHERS: dict[str, Callable[..., FederatedCallback]] = {
+    "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"aggregate": "updates", **given}),
+    "FedInit, scheduled": lambda **given: c.RelaxedInitialization(**{"beta": Exponential(0.9), **given}),
+    "SCAFFOLD, gradient": lambda: c.ControlVariates("gradient"),
+    "FedALS": lambda **given: c.PartialAveraging(**(given or {"periods": {"first.*": 2, "head.bias": "never"}})),
+    "FedDyn, scheduled": lambda: c.DynamicRegularization(Exponential(0.9)),
+    "FedCM, scheduled": lambda **given: c.ClientMomentum(**{"alpha": Exponential(0.5), **given}),
+    "top-k": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
+}
+OURS: dict[str, Callable[..., FederatedCallback]] = {
+    **{
+        name: made
+        for name, made in vars(c).items()
+        if name in c.__all__ and isinstance(made, type) and issubclass(made, FederatedCallback)
+    },
+    **OTHERS,
+}
+
+
+@cache
+def report(name: str) -> CheckReport:
+    return check_method(OURS[name])
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS)
+@pytest.mark.parametrize("name", OURS)
+def test_our_methods_keep_the_contracts(name: str, invariant: str) -> None:
+    check = report(name)[invariant]
+    assert check.verdict != "fails", f"{check.reason}\n{check.hint}"
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name.endswith("Logger")])
+def test_loggers_change_nothing(name: str) -> None:
+    with quiet():
+        ours, average = outcome(fit([OURS[name]()])), outcome(fit([]))
+    require_same({k: ours[k] for k in average}, average, 0.0, name, "")
+
+
+def test_scaffold_keeps_its_estimates_in_a_round_without_learning() -> None:
+    """Where Σ η K = 0 nothing was estimated: c_i stays, and c."""
+    with quiet():
+        before, after = (outcome(fit([c.ControlVariates()], rounds=n, lr_decay=Steps({1: 0.0}))) for n in (1, 2))
+    kept = {k: v for k, v in after.items() if "ControlVariates.c" in k}
+    require_same({k: before.get(k, torch.zeros_like(v)) for k, v in kept.items()}, kept, 0.0, "lr 0", "")
+    assert len(kept) > 4
+
+
+@pytest.mark.parametrize(
+    ("beta", "rule", "participation", "warned"),
+    [(0.5, "models", 2, True), (0.49, "models", 2, False), (0.5, "updates", 2, False), (0.5, "models", "all", False)],
+)
+def test_fedinit_warns_where_it_amplifies_a_drift(beta: float, rule: Any, participation: Any, warned: bool) -> None:
+    """beta >= n/(m - n), which is 1/2 with 2 of 6 clients."""
+    with quiet():
+        module = fit([c.RelaxedInitialization(beta, rule)], rounds=1, participation=participation)
+    assert any("amplifies" in note for note in module.notes) == warned
+
+
+def test_divergence_of_all_clients_is_logged_unless_it_is_turned_off() -> None:
+    with quiet():
+        logged = [outcome(fit([c.DivergenceLogger(given)], rounds=1)) for given in (None, True, False)]
+    assert ["log divergence/all" in left for left in logged] == [True, True, False]
+
+
+def verdict(cls: type[FederatedCallback], invariant: str) -> Check:
+    with quiet():
+        return _checked(invariant, INVARIANTS[invariant], runs.Method(cls))
+
+
+@pytest.mark.parametrize(("cls", "invariant", "says"), WRONG, ids=[f"{w[0].__name__}: {w[1]}" for w in WRONG])
+def test_a_wrong_method_fails_with_a_message_that_leads_to_the_fault(
+    cls: type[FederatedCallback], invariant: str, says: str
+) -> None:
+    check = verdict(cls, invariant)
+    assert check.verdict == "fails"
+    assert says in f"{check.reason} {check.hint}"
+
+
+def test_every_contract_is_seen_to_fail() -> None:
+    assert {invariant for _, invariant, _ in WRONG} == set(INVARIANTS)
+
+
+def test_the_report_is_a_table_with_reasons_and_hints() -> None:
+    good, bad = check_method(Anchor), check_method(AttributeInHook)
+    assert good.ok and not bad.ok
+    assert str(good).startswith("Anchor: all contracts hold")
+    assert "what: on_local_end set or changed self.latest" in str(bad) and "hint: " in str(bad)
+
+
+HOOKS = ["on_round_start", "on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end"]
+HOOKS += ["on_server_update", "on_round_end"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_run_interrupted_in_any_hook_resumes_exactly(hook: str) -> None:
+    """A round that dies never happened."""
+
+    class Killed(FederatedCallback):
+        seen = ServerState(synchronised=False, shape=())
+
+    def die(argument: Any, gradient: Any = None) -> None:
+        if armed and argument.round == 2:
+            raise RuntimeError("killed")
+
+    setattr(Killed, hook, lambda self, *given: die(*given))
+
+    def callbacks() -> list[FederatedCallback]:
+        return [c.ControlVariates(), c.RelaxedInitialization(), c.DivergenceLogger(), c.CommunicationLogger(), Killed()]
+
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        armed = False
+        whole = outcome(fit(callbacks(), rounds=4))
+        armed = True
+        with pytest.raises(RuntimeError, match="killed"):
+            fit(callbacks(), rounds=4, folder=folder)
+        armed = False
+        require_same(whole, outcome(fit(callbacks(), rounds=4, folder=folder, resume=True)), 0.0, hook, "")

@@ -1,0 +1,141 @@
+"""engine="auto": measured once, remembered, and the same on resume."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import FederatedModule, InMemoryDataModule
+from fl_lightning.engines.choice import build, trial
+from fl_lightning.engines.choice.trial import makespan
+from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
+
+
+class Waiting(Lit):
+    """A step that gains from company: it waits without the interpreter lock."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(0.004)
+        return super().training_step(batch, batch_idx)
+
+
+def test_makespan_is_that_of_the_busiest_worker() -> None:
+    assert makespan([5, 3, 3, 2, 2], 2) == 8
+    assert makespan([4], 3) == 4
+
+
+def test_auto_takes_what_is_faster_and_says_why() -> None:
+    slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
+    trainer(1).fit(slow, blobs())
+    trainer(1).fit(tiny, blobs(clients=4))
+    assert slow.engine_facts["engine"] == "concurrent" and slow.engine_facts["workers"] == "2"
+    assert "measured" in slow.engine_facts["why"] and "concurrent × 2" in slow.describe()
+    assert tiny.engine_facts["engine"] == "sequential"
+
+
+def test_auto_times_replayed_steps_where_steps_will_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    for capture in (True, False):
+        module = federated(Lit(), workers=2, capture=capture, local_epochs=4)
+        trainer(1).fit(module, blobs())
+        assert ("and captured" in module.engine_facts["why"]) == capture
+
+
+def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "CLEARLY", 1e9)
+    torch.manual_seed(3)
+    one = federated(Normed(), engine="sequential")
+    torch.manual_seed(3)
+    two = federated(Normed(), workers=2)
+    for module in (one, two):
+        trainer(2).fit(module, blobs())
+    assert "measured" in two.engine_facts["why"]
+    assert torch.equal(one.global_vector, two.global_vector)
+    assert torch.equal(one.learner.net[1].running_var, two.learner.net[1].running_var)
+
+
+def test_one_client_or_one_core_needs_no_measuring() -> None:
+    module = federated(Waiting(), participation=1)
+    with pytest.warns(UserWarning, match="participation=1 is one client"):
+        trainer(1).fit(module, blobs())
+    assert module.engine_facts["engine"] == "sequential" and "one client" in module.engine_facts["why"]
+
+
+def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = federated(Waiting(), workers=2)
+    run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
+    run.fit(first, blobs())
+    assert first.engine_facts["engine"] == "concurrent"
+    monkeypatch.setattr(build, "measured", lambda *_: pytest.fail("measured again"))
+    callers: list[threading.Thread] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: callers.append(threading.current_thread()))
+    second = federated(Waiting())
+    trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+        second, blobs(), ckpt_path=run.checkpoint_callback.best_model_path
+    )
+    assert second.engine_facts["engine"] == "concurrent" and second.engine_facts["workers"] == "2"
+    assert second.engine_facts["why"] == "as when the run began"
+    assert threading.main_thread() not in callers  # which would be left on the one thread of a worker
+
+
+def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> None:
+    run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
+    run.fit(federated(Lit(), engine="sequential"), blobs())
+    with pytest.warns(UserWarning, match="engine='stacked' goes on with what 'sequential' began"):
+        trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+            federated(Lit(), engine="stacked"), blobs(), ckpt_path=run.checkpoint_callback.best_model_path
+        )
+
+
+def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> None:
+    class Locked(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = (i for i in range(3))
+
+    module = federated(Locked(), workers=2)
+    trainer(1).fit(module, blobs())
+    assert module.engine_facts["engine"] == "sequential" and "cannot be copied" in module.engine_facts["why"]
+
+
+class Images(pl.LightningModule):
+    """A small convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Viewing(Images):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].view(len(batch[0]), -1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(80, 3, 8, 8, generator=generator), torch.randint(0, 4, (80,), generator=generator)
+
+    def data() -> Any:
+        return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
+
+    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "CLEARLY", 1e-9)  # whatever was measured last is taken
+    fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
+    trainer(1).fit(fast, data())
+    trainer(1).fit(viewing, data())
+    assert fast.engine_facts["memory"] == "channels_last" and "memory" not in viewing.engine_facts

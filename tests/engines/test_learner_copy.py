@@ -1,0 +1,207 @@
+"""What a learner changes in its own steps: buffers, attributes, metrics, frozen parameters; the same in each engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from pytorch_lightning.callbacks import BaseFinetuning
+from torch import Tensor, nn
+
+from fl_lightning.callbacks import ControlVariates
+from fl_lightning.errors import UserError
+from tests.helpers.learners import InPlace, Lit, blobs, federated, fitted, trainer
+
+ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurrent", "workers": k} for k in (1, 2))]
+
+
+class Assigned(InPlace):
+    def move(self, x: Tensor) -> None:
+        self.mean = self.mean * 0.9 + 0.1 * x
+
+
+@pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_assigning_to_a_buffer_is_as_changing_it_in_place(arguments: dict[str, Any]) -> None:
+    reference, _ = fitted(InPlace, engine="sequential")
+    module, _ = fitted(Assigned, **arguments)
+    assert module.engine_facts["engine"] != "stacked"
+    assert torch.equal(module.learner.mean, reference.learner.mean) and bool(module.learner.mean.any())
+    assert torch.equal(module.global_vector, reference.global_vector)
+
+
+class Metered(Lit):
+    """Logs a metric that it only updates; Lightning's way to log a value over an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mean.update(batch[1].double())
+        self.log("train/label", self.mean)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_a_metric_that_is_updated_is_logged_as_the_mean_over_clients(arguments: dict[str, Any]) -> None:
+    data = blobs()
+    data.setup("fit")
+    labels = [torch.cat([y for (_, y), _ in data.full_batches(i)]).double() for i in range(10)]
+    _, logged = fitted(Metered, **arguments)  # an epoch: each sample once
+    expected = torch.stack([own.mean() for own in labels]).mean()
+    torch.testing.assert_close(logged["train/label"].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_collection_of_metrics_is_the_same_side_by_side() -> None:
+    class Collected(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            arguments: dict[str, Any] = {"task": "multiclass", "num_classes": 4, "average": "macro"}
+            kinds = {k.__name__: k(**arguments) for k in (torchmetrics.Precision, torchmetrics.Recall)}
+            self.alone = torchmetrics.Recall(**arguments)
+            self.updated = torchmetrics.MetricCollection(kinds)
+            self.called = self.updated.clone(prefix="each")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for collection in (self.updated, self.called):
+                (collection.update if collection is self.updated else collection)(self.net(batch[0]), batch[1])
+                self.log_dict(collection)
+            self.alone.update(self.net(batch[0]), batch[1])
+            self.log("alone", self.alone)
+            return super().training_step(batch, batch_idx)
+
+    (_, one), (_, two) = (fitted(Collected, **arguments) for arguments in ENGINES[::2])
+    names = ("Precision", "Recall", "eachPrecision", "eachRecall")
+    assert all(one[name] == two[name] for name in names) and one["Recall"] == one["alone"]
+
+
+def test_full_gradients_are_not_counted_by_metrics() -> None:
+    _, plain = fitted(Metered, 1, engine="sequential")
+    run = trainer(1, [ControlVariates(estimate="gradient")])
+    torch.manual_seed(3)
+    run.fit(federated(Metered(), engine="sequential", participation=1.0), blobs())
+    assert run.callback_metrics["train/label"] == plain["train/label"]
+
+
+def test_a_step_without_a_loss_says_the_way_out() -> None:
+    class Skipping(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"returned NoneType.*return a zero loss"):
+        fitted(Skipping, engine="sequential")
+
+
+class Counting(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx) / (1 + 0.01 * self.seen)
+
+
+class Gathering(Lit):
+    """Lightning's documented way to use the outputs of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(super().training_step(batch, batch_idx))
+        return self.seen[-1]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/mean", torch.stack(self.seen).detach().mean())
+        self.seen.clear()
+
+
+class Averaging(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SimpleNamespace(total=torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.total += loss.detach().float()
+        return loss
+
+
+@pytest.mark.parametrize("learner", [Counting, Gathering, Averaging])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(learner: type[Lit]) -> None:
+    reference, logged = fitted(learner, engine="sequential")
+    for engine in ("auto", "stacked"):
+        module, own = fitted(learner, engine=engine, workers=2)
+        assert module.engine_facts["engine"] == "sequential"
+        assert "seen" in module.engine_facts["why"] or engine == "stacked"
+        assert torch.equal(module.global_vector, reference.global_vector)
+        assert own.get("train/mean") == logged.get("train/mean")
+    assert module.learner.seen == reference.learner.seen or learner is Averaging  # trial steps leave no trace
+    with pytest.raises(UserError, match=r"engine='concurrent'.*changes seen.*engine='sequential'"):
+        fitted(learner, engine="concurrent", workers=2)
+
+
+class Part(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        self.log("part/train" if self.training else "part/val", out.detach().mean())
+        return out
+
+
+class Whole(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Part()
+
+
+@pytest.mark.parametrize("arguments", [{"engine": "concurrent", "workers": 2}, {"engine": "stacked"}])
+def test_a_lightning_module_inside_the_learner_may_log(arguments: dict[str, Any]) -> None:
+    reference, logged = fitted(Whole, engine="sequential")
+    module, own = fitted(Whole, **arguments)
+    assert module.engine_facts["engine"] == arguments["engine"]
+    torch.testing.assert_close(module.global_vector, reference.global_vector)
+    for name in ("part/train", "part/val"):
+        torch.testing.assert_close(own[name].double(), logged[name].double(), rtol=1e-5, atol=1e-9)
+    inside = module.export().net
+    assert inside._trainer is None and "log" not in vars(inside)
+
+
+@pytest.mark.parametrize("arguments", ENGINES[::2])
+@pytest.mark.parametrize(("at_first", "what"), [(True, r"0\.bias, … frozen"), (False, r"0\.bias, … unfrozen")])
+def test_the_set_of_trainable_parameters_is_fixed(arguments: dict[str, Any], at_first: bool, what: str) -> None:
+    class Turning(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(at_first)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(not at_first)
+
+    with pytest.raises(UserError, match=what + ".*fixed at the start"):
+        fitted(Turning, 3, **arguments)
+
+
+def test_callbacks_that_unfreeze_are_refused() -> None:
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.learner.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            self.unfreeze_and_add_param_group(pl_module.learner.net[0], optimizer)
+
+    with pytest.raises(UserError, match="callback Unfreezing unfreezes"):
+        trainer(2, [Unfreezing()]).fit(federated(), blobs())

@@ -1,0 +1,198 @@
+"""Clients side by side: the same bits as one after the other, errors that say where, learners that cannot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, FederatedCallback
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, SharpnessAwareMinimization
+from fl_lightning.errors import UserError
+from tests.helpers.learners import Dropping, Lit, Normed, blobs, client_rows, federated, momentum, trainer
+
+
+class Kept(FederatedCallback):
+    """A client's own vector, uploaded nowhere: its rows have to be the same too."""
+
+    last = ClientState(synchronised=False)
+
+    def on_local_end(self, clients: Any) -> None:
+        self.last[clients] = clients.x
+
+
+CASES: dict[str, Any] = {
+    "fedavg": ({}, lambda: [], Lit),
+    "scaffold": ({}, lambda: [ControlVariates()], Lit),
+    "scaffold, full gradients": ({}, lambda: [ControlVariates(estimate="gradient")], Lit),
+    "fedsam": ({}, lambda: [SharpnessAwareMinimization(0.05)], Lit),
+    "fedinit": ({}, lambda: [RelaxedInitialization(0.1)], Lit),
+    "clipping": ({"clip_norm": 0.5}, lambda: [Kept()], Lit),
+    "momentum kept": ({"client_optimizer": momentum, "keep_optimizer_state": True}, lambda: [], Lit),
+    "buffers": ({}, lambda: [], Normed),
+}
+
+
+def seeded(learner: type[Lit], **arguments: Any) -> Any:
+    """A module around a learner that starts at the same weights each time."""
+    torch.manual_seed(3)
+    return federated(learner(), **arguments)
+
+
+def ran(engine: str, arguments: Any, callbacks: Any, learner: Any, **more: Any) -> Any:
+    module = seeded(learner, engine=engine, participation=0.5, local_epochs=1.5, **arguments, **more)
+    run = trainer(3, callbacks)
+    run.fit(module, blobs())
+    return module, client_rows(module), run.callback_metrics["train/loss"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_for_any_number_of_workers(name: str) -> None:
+    arguments, callbacks, learner = CASES[name]
+    reference, reference_rows, reference_loss = ran("sequential", arguments, callbacks(), learner)
+    for workers in (1, 2, 3):
+        module, rows, loss = ran("concurrent", arguments, callbacks(), learner, workers=workers)
+        assert module.engine_facts["workers"] == str(workers)
+        assert torch.equal(module.global_vector, reference.global_vector)
+        assert rows.keys() == reference_rows.keys()
+        assert all(torch.equal(rows[key], reference_rows[key]) for key in rows)
+        assert loss == reference_loss
+        for (_, a), (_, b) in zip(module.learner.named_buffers(), reference.learner.named_buffers(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_clients_train_at_the_same_time() -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    class Meeting(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 0 and threading.current_thread() is not threading.main_thread():
+                together.wait()
+            return super().training_step(batch, batch_idx)
+
+    module = seeded(Meeting, engine="concurrent", workers=2, participation=4, local_steps=1)
+    trainer(1).fit(module, blobs())
+    assert torch.get_num_threads() == 1
+
+
+class Failing(Lit):
+    """Fails on the second batch of clients whose first label is 2, after the engine was built."""
+
+    armed = False
+
+    def on_train_epoch_start(self) -> None:
+        self.armed = self.current_epoch == 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.armed and batch_idx == 1:
+            raise ValueError("a broken learner")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+def test_an_error_names_round_client_and_step_and_ends_the_round(engine: str) -> None:
+    module = seeded(Failing, engine=engine, workers=2)
+    before: list[Tensor] = []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            before.append(pl_module.global_vector.detach().clone())
+
+    with pytest.raises(ValueError, match="a broken learner") as caught:
+        trainer(3, [Watch()]).fit(module, blobs())
+    notes = " ".join(getattr(caught.value, "__notes__", ["round 1, client, local step 1"]))
+    assert "round 1, client" in notes and "local step 1" in notes
+    assert len(before) == 1 and torch.equal(before[0], module.global_vector.detach())
+    for parameter in module.learner.parameters():  # tied to the global vector, not to a client's
+        assert module.global_vector.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
+def test_interrupting_a_round_stops_its_threads() -> None:
+    class Interrupt(pl.Callback):
+        def on_client_end(self, trainer: Any, pl_module: Any, done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+    class Slow(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx > 0:
+                time.sleep(0.005)
+            return super().training_step(batch, batch_idx)
+
+    module = seeded(Slow, engine="concurrent", workers=2, participation=1.0, local_steps=40)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer(1, [Interrupt()]).fit(module, blobs())
+    assert not [t for t in threading.enumerate() if t.name.startswith("client")]
+
+
+@pytest.mark.parametrize("kind", ["learner", "data"])
+def test_random_numbers_of_the_process_go_one_client_after_the_other(kind: str) -> None:
+    data = blobs()
+    if kind == "data":
+        data._transform = lambda x: x + 0.01 * torch.randn(x.shape, dtype=x.dtype)
+    learner = Dropping if kind == "learner" else Lit
+    module = seeded(learner, workers=2)
+    state = torch.get_rng_state()
+    trainer(1).fit(module, data)
+    assert module.engine_facts["engine"] == "sequential" and "draws random numbers" in module.engine_facts["why"]
+    assert kind == "data" or torch.equal(state, torch.get_rng_state())  # validation reads the data too
+    with pytest.raises(UserError, match=r"engine='concurrent'.*draws random numbers"):
+        trainer(1).fit(seeded(learner, engine="concurrent"), data)
+
+
+def test_attributes_that_hooks_set_reach_the_copies() -> None:
+    class Scaled(Lit):
+        scale, anchor = 1.0, None
+
+        def on_train_epoch_start(self) -> None:
+            self.scale = 0.5 ** (self.current_epoch + 1)
+            self.anchor = torch.full((4,), float(self.current_epoch), dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            extra = 0.0 if self.anchor is None else (self.net(batch[0]) * self.anchor).mean()
+            return self.scale * super().training_step(batch, batch_idx) + 0.01 * extra
+
+    one, two = seeded(Scaled, engine="sequential"), seeded(Scaled, engine="concurrent", workers=2)
+    trainer(3).fit(one, blobs())
+    trainer(3).fit(two, blobs())
+    assert torch.equal(one.global_vector, two.global_vector)
+
+
+def test_what_clients_log_is_kept_apart() -> None:
+    class Telling(FederatedCallback):
+        seen: dict[int, float]
+
+        def on_local_end(self, clients: Any) -> None:
+            self.seen[int(clients.ids[0])] = float(clients.logs["own"][0])
+
+    class Logging(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("own", batch[1][0].double())
+            time.sleep(0.001)
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    for engine in ("sequential", "concurrent"):
+        telling = Telling()
+        telling.seen = {}
+        module = seeded(Logging, engine=engine, workers=2, participation=1.0)
+        trainer(1, [telling]).fit(module, blobs())
+        seen.append(telling.seen)
+    assert seen[0] == seen[1] and len(seen[0]) == 10 and len(set(seen[0].values())) > 2
+
+
+def test_the_optimizer_alone_gives_the_bits_of_the_flat_gradient() -> None:
+    class Neutral(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    for kind in (torch.float32, torch.float64):
+        direct, flat = (seeded(Lit, engine="sequential").to(kind) for _ in range(2))
+        trainer(2).fit(direct, blobs(dtype=kind))
+        trainer(2, [Neutral()]).fit(flat, blobs(dtype=kind))
+        assert np.array_equal(direct.global_vector.detach().numpy(), flat.global_vector.detach().numpy())

@@ -1,0 +1,1 @@
+"""What tests share: learners, federations in float64, comparisons, processes."""

@@ -1,0 +1,147 @@
+"""The methods and compositions that the oracle knows, and the callbacks and optimizers of ours that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning import callbacks as c
+from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
+from fl_lightning.schedules import Schedule
+from tests.oracles.oracle import Config
+
+CLIP = 0.9
+ADAPTIVE = {"adam": FedAdam, "yogi": FedYogi}
+PATTERNS = {"net.0.*": slice(0, 16), "net.2.weight": slice(16, 28), "net.2.bias": slice(28, 31)}
+
+
+class Function(Schedule):
+    """A function of the round as a schedule of ours."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, round: int) -> float:
+        return float(self.function(round))
+
+
+def methods(config: Config) -> list[Any]:
+    """The callbacks that a configuration of the oracle stands for."""
+    given: dict[str, Any] = {n: Function(v) if callable(v) else v for n, v in vars(config).items()}
+    made: list[Any] = [c.DivergenceLogger(), c.CommunicationLogger(), c.ConsensusDistanceLogger()]
+    if config.beta is not None:
+        made.append(c.RelaxedInitialization(given["beta"], given["aggregate"]))
+    if config.scaffold is not None:
+        made.append(c.ControlVariates(given["scaffold"]))
+    if config.sam is not None:
+        made.append(c.SharpnessAwareMinimization(given["sam"]))
+    if config.mu is not None:
+        made.append(c.ProximalTerm(given["mu"]))
+    if config.feddyn is not None:
+        made.append(c.DynamicRegularization(given["feddyn"]))
+    if config.alpha is not None:
+        made.append(c.ClientMomentum(given["alpha"]))
+    if config.fedsmoo is not None:
+        made.append(c.GlobalSharpnessAwareMinimization(given["fedsmoo"]))
+    if config.fednova:
+        made.append(c.NormalizedAveraging())
+    if config.topk is not None:
+        made.append(c.TopKCompression(config.topk))
+    if config.parts:
+        periods = {pattern: period_of(config, where) for pattern, where in PATTERNS.items()}
+        made.append(c.PartialAveraging(periods=periods))
+    return made
+
+
+def part(*patterns: str) -> Any:
+    """The oracle's mask of the parameters that our patterns name."""
+    mask = np.zeros(31, dtype=bool)
+    for pattern in patterns:
+        mask[PATTERNS[pattern]] = True
+    return mask
+
+
+def period_of(config: Config, where: slice) -> Any:
+    mine = [period for mask, period in config.parts if mask[where].all()]
+    return 1 if not mine else "never" if mine[0] is None else mine[0]
+
+
+def server(config: Config) -> Any:
+    """The server optimizer that a rule of the oracle stands for."""
+    kind, lr, *rest = config.server
+    if kind == "sgd":
+        return lambda w: torch.optim.SGD(w, lr)
+    if kind == "sgdm":
+        return lambda w: torch.optim.SGD(w, lr, momentum=rest[0])
+    if kind == "adagrad":
+        return lambda w: FedAdagrad(w, lr, beta1=rest[0], tau=rest[2])
+    return lambda w: ADAPTIVE[kind](w, lr, betas=(rest[0], rest[1]), tau=rest[2])
+
+
+def settings(weighting: str, **components: Any) -> Config:
+    """Components of the oracle with what all runs here share."""
+    return Config(lr=0.3, lr_decay=0.9, weight_decay=0.01, clip_norm=CLIP, weighting=weighting, **components)
+
+
+ALS = [(part("net.0.*"), 3)]
+METHODS: dict[str, dict[str, Any]] = {
+    "FedAvg": {},
+    "FedInit": {"beta": 0.1},
+    "FedInit, updates": {"beta": 0.1, "aggregate": "updates"},
+    "SCAFFOLD": {"scaffold": "displacement"},
+    "SCAFFOLD, gradient": {"scaffold": "gradient"},
+    "SCAFFOLD + RI": {"scaffold": "displacement", "beta": 0.1},
+    "FedSAM": {"sam": 0.05},
+    "FedGamma": {"sam": 0.05, "scaffold": "displacement"},
+    "FedGamma + RI": {"sam": 0.05, "scaffold": "displacement", "beta": 0.1},
+    "FedSAM + RI": {"sam": 0.05, "beta": 0.1},
+    "SCAFFOLD, gradient + RI": {"scaffold": "gradient", "beta": 0.1},
+    "SCAFFOLD + RI, updates": {"scaffold": "displacement", "beta": 0.1, "aggregate": "updates"},
+    "FedAvgM": {"server": ("sgdm", 0.7, 0.9)},
+    "FedAvgM + RI": {"server": ("sgdm", 0.7, 0.9), "beta": 0.1},
+    "FedProx": {"mu": 0.1},
+    "FedProx + RI": {"mu": 0.1, "beta": 0.1},
+    "FedAdam": {"server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
+    "FedAdam + RI": {"server": ("adam", 0.1, 0.9, 0.99, 1e-3), "beta": 0.1},
+    "FedYogi": {"server": ("yogi", 0.1, 0.9, 0.99, 1e-3)},
+    "FedYogi + RI": {"server": ("yogi", 0.1, 0.9, 0.99, 1e-3), "beta": 0.1},
+    "FedAdagrad": {"server": ("adagrad", 0.1, 0.0, 0.0, 1e-3)},
+    "FedAdagrad with momentum + RI": {"server": ("adagrad", 0.1, 0.9, 0.0, 1e-3), "beta": 0.1},
+    "FedDyn": {"feddyn": 0.1},
+    "FedDyn + RI": {"feddyn": 0.1, "beta": 0.1},
+    "FedDyn + RI, updates": {"feddyn": 0.1, "beta": 0.1, "aggregate": "updates"},
+    "FedCM": {"alpha": 0.1},
+    "FedCM + RI": {"alpha": 0.1, "beta": 0.1},
+    "FedCM + RI, updates": {"alpha": 0.1, "beta": 0.1, "aggregate": "updates"},
+    "MoFedSAM": {"alpha": 0.1, "sam": 0.05},
+    "MoFedSAM + RI": {"alpha": 0.1, "sam": 0.05, "beta": 0.1},
+    "FedSMOO": {"feddyn": 0.1, "fedsmoo": 0.1},
+    "FedSMOO + RI": {"feddyn": 0.1, "fedsmoo": 0.1, "beta": 0.1},
+    "FedSMOO's ablation: FedDyn + FedSAM": {"feddyn": 0.1, "sam": 0.1},
+    "FedSMOO's perturbation alone": {"fedsmoo": 0.1},
+    "FedNova": {"fednova": True},
+    "FedNova + RI": {"fednova": True, "beta": 0.1},
+    "FedNova, momentum": {"fednova": True, "momentum": 0.9},
+    "top-k": {"topk": 0.1},
+    "top-k + RI": {"topk": 0.1, "beta": 0.1},
+    "all that mix": {"mu": 0.05, "scaffold": "displacement", "feddyn": 0.1, "alpha": 0.3, "sam": 0.05, "beta": -0.1},
+    "FedALS": {"parts": ALS},
+    "FedALS, three periods": {"parts": [(part("net.0.*"), 2), (part("net.2.bias"), 3)]},
+    "FedPer": {"parts": [(part("net.2.weight", "net.2.bias"), None)]},
+    "FedALS, momentum kept": {"parts": ALS, "momentum": 0.9, "keep_momentum": True},
+    "FedALS + SCAFFOLD": {"parts": ALS, "scaffold": "displacement"},
+    "FedALS + SCAFFOLD, gradient": {"parts": ALS, "scaffold": "gradient"},
+    "FedALS + SCAFFOLD + RI": {"parts": ALS, "scaffold": "displacement", "beta": 0.1},
+    "FedALS + RI": {"parts": ALS, "beta": 0.1},
+    "FedALS + RI, updates": {"parts": ALS, "beta": 0.1, "aggregate": "updates"},
+    "FedALS + FedCM": {"parts": ALS, "alpha": 0.1},
+    "FedALS + FedCM + RI, updates": {"parts": ALS, "alpha": 0.1, "beta": 0.1, "aggregate": "updates"},
+    "FedALS + FedDyn": {"parts": ALS, "feddyn": 0.1},
+    "FedALS + FedDyn + RI": {"parts": ALS, "feddyn": 0.1, "beta": 0.1},
+    "FedALS + FedSAM": {"parts": ALS, "sam": 0.05},
+    "FedALS + FedAdam": {"parts": ALS, "server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
+    "FedALS + FedAvgM": {"parts": ALS, "server": ("sgdm", 0.7, 0.9)},
+    "schedules": {"mu": lambda t: 0.1 / (t + 1), "beta": lambda t: 0.1 * (-1) ** t, "feddyn": lambda t: 0.1 + 0.1 * t},
+}

@@ -1,0 +1,215 @@
+"""Killed anywhere and resumed, on one process and on two: the same bits as a run that nothing happened to."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks import CommunicationLogger, ControlVariates, DivergenceLogger, RelaxedInitialization
+from fl_lightning.loggers import MetricsCSV
+from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.processes import launched
+
+ROUNDS, KILLED_IN = 4, 2
+PHASES = ["local step", "commit", "segment", "checkpoint", "after checkpoint", "validation"]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fragile(Lit):
+    """Normalisation, dropout, and death where it is told to."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase, self.taken = phase, 0
+        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.phase == "local step" and self.current_epoch == KILLED_IN and batch_idx == 2:
+            die()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.phase == "validation" and self.current_epoch == KILLED_IN:
+            die()
+        super().validation_step(batch, batch_idx)
+
+
+class KilledAtCommit(FederatedCallback):
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self._phase = phase
+
+    def on_round_end(self, server: Any) -> None:
+        if self._phase == "commit" and server.round == KILLED_IN:
+            die()
+
+
+def killed_at_replace(suffix: str, after: bool, number: int) -> None:
+    """Die at (or right after) the n-th file of this kind being renamed into place."""
+    replace, seen = os.replace, [0]
+
+    def fatal(source: Any, target: Any, **kwargs: Any) -> None:
+        if str(target).endswith(suffix):
+            seen[0] += 1
+            if seen[0] == number and not after:
+                die()
+        replace(source, target, **kwargs)
+        if str(target).endswith(suffix) and seen[0] == number and after:
+            die()
+
+    os.replace = fatal
+
+
+def run(folder: Path, phase: str, rank: int, world: int) -> None:
+    if phase == "segment":
+        killed_at_replace(".safetensors", after=False, number=KILLED_IN + 1)
+    elif phase.endswith("checkpoint") and rank == 0:
+        killed_at_replace("last.ckpt", after=phase.startswith("after"), number=KILLED_IN + 1)
+    module = federated(
+        Fragile(phase),
+        participation=0.5,
+        local_epochs=1.5,
+        clip_norm=1.0,
+        lr_decay=0.9,
+        weighting="samples",
+        keep_optimizer_state=True,
+        client_optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        server_optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5),
+    )
+    last = ModelCheckpoint(
+        dirpath=folder / "checkpoints",
+        filename="last",
+        monitor=None,
+        save_top_k=1,
+        enable_version_counter=False,
+        save_on_train_epoch_end=True,
+    )
+    methods = [RelaxedInitialization(0.1), ControlVariates(), DivergenceLogger(), CommunicationLogger()]
+    spread = {"strategy": "federated", "devices": world} if world > 1 else {}
+    fit = trainer(
+        ROUNDS,
+        [*methods, KilledAtCommit(phase), last],
+        default_root_dir=folder,
+        logger=MetricsCSV(folder),
+        enable_checkpointing=True,
+        **spread,
+    )
+    fit.fit(module, blobs(batch_size=10), ckpt_path="last")
+    store = module.client_rows.store
+    rows = {name: {int(i): store.read(name, int(i)) for i in store.clients(name)} for name in store.names()}
+    torch.save((module.global_vector.detach(), module.learner.state_dict(), rows), folder / f"end-{rank}.pt")
+
+
+def launch(folder: Path, world: int = 1, phase: str = "") -> list[int]:
+    return launched(run, world, folder, phase)
+
+
+def ending(folder: Path) -> tuple[Any, Any, dict[str, dict[int, Tensor]], list[dict[str, str]]]:
+    rows: dict[str, dict[int, Tensor]] = {}
+    for path in sorted(folder.glob("end-*.pt")):
+        w, weights, of_rank = torch.load(path, weights_only=True)
+        for name, by_client in of_rank.items():
+            rows.setdefault(name, {}).update(by_client)
+    with (folder / "metrics.csv").open() as file:
+        table = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+    return w, weights, rows, table
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert launch(folder) == [0]
+    return ending(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_on_two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("two")
+    assert launch(folder, world=2) == [0, 0]
+    return ending(folder)
+
+
+def assert_same(folder: Path, expected: Any, exact_metrics: bool = True) -> None:
+    w, weights, rows, table = ending(folder)
+    assert torch.equal(w, expected[0])
+    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
+    assert rows.keys() == expected[2].keys()
+    for name, by_client in expected[2].items():
+        assert rows[name].keys() == by_client.keys(), name
+        assert all(torch.equal(rows[name][i], row) for i, row in by_client.items()), name
+    if exact_metrics:
+        assert table == expected[3]
+    assert [row["round"] for row in table] == [str(t) for t in range(ROUNDS)]
+    for row, other in zip(table, expected[3], strict=True):
+        assert {k: float(v) for k, v in row.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-6)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_and_resumed_on_one_process(tmp_path: Path, uninterrupted: Any, phase: str) -> None:
+    assert launch(tmp_path, phase=phase) == [-signal.SIGKILL]
+    assert launch(tmp_path) == [0]
+    assert_same(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_and_resumed_on_two_processes(tmp_path: Path, uninterrupted_on_two: Any, phase: str) -> None:
+    codes = launch(tmp_path, world=2, phase=phase)
+    assert -signal.SIGKILL in codes and 0 not in codes
+    assert launch(tmp_path, world=2) == [0, 0]
+    assert_same(tmp_path, uninterrupted_on_two)
+
+
+def test_two_processes_end_as_one_does(tmp_path: Path, uninterrupted: Any) -> None:
+    assert launch(tmp_path, world=2) == [0, 0]
+    assert_same(tmp_path, uninterrupted, exact_metrics=False)
+
+
+def test_one_process_takes_up_what_two_began(tmp_path: Path, uninterrupted: Any) -> None:
+    launch(tmp_path, world=2, phase="local step")
+    assert launch(tmp_path) == [0]
+    assert_same(tmp_path, uninterrupted, exact_metrics=False)
+
+
+def test_segments_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
+    assert launch(tmp_path) == [0]
+    held = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["federated"]["clients"]
+    needed = {int(s) for entry in held.values() for s in entry["segments"]}
+    assert len(needed) <= len(list((tmp_path / "state").glob("*.safetensors"))) <= len(needed) + 1
+
+
+def odd_clients(folder: Path, rank: int, world: int) -> None:
+    """Participants that the first process owns none of, with optimizer state and a state of their own."""
+    module = federated(
+        participation=0.4,
+        keep_optimizer_state=True,
+        client_optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    )
+    object.__setattr__(module, "participants", lambda t: (1, 3, 5, 7))
+    spread = {"strategy": "federated", "devices": world} if world > 1 else {}
+    fit = trainer(3, [ControlVariates()], **spread)
+    fit.fit(module, blobs(per_client=101))
+    metrics = {k: float(v) for k, v in fit.callback_metrics.items() if not k.startswith("time/")}
+    torch.save((module.global_vector.detach(), metrics), folder / f"odd-{world}-{rank}.pt")
+
+
+def test_rows_reach_who_trains_and_evaluation_is_exact_over_processes(tmp_path: Path) -> None:
+    assert launched(odd_clients, 1, tmp_path) == [0]
+    w, metrics = torch.load(tmp_path / "odd-1-0.pt")
+    for world in (2, 3):
+        assert launched(odd_clients, world, tmp_path) == [0] * world
+        for rank in range(world):
+            other, theirs = torch.load(tmp_path / f"odd-{world}-{rank}.pt")
+            torch.testing.assert_close(other, w, rtol=0, atol=0 if world == 2 else 1e-12)
+            assert theirs == pytest.approx(metrics, rel=1e-6)

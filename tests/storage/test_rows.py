@@ -1,0 +1,62 @@
+"""Rows over processes: client i's lie with process i mod W, and travel to whoever trains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.store import ClientStore
+from tests.helpers.processes import grouped
+
+torch.set_num_threads(1)
+ROUNDS = [[0, 1, 2, 3], [1, 3, 5], [5], [0, 2, 3, 4, 5, 7, 8]]
+NAMES = ("M.a", "M.b")
+
+
+def trained(row: Tensor | None, t: int, client: int, name: str) -> Tensor | None:
+    """A row that shows in which rounds it was written; client 3 never writes the second."""
+    if client == 3 and name == "M.b":
+        return None
+    return torch.tensor([float(client), 0.0]) if row is None else 10 * row + t
+
+
+def rounds(folder: Path, rank: int, world: int) -> None:
+    rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
+    for t, ids in enumerate(ROUNDS):
+        rows.fetch(ids)
+        staged: dict[str, dict[int, Tensor]] = {}
+        for client in ids[rank::world]:
+            for name in NAMES:
+                row = trained(rows.read(name, client), t, client, name)
+                if row is not None:
+                    staged.setdefault(name, {})[client] = row
+        rows.commit(rows.bring_home(staged))
+    held = {name: {int(i): rows.read(name, int(i)) for i in rows.store.clients(name)} for name in rows.names()}
+    torch.save(held, folder / f"{world}-{rank}.pt")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_rows_of_all_processes_are_those_of_one(tmp_path: Path, world: int) -> None:
+    rounds(tmp_path, 0, 1)
+    expected = torch.load(tmp_path / "1-0.pt", weights_only=True)
+    assert expected["M.a"][5].tolist() == [523.0, 23.0] and 3 not in expected["M.b"]
+    grouped(rounds, world, tmp_path)
+    found: dict[str, dict[int, Tensor]] = {name: {} for name in NAMES}
+    for rank in range(world):
+        for name, of_rank in torch.load(tmp_path / f"{world}-{rank}.pt", weights_only=True).items():
+            assert all(client % world == rank for client in of_rank)
+            found[name].update(of_rank)
+    for name in NAMES:
+        assert found[name].keys() == expected[name].keys()
+        assert all(torch.equal(row, expected[name][client]) for client, row in found[name].items())
+
+
+def test_what_was_never_committed_reads_as_nothing() -> None:
+    rows = ClientRows(ClientStore())
+    assert rows.read("M.a", 0) is None and rows.names() == []
+    rows.commit(rows.bring_home({}))
+    assert rows.read("M.a", 0) is None

@@ -1,0 +1,60 @@
+"""Arguments, settings of the Trainer and data that have no meaning here are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from fl_lightning import UserError
+from tests.helpers.learners import blobs, federated, trainer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"participation": 0}, ["participation=0", "'all'"]),
+        ({"participation": 1.5}, ["participation=1.5", "up to 1.0"]),
+        ({"participation": 11}, ["participation=11", "10 are registered"]),
+        ({"participation": "al"}, ["participation='al'", "Did you mean 'all'"]),
+        ({"sampling": "bernouli"}, ["sampling='bernouli'", "Did you mean 'bernoulli'"]),
+        ({"local_steps": 1.5}, ["local_steps=1.5", "integer"]),
+        ({"clip_norm": 0.0}, ["clip_norm=0.0", "above 0"]),
+        ({"init_from": "/nowhere.ckpt"}, ["/nowhere.ckpt"]),
+        ({"client_optimizer": torch.optim.LBFGS}, ["LBFGS", "torch.optim.SGD"]),
+    ],
+)
+def test_arguments_are_refused_with_name_value_and_what_is_accepted(arguments: Any, words: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        trainer(1).fit(federated(**arguments), blobs())
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_steps": 5}, ["max_steps=5", "max_epochs"]),
+        ({"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2", "batch_size"]),
+        ({"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "clip_norm"]),
+        ({"val_check_interval": 0.5}, ["val_check_interval", "check_val_every_n_epoch"]),
+        ({"limit_train_batches": 3}, ["limit_train_batches=3", "local_steps"]),
+        ({"overfit_batches": 1}, ["overfit_batches=1"]),
+    ],
+)
+def test_trainer_settings_without_meaning_are_refused(settings: Any, words: list[str]) -> None:
+    with pytest.raises((UserError, ValueError)) as refused:
+        trainer(1, **settings).fit(federated(), blobs())
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_data_without_clients_is_refused_with_the_line_that_federates_it() -> None:
+    class Plain(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader([0])
+
+    with pytest.raises(UserError, match=r"FromDataModule\(Plain\(…\), num_clients=100\)"):
+        trainer(1).fit(federated(), Plain())
+    with pytest.raises(UserError, match="FromDatasets"):
+        trainer(1).fit(federated(), torch.utils.data.DataLoader([0]))  # type: ignore[arg-type]

@@ -1,0 +1,137 @@
+"""The callbacks of a run as one thing: who may have which hook, in what order, and what a hook may return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning import FederatedCallback, UserError
+from fl_lightning.callbacks import ControlVariates, DivergenceLogger, RelaxedInitialization, SharpnessAwareMinimization
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+
+def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
+    class Typo(FederatedCallback):
+        def on_local_grad(self, clients: Any, gradient: Any) -> None: ...
+
+    with pytest.raises(UserError, match=r"Typo\.on_local_grad is no hook.*Did you mean 'on_local_gradient'"):
+        trainer(1, [Typo()]).fit(federated(), blobs())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_what_hooks_log_is_read_and_not_changed(engine: str) -> None:
+    class Telling(ControlVariates):
+        def on_local_end(self, clients: Any) -> None:
+            super().on_local_end(clients)
+            clients.log("lr", clients.lr.expand(len(clients.ids)))
+
+    found = []
+    for method in (ControlVariates(), Telling()):
+        torch.manual_seed(3)
+        module, run = federated(engine=engine), trainer(3, [method])
+        run.fit(module, blobs())
+        found.append(module.global_vector.detach())
+    assert torch.equal(*found) and float(run.callback_metrics["lr"]) == pytest.approx(0.1, abs=1e-7)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_a_method_that_says_it_does_not_move_starts_may_not(engine: str) -> None:
+    class Moving(FederatedCallback):
+        moves_start = False
+
+        def on_local_start(self, clients: Any) -> None:
+            clients.x.mul_(0.9)
+
+    with pytest.raises(TypeError, match="moves_start = False"):
+        trainer(1, [Moving()]).fit(federated(Lit(), engine=engine), blobs())
+
+
+def test_a_callback_is_taken_once_and_a_hook_of_one_owner_has_one() -> None:
+    class Mine(FederatedCallback):
+        def perturbation(self, clients: Any, gradient: Tensor) -> Tensor:
+            return 0 * gradient
+
+    for methods, words in (
+        ([Mine(), Mine()], r"Mine is given 2 times"),
+        ([Mine(), SharpnessAwareMinimization()], r"Mine and SharpnessAwareMinimization both decide.*`perturbation`"),
+    ):
+        with pytest.raises(UserError, match=words):
+            trainer(1, methods).fit(federated(), blobs())
+
+
+SHARED = ["on_round_start", "on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end"]
+SHARED += ["on_server_update", "on_round_end"]
+
+
+def calling(name: str, called: list[tuple[str, str]], on_instance: bool) -> FederatedCallback:
+    """A callback with all shared hooks, of its class or put on the instance."""
+
+    def hook(of: str) -> Any:
+        return lambda *given: called.append((of, name))
+
+    made: FederatedCallback = type(name, (FederatedCallback,), {} if on_instance else {h: hook(h) for h in SHARED})()
+    for shared in SHARED if on_instance else ():
+        object.__setattr__(made, shared, hook(shared))
+    return made
+
+
+def test_each_hook_is_called_on_each_callback_in_the_order_of_the_list() -> None:
+    called: list[tuple[str, str]] = []
+    methods = [calling("B", called, False), calling("A", called, True), calling("C", called, False)]
+    trainer(1, methods).fit(federated(engine="sequential", participation=2, local_steps=2), blobs())
+    local = ["on_local_start", *2 * ["on_local_gradient", "on_local_step_end"], "on_local_end"]
+    hooks = ["on_round_start", *2 * local, "on_server_update", "on_round_end"]
+    assert called == [(hook, name) for hook in hooks for name in "BAC"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "words"),
+    [
+        (
+            "on_local_gradient",
+            torch.zeros(3),
+            r"shape \(3,\); it has to return a tensor of shape \(1, 204\)",
+        ),
+        ("on_local_gradient", 1.0, r"returned 1\.0"),
+        ("on_local_start", True, "returned True; it has to return nothing"),
+        ("on_server_update", torch.zeros(204), "has to return nothing"),
+        ("transmit", torch.zeros(204), r"has to return a tensor of shape \(1, 204\)"),
+    ],
+)
+def test_what_a_hook_may_not_return_is_said(hook: str, returned: object, words: str) -> None:
+    method = type("Wrong", (FederatedCallback,), {hook: lambda self, *given: returned})()
+    with pytest.raises(TypeError, match=words):
+        trainer(1, [method]).fit(federated(), blobs())
+
+
+def test_a_gradient_may_be_changed_in_place_or_returned() -> None:
+    class InPlace(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+            gradient.mul_(0.5)
+
+    class Returned(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+            return 0.5 * gradient
+
+    plain, one, other = federated(), federated(), federated()
+    for module, methods in ((plain, []), (one, [InPlace()]), (other, [Returned()])):
+        trainer(2, methods).fit(module, blobs())
+    assert torch.equal(one.global_vector, other.global_vector)
+    assert not torch.equal(one.global_vector, plain.global_vector)
+
+
+@pytest.mark.parametrize(
+    ("methods", "title"),
+    [
+        ([], "FedAvg"),
+        ([DivergenceLogger()], "FedAvg"),
+        ([ControlVariates(), DivergenceLogger(), RelaxedInitialization()], "SCAFFOLD + FedInit"),
+    ],
+)
+def test_a_run_is_named_after_its_methods_and_not_after_what_measures(methods: list[Any], title: str) -> None:
+    module = federated()
+    trainer(1, methods).fit(module, blobs())
+    assert module.describe().startswith(title + " · ")
