@@ -37,6 +37,7 @@ def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
 
 def class_counts(data: FederatedDataModule, limit: int) -> NDArray[np.int64] | None:
     """Samples of the first ``limit`` clients by class ``(clients, classes)``; None without labels."""
+    data.client_sizes()  # loads and splits
     classes, train = data.num_classes, data.train_set
     if classes is None or train is None or train.labels is None:
         return None
