@@ -14,7 +14,8 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.loggers import Metrics, MetricsCSV
+from fl_lightning.loggers import MetricsCSV
+from fl_lightning.metrics import Metrics
 from fl_lightning.schedules import arguments
 from fl_lightning.storage.files import written_aside
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fl_lightning.datamodules.base import FederatedDataModule
+    from fl_lightning.datamodules.split import Split
 
 HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
 SHOWN_IN_TABLE, SHOWN_IN_FIGURE = 20, 200
@@ -35,13 +36,33 @@ def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
     return state.hexdigest()[:16]
 
 
+def card(data: FederatedDataModule, split: Split) -> dict[str, str]:
+    """Facts for a run's card."""
+    sizes = split.sizes
+    held = 0 if split.held_out is None else len(split.held_out)
+    spread = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    facts = {
+        "data": data.name or type(data).__name__,
+        "training samples": f"{split.total - held}",
+        "clients": f"{data.num_clients} of {spread} samples",
+        "partition": repr(data.partition) if data._given is None else "given",
+        "partition hash": data.partition_hash,
+        "batch size": "the whole client" if data.batch_size is None else str(data.batch_size),
+    }
+    if data.drop_last:
+        facts["batch size"] += ", shorter ones dropped"
+    if held:
+        facts["held out for validation"] = f"{held} training samples"
+    if data.biases:
+        facts["biases"] = ", ".join(map(repr, data.biases))
+    return facts
+
+
 def class_counts(data: FederatedDataModule, limit: int) -> NDArray[np.int64] | None:
     """Samples of the first ``limit`` clients by class ``(clients, classes)``; None without labels."""
-    data.client_sizes()  # loads and splits
-    classes, train = data.num_classes, data.train_set
-    if classes is None or train is None or train.labels is None:
+    classes, labels = data.num_classes, data._train.labels
+    if classes is None or labels is None:
         return None
-    labels = train.labels
     shown = range(min(limit, data.num_clients))
     return np.stack([np.bincount(labels[data.client_indices(i)], minlength=classes) for i in shown])
 

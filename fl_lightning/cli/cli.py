@@ -36,6 +36,7 @@ from fl_lightning.cli.run_folder import (
     next_free,
     numbered,
 )
+from fl_lightning.cli.run_record import RunRecord
 from fl_lightning.cli.signals import GracefulStop
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
@@ -265,6 +266,8 @@ class FederatedCLI(LightningCLI):
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor))
+            typed = ["fl-lightning", *self.prepared.argv]  # last: what is refused before training leaves no record
+            callbacks.append(RunRecord(self._config_text(), typed, self.prepared.arm, self.prepared.claims_hash))
         else:
             settings["enable_checkpointing"] = False
         if self.command == "fit":

@@ -208,6 +208,9 @@ class Command:
     notes: list[str] = field(default_factory=list)  # lines to tell the user
     run: Path | None = None  # a run's folder, where one was given
     output: str | None = None  # -o
+    argv: list[str] = field(default_factory=list)  # as typed, the command first
+    arm: str | None = None  # what a sweep calls this run's setting
+    claims_hash: str | None = None  # of a sweep's claims.yaml
 
     def add_config(self, name: str) -> None:
         """Merge the config ``name`` over what there is."""
@@ -244,7 +247,7 @@ def _from_environment(command: str) -> Iterator[str]:
 
 def prepare(command: str, argv: list[str]) -> Command:
     """Sort the arguments of ``command`` into configs, method options and the rest, and read the configs."""
-    prepared = Command()
+    prepared = Command(argv=[command, *argv])
     argv = list(argv)
     if argv and not argv[0].startswith("-"):
         prepared.run = Path(argv.pop(0))
