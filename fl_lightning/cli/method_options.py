@@ -12,7 +12,7 @@ import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cli.compose import Command, class_name, packaged, parse_yaml
+from fl_lightning.cli.compose import Command, class_name, packaged, plain_yaml
 from fl_lightning.cli.parsing_errors import listed, parameters, subclasses
 from fl_lightning.errors import UserError, suggest
 
@@ -95,7 +95,7 @@ def apply_method_options(command: Command) -> None:
     given = command.config.get("method")
     items = [_whole(item) for item in (given if isinstance(given, list) else [given] if given else [])]
     for key, text in command.method_options:
-        value = parse_yaml(text)
+        value = plain_yaml(text, "--method" + (f".{key}" if key not in ("", "+") else key))
         if key in ("", "+"):
             new = [_whole(item) for item in (value if isinstance(value, list) else [value] if value else [])]
             items = items + new if key else new
@@ -115,6 +115,8 @@ def apply_method_options(command: Command) -> None:
 
 
 def _whole(item: Any) -> dict[str, Any]:
+    if not isinstance(item, dict | str):
+        raise UserError(f"method: {str(item)[:60]!r} names no class. Give text, such as ProximalTerm, or class_path.")
     item = item if isinstance(item, dict) else {"class_path": item}
     return {**item, "init_args": dict(item.get("init_args") or {})}
 
