@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, sampling
+from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
@@ -94,9 +94,11 @@ class FederatedRun:
         """Of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
+        checks.check_optimizer("server_optimizer", server)
         self._server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
         self.clients = client_optimizer.of_clients(self.settings.client_optimizer, self.model.learner, self.note)
+        checks.check_optimizer("client_optimizer", self.clients)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
         self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
         if before is not None:
