@@ -125,7 +125,7 @@ def _short(count: float) -> str:
 def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
     head = describe() if describe is not None else type(module).__name__
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     methods = [(type(c).__name__, arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
     run = [("rounds", str(trainer.max_epochs)), ("seed", str(getattr(module, "run_seed", "not set")))]
     card = getattr(data, "card", None)

@@ -23,7 +23,7 @@ import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.compose import Command, class_name, is_file, plain_yaml
-from fl_lightning.cli.method_options import apply_method_options, full_paths
+from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.cli.parsing_errors import one_paragraph, why_not_built
 from fl_lightning.cli.run_folder import (
@@ -90,7 +90,7 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, prepared: Command) -> None:
-        prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
+        prepared.config, prepared.options = full_paths(prepared.config), full_options(prepared.options)
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)

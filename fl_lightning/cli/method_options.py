@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import fl_lightning.callbacks
 import fl_lightning.datamodules
@@ -15,8 +15,6 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.compose import Command, class_name, packaged, plain_yaml
 from fl_lightning.cli.parsing_errors import listed, parameters, subclasses
 from fl_lightning.errors import UserError, suggest
-
-T = TypeVar("T")
 
 
 @cache
@@ -37,8 +35,8 @@ def names_of_ours() -> dict[str, str]:
     }
 
 
-def full_paths(tree: T) -> T:
-    """``class_path: MLP`` → ours, where torchvision has an MLP too; also as the value of an option of the learner."""
+def full_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """``class_path: MLP`` → ours, where torchvision has an MLP too."""
     ours = names_of_ours()
 
     def walk(node: Any) -> Any:
@@ -51,16 +49,19 @@ def full_paths(tree: T) -> T:
             }
         return node
 
-    if isinstance(tree, list):
-        options = list(tree)
-        for position, option in enumerate(options):
-            flag, equals, value = option.partition("=")
-            if flag.startswith("--model.learner") and equals and value in ours:
-                options[position] = f"{flag}={ours[value]}"
-            elif position and options[position - 1].startswith("--model.learner") and option in ours:
-                options[position] = ours[option]
-        return options  # type: ignore[return-value]
-    return walk(tree)  # type: ignore[no-any-return]
+    return {key: walk(value) for key, value in config.items()}
+
+
+def full_options(options: list[str]) -> list[str]:
+    """As :func:`full_paths`, of options of the learner: ``--model.learner.network MLP``."""
+    ours, full = names_of_ours(), list(options)
+    for position, option in enumerate(options):
+        flag, equals, value = option.partition("=")
+        if flag.startswith("--model.learner") and equals and value in ours:
+            full[position] = f"{flag}={ours[value]}"
+        elif position and options[position - 1].startswith("--model.learner") and option in ours:
+            full[position] = ours[option]
+    return full
 
 
 def method_class(item: Any) -> type[FederatedCallback]:

@@ -128,7 +128,7 @@ class RunRecord(pl.Callback):
 
 
 def _out_of_time(trainer: pl.Trainer) -> bool:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it untyped
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     remaining = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in remaining)
 
