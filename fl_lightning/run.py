@@ -178,8 +178,12 @@ class FederatedRun:
         assert self.loop is not None
         if t < self.state.rounds:
             return {}
-        with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
-            return self.loop.run_round(t)
+        try:
+            with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
+                return self.loop.run_round(t)
+        except BaseException:
+            self.close()  # Lightning calls no teardown after an exception
+            raise
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
         """Put what the run needs beside Lightning's own into a checkpoint; before training, nothing."""
