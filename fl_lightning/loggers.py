@@ -23,7 +23,7 @@ Column = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class MetricsCSV(Logger):
-    """Writes ``metrics.csv`` in ``save_dir``: first column ``round``, then others as they first come.
+    """Writes ``metrics.csv`` in ``save_dir``: first the column ``round``, then the others in order of appearance.
 
     What is logged for one round becomes one row; floats are written so that they read back exactly. The row
     is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so that a run that
@@ -52,7 +52,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml has them."""
+        """Does nothing: config.yaml has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -120,9 +120,10 @@ class MetricsCSV(Logger):
 
 
 def read_rows(path: Path) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, values as text ("" where missing), without a line cut by a kill.
+    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line that was cut short.
 
-    UserError if it is missing or no such file.
+    Raises:
+        UserError: it is missing, or not such a file.
     """
     try:
         text = path.read_bytes().decode()
@@ -142,7 +143,7 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
 class Metrics(Mapping[str, Column]):
     """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where nothing was logged.
 
-    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` makes a frame of it.
+    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` turns it into a frame.
     """
 
     def __init__(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
@@ -171,19 +172,19 @@ class Metrics(Mapping[str, Column]):
         return f"Metrics({len(self.rounds)} rounds: {', '.join(self._columns)})"
 
     def last(self, name: str) -> float:
-        """The newest value that was logged; nan where there is none."""
+        """The value logged last; nan where there is none."""
         values = self._logged(name)
         return float(values[-1]) if len(values) else math.nan
 
     def best(self, name: str) -> tuple[float, int]:
-        """The highest value and the round it was first reached in; (nan, -1) where there is none."""
+        """The highest value and the round that first reached it; (nan, -1) where there is none."""
         if not len(self._logged(name)):
             return math.nan, -1
         at = int(np.nanargmax(self[name]))
         return float(self[name][at]), self.rounds[at]
 
     def median(self, name: str) -> float:
-        """Of the values that were logged; nan where there is none."""
+        """The median of the logged values; nan where there is none."""
         values = self._logged(name)
         return float(np.median(values)) if len(values) else math.nan
 

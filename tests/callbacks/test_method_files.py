@@ -37,5 +37,5 @@ def test_a_method_needs_the_method_api_alone(name: str) -> None:
 def test_a_method_says_what_travels_and_shows_something_true(name: str) -> None:
     (cls,) = (c for c in vars(callbacks).values() if getattr(c, "__module__", "") == f"fl_lightning.callbacks.{name}")
     examples = doctest.DocTestParser().get_examples(cls.__doc__)
-    assert "Sent" in cls.__doc__ and "Kept" in cls.__doc__ or "Sent and kept:" in cls.__doc__
+    assert ("Sent:" in cls.__doc__ and "Kept" in cls.__doc__) or "Sent and kept:" in cls.__doc__
     assert any(example.want for example in examples)
