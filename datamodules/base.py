@@ -1,4 +1,4 @@
-"""What every federated data module does: split, batch by client, evaluate on the global sets."""
+"""What all federated data modules share: the split, batches by client, evaluation on the global sets."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class FederatedDataModule(pl.LightningDataModule):
     """Training samples split over clients; validation and test sets stay whole.
 
-    Subclasses override ``load``, which sets ``train_set`` and, where there are such data, ``val_set`` and
-    ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``. Where their
-    class has the attributes ``sample_shape`` (of x) and ``num_classes``, the command line builds networks to fit.
+    Subclasses override ``load``, which sets ``train_set`` and, where such data exist, ``val_set`` and ``test_set``
+    (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``. Where a subclass has the
+    attributes ``sample_shape`` (of x) and ``num_classes``, the command line builds networks to fit.
 
     Args:
-        num_clients: None: as many as the partition or the data set itself says.
+        num_clients: None: as many as the partition or the data set has.
         partition: None: ``IID()``, or the data set's own clients where it has them.
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. The last, shorter batch of an epoch is kept.
@@ -106,7 +106,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if of_run is None else int(of_run)
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, once a seed."""
+        """Load once, and split once per seed."""
         if self.train_set is None:
             self.load()
             self._check_biases()
@@ -114,7 +114,7 @@ class FederatedDataModule(pl.LightningDataModule):
             self._split(self.run_seed)
 
     def _ready(self) -> None:
-        """For use without a trainer, which would have called these two."""
+        """Prepare and set up, where no Trainer has done so."""
         if self._split_seed is None:
             self.prepare_data()
             self.setup()
@@ -176,7 +176,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._split_seed = seed
 
     def _checked(self, clients: Sequence[Any], total: int) -> Sequence[Any]:
-        """Lists are looked through at once; lazy sequences when a client is asked for."""
+        """Lists are checked at once, lazy sequences when a client is asked for."""
         if len(clients) == 0:
             raise UserError("clients is empty: give at least one client's sample indices.")
         if isinstance(clients, list | tuple):
@@ -193,20 +193,19 @@ class FederatedDataModule(pl.LightningDataModule):
             return len(known)
         own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        if count is None or own_groups:  # known when the data are
+        if count is None or own_groups:  # known once the data are
             self._ready()
             return len(self._clients)
         return count
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Shape of x where the class is given ``arguments``, known without the data; None: not known."""
+        """Shape of x for a class with these arguments, as far as it is known without the data; None: it is not."""
         return cls.sample_shape
 
     @property
     def num_classes(self) -> int | None:
-        """Largest label of the training data plus one; None where they have no class labels. Packaged data sets have
-        it as an attribute of their class."""
+        """The training data's largest label plus one; None without class labels. A class attribute of packaged sets."""
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 
@@ -219,7 +218,7 @@ class FederatedDataModule(pl.LightningDataModule):
                 sizes = np.fromiter((len(c) for c in self._clients), np.int64, len(self._clients))
                 if not sizes.all():
                     check_client(int(sizes.argmin()), [], len(self._train))
-            self._sizes = self._clients, np.asarray(sizes, np.int64)  # counted once: it takes all m clients
+            self._sizes = self._clients, np.asarray(sizes, np.int64)  # counted once, as it goes through all m clients
         return self._sizes[1]
 
     def client_indices(self, client: int) -> Indices:
@@ -233,7 +232,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def partition_hash(self) -> str:
-        """Sixteen hexadecimal digits: the same for the same split."""
+        """Sixteen hexadecimal digits, the same for the same split."""
         self._ready()
         if self._hash is None:
             self._hash = partition_hash(self._clients, self._kept)
@@ -319,7 +318,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @staticmethod
     def _augment(augmentation: CropFlip, rng: np.random.Generator, samples: int) -> Change:
-        draws = augmentation.draw(rng, samples)  # of the whole epoch, so that chunks do not matter
+        draws = augmentation.draw(rng, samples)  # for the whole epoch, so that chunks do not matter
         return lambda x, y, part: augmentation.apply(x, draws[part])
 
     # ---- loaders for Lightning

@@ -1,4 +1,4 @@
-"""Datasets and data modules that know nothing of clients, federated by a partition."""
+"""Datasets and data modules that know nothing about clients, federated by a partition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FromDatasets(FederatedDataModule):
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the dataset's
             attribute ``targets`` or ``labels``.
         clients: instead of ``train``: one Dataset a client, where the split exists already.
-        collate: makes a batch of a list of samples; None: torch's ``default_collate``.
+        collate: turns a list of samples into a batch; None: torch's ``default_collate``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FromDatasets(FederatedDataModule):
 
 
 class FromDataModule(FederatedDataModule):
-    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders stay.
+    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders stay as they are.
 
     ``batch_size="loader"``: that of its training loader. The loader's collate function is used, its order and
     ``drop_last`` are not. The other arguments are those of ``FromDatasets``.

@@ -18,9 +18,9 @@ KEPT_BYTES = 256 * 2**20  # evaluation batches are made once and kept up to this
 
 
 class Batches:
-    """A loader for Lightning: batches made by ``make``, kept after the first pass where ``keep``.
+    """A loader for Lightning: batches made by ``make``, kept after the first pass if ``keep``.
 
-    A class of its own, since Lightning takes a list for several loaders.
+    It is a class, since Lightning would take a list for several loaders.
     """
 
     def __init__(self, make: Callable[[], Iterator[Batch]], count: int, keep: bool) -> None:
@@ -49,7 +49,7 @@ class RoundToken:
 
 
 def evaluation_loader(trainer: pl.Trainer | None, data: Samples | None, index: Indices | None = None) -> Any:
-    """Large ready batches; processes get as many of them each, of sizes that differ by at most one sample."""
+    """Large ready batches; each process gets the same number, of sizes that differ by at most one sample."""
     if data is None:
         return []
     index = np.arange(len(data)) if index is None else index

@@ -23,7 +23,7 @@ SHOWN_IN_TABLE, SHOWN_IN_FIGURE = 20, 200
 
 
 def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
-    """Of all indices; of the recipe where they are lazy and very many."""
+    """A hash of all indices, or of the recipe where there are very many lazy ones."""
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
         state.update(clients.recipe.encode())
@@ -86,7 +86,7 @@ def partition_figure(data: FederatedDataModule) -> Figure:
 
 
 def save_partition(path: Path, clients: Sequence[Indices], labels: Indices) -> None:
-    """Written aside and renamed, so that a file of this name is always whole."""
+    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always whole."""
     arrays = [np.asarray(indices, np.int64) for indices in clients]
     with written_aside(path) as file:
         np.savez_compressed(
