@@ -41,10 +41,10 @@ def variants(work: Workload, compiled: bool) -> Iterator[tuple[str, Gradient]]:
         yield "live taps", gradient(ours, x, y)
     if x.shape[1] == 3:
         yield "images channels-last", gradient(ours, x.contiguous(memory_format=last), y)
-        yield "weights too", gradient(copy.deepcopy(ours).to(memory_format=last), x.contiguous(memory_format=last), y)  # type: ignore[call-overload]
+        yield "weights too", gradient(copy.deepcopy(ours).to(memory_format=last), x.contiguous(memory_format=last), y)
     yield "bf16", gradient(ours, x, y, torch.bfloat16)
     if compiled:
-        yield "compiled", gradient(torch.compile(copy.deepcopy(ours)), x, y)  # type: ignore[arg-type]
+        yield "compiled", gradient(torch.compile(copy.deepcopy(ours)), x, y)
 
 
 def milliseconds(call: Gradient, repeats: int) -> tuple[float, float]:

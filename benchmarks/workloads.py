@@ -121,10 +121,10 @@ class Ours:
         """Seconds of the next round, and its mean training loss."""
         torch.set_num_threads(self.threads)
         if self._first:  # by Lightning's loop, which sets everything up
-            self.module.teardown = lambda stage: None  # type: ignore[method-assign]
+            self.module.teardown = lambda stage: None
             self.trainer.fit(self.module, self.data)
             self.t, self._first = 1, False
-            return tuple(float(self.trainer.callback_metrics[k]) for k in ("time/round", "train/loss"))  # type: ignore[return-value]
+            return tuple(float(self.trainer.callback_metrics[k]) for k in ("time/round", "train/loss"))
         began = time.perf_counter()
         with torch.no_grad():
             metrics = self.module.run_round(self.t)

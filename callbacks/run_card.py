@@ -14,7 +14,8 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.loggers import Metrics, MetricsCSV
+from fl_lightning.loggers import MetricsCSV
+from fl_lightning.metrics import Metrics
 from fl_lightning.schedules import arguments
 from fl_lightning.storage.files import written_aside
 
@@ -124,7 +125,7 @@ def _short(count: float) -> str:
 def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
     head = describe() if describe is not None else type(module).__name__
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     methods = [(type(c).__name__, arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
     run = [("rounds", str(trainer.max_epochs)), ("seed", str(getattr(module, "run_seed", "not set")))]
     card = getattr(data, "card", None)

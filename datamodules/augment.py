@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fl_lightning.datamodules.samples import Change
 from fl_lightning.devices import to_device
 
 
@@ -44,3 +45,9 @@ class CropFlip:
         if self.flip:
             x = torch.where(to_device(draws.flips, x.device).view(-1, 1, 1, 1), x.flip(-1), x)
         return x
+
+
+def augmented(augmentation: CropFlip, rng: np.random.Generator, samples: int) -> Change:
+    """Augments the batches of one epoch, all of whose draws are made at once, so that chunks do not matter."""
+    draws = augmentation.draw(rng, samples)
+    return lambda x, y, part: augmentation.apply(x, draws[part])

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.datamodules.augment import CropFlip
-from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader
-from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition, check_client
-from fl_lightning.datamodules.samples import CPU, Batch, Change, Samples, TensorSamples
-from fl_lightning.datamodules.views import partition_figure, partition_hash, partition_table, save_partition
+from fl_lightning.datamodules import batching
+from fl_lightning.datamodules.augment import CropFlip, augmented
+from fl_lightning.datamodules.biases import Bias, biased, check_biases
+from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
+from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device
+from fl_lightning.datamodules.split import Split, split_samples
+from fl_lightning.datamodules.transfer import Transfer
+from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
-from fl_lightning.sampling import generator
+from fl_lightning.sampling import check_seed, generator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,10 +40,15 @@ class FederatedDataModule(pl.LightningDataModule):
         num_clients: None: as many as the partition or the data set has.
         partition: None: ``IID()``, or the data set's own clients where it has them.
         biases: of the clients' training images.
-        batch_size: None: the whole client in one batch. The last, shorter batch of an epoch is kept.
+        batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
         val_fraction: this share of the training data is held out for validation before it is split.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
+        drop_last: leave out the last batch of an epoch where it is shorter than the others; which samples it had
+            differs from epoch to epoch. K_i counts the batches that are left.
+        eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many as take 64 MiB.
+
+    A subclass's own transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation.
     """
 
     default_clients: int | None = None
@@ -58,10 +66,11 @@ class FederatedDataModule(pl.LightningDataModule):
         val_fraction: float = 0.0,
         clients: Sequence[Any] | None = None,
         seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}: give at least 1, or null for the whole client in one batch.")
+        batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         if not 0 <= val_fraction < 1:
@@ -74,8 +83,9 @@ class FederatedDataModule(pl.LightningDataModule):
                 f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
                 f"{partition!r}: give either clients alone, or num_clients and partition."
             )
-        self.batch_size, self.biases = batch_size, tuple(biases)
-        self.val_fraction, self.seed = val_fraction, seed
+        self.batch_size, self.drop_last, self.eval_batch_size = batch_size, drop_last, eval_batch_size
+        self.biases, self.val_fraction = tuple(biases), val_fraction
+        self.seed = None if seed is None else check_seed("data.seed", seed)
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
         self.train_set: Samples | None = None
@@ -84,11 +94,19 @@ class FederatedDataModule(pl.LightningDataModule):
         self.groups: NDArray[Any] | None = None
         self._wanted_clients = num_clients
         self._given = clients
-        self._clients: Sequence[Indices] = ()
-        self._sizes: tuple[Sequence[Indices], NDArray[np.int64]] | None = None
-        self._held_out: Indices | None = None
+        self._split: Split | None = None
         self._split_seed: int | None = None
-        self._hash: str | None = None
+        self._weights: NDArray[np.float64] | None = None  # (N,): how often samples are drawn, by WeightedRandomSampler
+        self._transfer = Transfer(self, self._transfers())
+
+    def _transfers(self) -> Any:
+        """Whose transfer hooks the clients' batches go through."""
+        return self
+
+    @property
+    def transfer_hooks(self) -> tuple[str, ...]:
+        """The transfer hooks that the clients' batches have been through, which come in place of the learner's."""
+        return tuple(self._transfer.hooks)
 
     # ---- loading and splitting
 
@@ -109,9 +127,13 @@ class FederatedDataModule(pl.LightningDataModule):
         """Load once, and split once per seed."""
         if self.train_set is None:
             self.load()
-            self._check_biases()
-        if self._split_seed != self.run_seed:
-            self._split(self.run_seed)
+            check_biases(self.biases, self.train_set)
+        seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
+        if self._split_seed != seed:
+            assert self.train_set is not None
+            fraction, given = self.val_fraction, self._given
+            self._split = split_samples(self.train_set, self.partition, count, given, self.groups, fraction, seed)
+            self._split_seed = seed
 
     def _ready(self) -> None:
         """Prepare and set up, where no Trainer has done so."""
@@ -125,78 +147,23 @@ class FederatedDataModule(pl.LightningDataModule):
         assert self.train_set is not None
         return self.train_set
 
-    def _check_biases(self) -> None:
-        if not self.biases:
-            return
-        data = self.train_set
-        if not (isinstance(data, TensorSamples) and data.in_pixel_range and data.labels is not None):
-            raise UserError(
-                f"biases is {list(self.biases)}, but they are for labelled images in memory, as uint8 or "
-                "floats in [0, 1], with channels first: give biases=[] for these data."
-            )
-
-    def _split(self, seed: int) -> None:
-        assert self.train_set is not None
-        total = len(self.train_set)
-        self._hash = None
-        self._held_out = None
-        kept: Indices | None = None
-        partition = self.partition
-        if isinstance(partition, ByGroup) and partition.groups is None and self.groups is not None:
-            partition = ByGroup(self.groups.tolist())
-        if self.val_fraction > 0:
-            held = round(self.val_fraction * total)
-            if not 0 < held < total:
-                raise UserError(
-                    f"val_fraction is {self.val_fraction}: of {total} training samples that leaves none to "
-                    "train or to validate on. Give another share, or 0 to validate on the test set."
-                )
-            order = generator(seed, "val-fraction").permutation(total)
-            self._held_out, kept = np.sort(order[:held]), np.sort(order[held:])
-            partition = partition.restrict(kept)
-        if self._given is not None:
-            self._clients = self._checked(self._given, total)
-        else:
-            count = self._wanted_clients or partition.clients or self.default_clients
-            if count is None:
-                raise UserError(
-                    "num_clients is not given: give the number of clients, or clients=[…] with each "
-                    "client's sample indices."
-                )
-            if self.train_set.labels is None and partition.needs_labels:
-                raise UserError(
-                    f"The partition is {partition!r}, which goes by classes, but the training data have no "
-                    "class labels (whole numbers from 0, one a sample): give targets, or a partition such "
-                    "as IID."
-                )
-            labels = np.zeros(total, np.int64) if self.train_set.labels is None else self.train_set.labels
-            labels = labels if kept is None else labels[kept]
-            self._clients = self._checked(partition.split(labels, count, seed), len(labels))
-        self._kept = kept
-        self._split_seed = seed
-
-    def _checked(self, clients: Sequence[Any], total: int) -> Sequence[Any]:
-        """Lists are checked at once, lazy sequences when a client is asked for."""
-        if len(clients) == 0:
-            raise UserError("clients is empty: give at least one client's sample indices.")
-        if isinstance(clients, list | tuple):
-            for i, indices in enumerate(clients):
-                check_client(i, indices, total)
-        return clients
-
     # ---- who holds what
 
     @property
+    def _who(self) -> Split:
+        self._ready()
+        assert self._split is not None
+        return self._split
+
+    @property
     def num_clients(self) -> int:
-        known = self._given if self._given is not None else self._clients
-        if len(known):
-            return len(known)
+        if self._given is not None:
+            return len(self._given)
+        if self._split is not None:
+            return len(self._split.clients)
         own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        if count is None or own_groups:  # known once the data are
-            self._ready()
-            return len(self._clients)
-        return count
+        return len(self._who.clients) if count is None or own_groups else count  # known once the data are
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
@@ -211,32 +178,16 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def client_sizes(self) -> NDArray[np.int64]:
         """The clients' numbers of samples ``(m,)``, read-only where they are all the same."""
-        self._ready()
-        if self._sizes is None or self._sizes[0] is not self._clients:
-            sizes = getattr(self._clients, "sizes", None)
-            if sizes is None:
-                sizes = np.fromiter((len(c) for c in self._clients), np.int64, len(self._clients))
-                if not sizes.all():
-                    check_client(int(sizes.argmin()), [], len(self._train))
-            self._sizes = self._clients, np.asarray(sizes, np.int64)  # counted once, as it goes through all m clients
-        return self._sizes[1]
+        return self._who.sizes
 
     def client_indices(self, client: int) -> Indices:
         """Positions of a client's samples in the training data ``(N_i,)``."""
-        total = len(self._train)
-        found = self._clients[client]
-        indices = np.asarray(found, np.int64) if isinstance(found, np.ndarray | Tensor) else np.array(found)
-        if not isinstance(self._clients, list | tuple):
-            check_client(client, indices, total)
-        return indices.astype(np.int64, copy=False) if self._kept is None else self._kept[indices]
+        return self._who.indices(client)
 
     @property
     def partition_hash(self) -> str:
         """Sixteen hexadecimal digits, the same for the same split."""
-        self._ready()
-        if self._hash is None:
-            self._hash = partition_hash(self._clients, self._kept)
-        return self._hash
+        return self._who.hash
 
     def partition_table(self) -> str:
         """Samples and classes of the first clients, as text."""
@@ -250,76 +201,106 @@ class FederatedDataModule(pl.LightningDataModule):
         """Write the split as ``.npz``, for ``partition=Saved(path)``."""
         labels = self._train.labels
         labels = np.zeros(len(self._train), np.int64) if labels is None else labels
-        save_partition(Path(path), self._clients, labels if self._kept is None else labels[self._kept])
+        split = self._who
+        save_partition(Path(path), split.clients, labels if split.kept is None else labels[split.kept])
 
     def card(self) -> dict[str, str]:
         """Facts for a run's card."""
-        sizes = self.client_sizes()
-        held = 0 if self._held_out is None else len(self._held_out)
-        spread = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
-        facts = {
-            "data": self.name or type(self).__name__,
-            "training samples": f"{len(self._train) - held}",
-            "clients": f"{self.num_clients} of {spread} samples",
-            "partition": "given" if self._given is not None else repr(self.partition),
-            "partition hash": self.partition_hash,
-            "batch size": "the whole client" if self.batch_size is None else str(self.batch_size),
-        }
-        if held:
-            facts["held out for validation"] = f"{held} training samples"
-        if self.biases:
-            facts["biases"] = ", ".join(map(repr, self.biases))
-        return facts
+        return card(self, self._who)
 
     # ---- batches of a client
 
     def batches_per_epoch(self, client: int) -> int:
-        sizes = self.client_sizes()
-        return 1 if self.batch_size is None else -(-int(sizes[client]) // self.batch_size)
+        return batching.epoch_batches(int(self.client_sizes()[client]), self.batch_size, self.drop_last)
+
+    def smallest_batch(self, steps: ArrayLike | None = None) -> tuple[int, int] | None:
+        """Samples of the smallest batch that any client trains on, and the first such client: O(m).
+
+        None where the dataset makes the batches itself.
+
+        Args:
+            steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
+        """
+        if isinstance(self._train, DatasetSamples) and self._train.read.fetch == "batch":
+            return None
+        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
-        return self._order(client, round, epoch, len(self.client_indices(client)))
+        return self._order(client, round, epoch, self.client_indices(client))
 
-    def _order(self, client: int, round: int, epoch: int, samples: int) -> Indices:
-        return generator(self.run_seed, "order", round, client, epoch).permutation(samples)
+    def _order(self, client: int, round: int, epoch: int, indices: Indices) -> Indices:
+        if self._weights is None:
+            return generator(self.run_seed, "order", round, client, epoch).permutation(len(indices))
+        weights = self._weights[indices]
+        if not weights.sum() > 0:
+            raise UserError(
+                f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
+                "each client one, by another partition or by other weights."
+            )
+        draw = generator(self.run_seed, "weighted", round, client, epoch)
+        return draw.choice(len(indices), len(indices), p=weights / weights.sum())
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
         size = self.batch_size or len(indices)
-        per_epoch = -(-len(indices) // size)
-        for epoch in range(-(-steps // per_epoch)):
-            now = min(per_epoch, steps - epoch * per_epoch)
-            order = indices[self._order(client, round, epoch, len(indices))][: now * size]
-            augment: Change | None = None
-            if self.augmentation is not None:
-                rng = generator(self.run_seed, "augment", round, client, epoch)
-                augment = self._augment(self.augmentation, rng, len(indices))
-            yield from data.batches(order, size, device, self._bias(client), augment)
+        per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
+        source = self._transfer.source(device)
+
+        def epochs() -> Iterator[tuple[int, Indices]]:
+            for epoch in range(-(-steps // per_epoch)):
+                now = min(per_epoch, steps - epoch * per_epoch)
+                yield epoch, indices[self._order(client, round, epoch, indices)][: now * size]
+
+        def made() -> Iterator[Batch]:
+            for epoch, order in epochs():
+                augment: Change | None = None
+                if self.augmentation is not None:
+                    rng = generator(self.run_seed, "augment", round, client, epoch)
+                    augment = augmented(self.augmentation, rng, len(indices))
+                yield from data.batches(order, size, source, self._bias(client), augment)
+
+        if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
+            cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
+            read = data.each(cut, self._draws("samples", round, client))
+            yield from self._transfer.batches((batch_to_device(batch, source) for batch in read), device)
+        else:
+            yield from self._transfer.batches(made(), device)
 
     def full_batches(self, client: int, device: torch.device = CPU) -> Iterator[tuple[Batch, int]]:
-        """A client's samples once, in order, without augmentation, each batch with its number of samples."""
-        data, indices = self._train, self.client_indices(client)
-        size = self.batch_size or len(indices)
-        for i, batch in enumerate(data.batches(indices, size, torch.device(device), self._bias(client))):
-            yield batch, min(size, len(indices) - i * size)
+        """A client's samples once, in order, without augmentation, each batch with its number of samples.
+
+        With ``drop_last`` none is left out: those of a shorter batch join the last one.
+        """
+        data, indices, device = self._train, self.client_indices(client), torch.device(device)
+        cut = [indices[part] for part in batching.slices(len(indices), self.batch_size, self.drop_last)]
+        source, size = self._transfer.source(device), len(cut[0])
+        if isinstance(data, DatasetSamples):
+            read = data.each(cut, self._draws("full", client))
+            batches: Iterator[Batch] = (batch_to_device(batch, source) for batch in read)
+        elif len(cut[-1]) > size:
+            whole = len(indices) - len(cut[-1])
+            batches = chain(
+                data.batches(indices[:whole], size, source, self._bias(client)),
+                data.batches(indices[whole:], len(cut[-1]), source, self._bias(client)),
+            )
+        else:
+            batches = data.batches(indices, size, source, self._bias(client))
+        yield from zip(self._transfer.batches(batches, device), map(len, cut), strict=False)
+
+    def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:
+        """A client's first samples as one batch, to try a learner on."""
+        data, indices, device = self._train, self.client_indices(client)[:samples], torch.device(device)
+        batches = data.batches(indices, len(indices), self._transfer.source(device), self._bias(client))
+        return next(self._transfer.batches(batches, device))
+
+    def _draws(self, purpose: str, *counters: int) -> Callable[[int], int]:
+        """Seeds of what processes that read ahead draw in the k-th batch."""
+        return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))
 
     def _bias(self, client: int) -> Change | None:
-        if not self.biases:
-            return None
-
-        def apply(x: Tensor, y: Tensor, part: slice) -> Tensor:
-            for bias in self.biases:
-                x = bias(x, y, client, self.run_seed)
-            return x
-
-        return apply
-
-    @staticmethod
-    def _augment(augmentation: CropFlip, rng: np.random.Generator, samples: int) -> Change:
-        draws = augmentation.draw(rng, samples)  # for the whole epoch, so that chunks do not matter
-        return lambda x, y, part: augmentation.apply(x, draws[part])
+        return biased(self.biases, client, self.run_seed)
 
     # ---- loaders for Lightning
 
@@ -327,15 +308,34 @@ class FederatedDataModule(pl.LightningDataModule):
         return RoundToken()
 
     def val_dataloader(self) -> Any:
-        data = self._train
-        if self._held_out is not None:
-            return evaluation_loader(self.trainer, data, self._held_out)
-        return evaluation_loader(self.trainer, self.val_set or self.test_set)
+        if self._who.held_out is not None:
+            return self._evaluated(self._train, self._who.held_out)
+        self._ready()
+        if self.val_set is None and self.test_set is None and self.trainer is not None:
+            say(self.trainer, f"no validation: {type(self).__name__} has neither validation nor test data")
+        return self._evaluated(self.val_set or self.test_set)
 
     def test_dataloader(self) -> Any:
         self._ready()
-        return evaluation_loader(self.trainer, self.test_set)
+        return self._evaluated(self.test_set)
 
     def predict_dataloader(self) -> Any:
         self._ready()
-        return evaluation_loader(self.trainer, self.test_set)
+        return self._evaluated(self.test_set)
+
+    def _evaluated(self, data: Samples | None, index: Indices | None = None) -> Any:
+        size, source = self.eval_batch_size, self._transfer.source
+        return evaluation_loader(self.trainer, data, index, size, source, self.run_seed)
+
+    # ---- processes that read ahead
+
+    def teardown(self, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._close(wait=False)
+
+    def _close(self, wait: bool = True) -> None:
+        for samples in (self.train_set, self.val_set, self.test_set):
+            if isinstance(samples, DatasetSamples):
+                samples.close(wait)

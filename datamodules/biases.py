@@ -6,10 +6,13 @@ They act on whole tensors of pixels in [0, 1] and clip to that range; test data 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from fl_lightning.datamodules.samples import Change, TensorSamples
 from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
@@ -50,3 +53,25 @@ class CategoryBias(Bias):
         z = generator(seed, "category-bias").standard_normal(int(y.max()) + 1)
         shift = to_device(self.std * z, x.device, x.dtype)[y]
         return (x + shift.view(-1, *[1] * (x.ndim - 1))).clamp_(0, 1)
+
+
+def check_biases(biases: Sequence[Bias], data: Any) -> None:
+    """Refuse biases of what are no labelled images in memory."""
+    if biases and not (isinstance(data, TensorSamples) and data.in_pixel_range and data.labels is not None):
+        raise UserError(
+            f"biases is {list(biases)}, but they are for labelled images in memory, as uint8 or "
+            "floats in [0, 1], with channels first: give biases=[] for these data."
+        )
+
+
+def biased(biases: Sequence[Bias], client: int, seed: int) -> Change | None:
+    """Applies all biases to a client's batches; None without any."""
+    if not biases:
+        return None
+
+    def apply(x: Tensor, y: Tensor, part: slice) -> Tensor:
+        for bias in biases:
+            x = bias(x, y, client, seed)
+        return x
+
+    return apply

@@ -36,6 +36,8 @@ class Digits(FederatedDataModule):
         augment: bool = False,
         download: bool = False,
         seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__(
             num_clients=num_clients,
@@ -44,6 +46,8 @@ class Digits(FederatedDataModule):
             batch_size=batch_size,
             val_fraction=val_fraction,
             seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
         )
         if augment:
             self.augmentation = CropFlip(padding=1, flip=False)

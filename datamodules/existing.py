@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
 import pytorch_lightning as pl
-from torch.utils.data import ConcatDataset, Dataset
+from pytorch_lightning.utilities.parsing import AttributeDict
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
+from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import Partition
+from fl_lightning.datamodules.reading import Workers, check_workers, own_generator
 from fl_lightning.datamodules.samples import DatasetSamples
+from fl_lightning.datamodules.transfer import overridden
 from fl_lightning.errors import UserError
 
 
@@ -25,6 +31,8 @@ class FromDatasets(FederatedDataModule):
             attribute ``targets`` or ``labels``.
         clients: instead of ``train``: one Dataset a client, where the split exists already.
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.
+        num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for 0 too where the
+            datasets draw no random numbers: with processes these follow (seed, round, client, step).
     """
 
     def __init__(
@@ -40,6 +48,9 @@ class FromDatasets(FederatedDataModule):
         val_fraction: float = 0.0,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
     ) -> None:
         if (train is None) == (clients is None):
             raise UserError(
@@ -49,6 +60,8 @@ class FromDatasets(FederatedDataModule):
         if clients is not None:
             if val_fraction:
                 raise UserError(f"val_fraction is {val_fraction}, but clients are given: give a val Dataset instead.")
+            for i, one in enumerate(clients):
+                check_map_style(one, f"FromDatasets' client {i}")
             ends = np.cumsum([len(cast(Any, one)) for one in clients])
             indices = np.split(np.arange(ends[-1] if len(ends) else 0), ends[:-1])
             train = ConcatDataset(clients) if len(ends) and ends[-1] else train
@@ -59,29 +72,57 @@ class FromDatasets(FederatedDataModule):
             val_fraction=val_fraction,
             clients=indices,
             seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
         )
         for name, dataset in (("train", train), ("val", val), ("test", test)):
-            if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-                raise UserError(
-                    f"FromDatasets' {name} is a {type(dataset).__name__}, which cannot be split: give a "
-                    "map-style Dataset (with __len__ and __getitem__)."
-                )
+            if dataset is not None:
+                check_map_style(dataset, f"FromDatasets' {name}")
+                check_workers(num_workers, dataset)
         self._datasets, self._targets, self._collate = (train, val, test), targets, collate
+        self._workers = Workers(num_workers)
 
     def load(self) -> None:
         train, val, test = self._datasets
         if train is None or len(cast(Any, train)) == 0:
             raise UserError("FromDatasets' training data have no samples: give at least one.")
-        self.train_set = DatasetSamples(train, self._targets, self._collate)
-        self.val_set = None if val is None else DatasetSamples(val, collate=self._collate)
-        self.test_set = None if test is None else DatasetSamples(test, collate=self._collate)
+        given: dict[str, Any] = {"collate": self._collate, "workers": self._workers}
+        self.train_set = DatasetSamples(train, self._targets, **given)
+        self.val_set = None if val is None else DatasetSamples(val, **given)
+        self.test_set = None if test is None else DatasetSamples(test, **given)
 
 
 class FromDataModule(FederatedDataModule):
     """Any LightningDataModule: the dataset behind its training loader is split, its other loaders stay as they are.
 
-    ``batch_size="loader"``: that of its training loader. The loader's collate function is used, its order and
-    ``drop_last`` are not. The other arguments are those of ``FromDatasets``.
+    Its transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation, with its
+    ``trainer`` in place; ``teardown``, ``state_dict``, hyper-parameters and other attributes are the data module's own.
+
+    Of its training loader (``"loader"`` below: as the loader has it):
+
+    ==================================================== ===============================================================
+    ``batch_size``, ``drop_last``, ``collate_fn``         honoured, within a client; a plain ``BatchSampler`` too
+    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as sampler, by lists of
+                                                          positions; else each item is a batch, and one local step
+    ``num_workers``, ``prefetch_factor``, ``timeout``,    honoured: processes read ahead; what they draw is seeded for
+    ``worker_init_fn``, ``multiprocessing_context``       each batch, by (seed, round, client, step)
+    ``WeightedRandomSampler``, ``RandomSampler`` with     honoured within a client: N_i draws an epoch, by (seed, round,
+    replacement                                           client, epoch)
+    ``SubsetRandomSampler``, a list of positions          honoured: these samples are split
+    ``shuffle``, ``generator``, ``DistributedSampler``    ignored: a client's samples are reshuffled every epoch
+    ``pin_memory``, ``persistent_workers``                ignored: as if they were true
+    other samplers and batch samplers, ``num_samples``    refused
+    other than all, weights without replacement,
+    ``IterableDataset``, several loaders
+    ==================================================== ===============================================================
+
+    Args:
+        datamodule: of ``pytorch_lightning`` or ``lightning.pytorch``.
+        collate: makes a batch of what the dataset gives; None: the loader's ``collate_fn``.
+        batch_size, drop_last, num_workers: ``"loader"``, or as in ``FromDatasets``.
+        eval_batch_size: of samples held out by ``val_fraction``; the data module's own loaders keep theirs.
+
+    The other arguments are those of ``FromDatasets``.
     """
 
     def __init__(
@@ -93,48 +134,80 @@ class FromDataModule(FederatedDataModule):
         batch_size: int | Literal["loader"] | None = "loader",
         val_fraction: float = 0.0,
         seed: int | None = None,
+        drop_last: bool | Literal["loader"] = "loader",
+        eval_batch_size: int | None = None,
+        num_workers: int | Literal["loader"] = "loader",
+        collate: Callable[[Any], Any] | None = None,
     ) -> None:
+        if isinstance(datamodule, type) or not callable(getattr(datamodule, "train_dataloader", None)):
+            raise UserError(
+                f"FromDataModule's datamodule is {datamodule!r}: give a LightningDataModule (an object, not its class; "
+                "on the command line a class path that can be imported, from the current folder too)."
+            )
+        self.datamodule = datamodule
         super().__init__(
             num_clients=num_clients,
             partition=partition,
             batch_size=None if batch_size == "loader" else batch_size,
             val_fraction=val_fraction,
             seed=seed,
+            drop_last=False if drop_last == "loader" else drop_last,
+            eval_batch_size=eval_batch_size,
         )
-        self.datamodule, self._targets, self._loader_size = datamodule, targets, batch_size == "loader"
+        if num_workers != "loader":
+            check_workers(num_workers, None)
+        self.prepare_data_per_node = getattr(datamodule, "prepare_data_per_node", True)
+        self._targets, self._collate, self._workers = targets, collate, num_workers
+        self._loader_size, self._loader_drops = batch_size == "loader", drop_last == "loader"
+        self._torn_down = False
+
+    def _transfers(self) -> Any:
+        return self.datamodule
 
     def prepare_data(self) -> None:
         self.datamodule.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
-        self.datamodule.trainer = self.trainer
         if stage not in (None, "fit"):
             self.datamodule.setup(stage)
+        if self._torn_down:  # what it made was given back
+            self.train_set, self._split_seed, self._torn_down = None, None, False
         super().setup(stage)
+        if self._weights is not None and not self._weights.all():
+            for client in range(self.num_clients):
+                self.order(client, 0, 0)  # complains now rather than in a round
 
     def load(self) -> None:
         self.datamodule.setup("fit")
-        loader = self.datamodule.train_dataloader()
-        dataset: Any = getattr(loader, "dataset", None)
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise UserError(
-                f"The training loader of {type(self.datamodule).__name__} is a {type(loader).__name__} "
-                "without a map-style dataset, which cannot be split: give a data module whose "
-                "train_dataloader is one DataLoader, or the clients' Datasets to FromDatasets(clients=[…])."
+        facts = loader_facts(self.datamodule.train_dataloader(), type(self.datamodule).__name__)
+        dataset, fetch, targets = facts.dataset, facts.fetch, self._targets
+        if facts.positions is not None:
+            if targets is not None and len(targets) == len(dataset):
+                targets = [targets[i] for i in facts.positions]
+            dataset = Subset(dataset, facts.positions.tolist())
+        if fetch == "batch" and not self._loader_size:
+            fetch = "sample"  # it was asked for: batches of so many items
+        workers = facts.workers if self._workers == "loader" else replace(facts.workers, number=self._workers)
+        if self._workers != "loader":
+            check_workers(workers.number, dataset)
+        elif workers.number and (where := own_generator(dataset)):  # of which each process would have a copy
+            workers = replace(workers, number=0)
+            say(
+                self.trainer, f"num_workers of the training loader is not used: its dataset keeps a generator ({where})"
             )
-        self.train_set = DatasetSamples(dataset, self._targets, loader.collate_fn)
+        self.train_set = DatasetSamples(dataset, targets, self._collate or facts.collate, workers, fetch)
+        self._weights = facts.weights
         if self._loader_size:
-            if loader.batch_size is None:
-                raise UserError(
-                    "batch_size is 'loader', but the training loader has none of its own: give a number, "
-                    "or null for the whole client in one batch."
-                )
-            self.batch_size = loader.batch_size
+            self.batch_size = facts.batch_size
+        if self._loader_drops:
+            self.drop_last = facts.drop_last
 
     def val_dataloader(self) -> Any:
-        self._ready()
-        if self._held_out is not None:
+        if self._who.held_out is not None:
             return super().val_dataloader()
+        if not overridden(self.datamodule, "val_dataloader"):
+            say(self.trainer, f"no validation: {type(self.datamodule).__name__} has no val_dataloader")
+            return []
         return self.datamodule.val_dataloader()
 
     def test_dataloader(self) -> Any:
@@ -142,3 +215,44 @@ class FromDataModule(FederatedDataModule):
 
     def predict_dataloader(self) -> Any:
         return self.datamodule.predict_dataloader()
+
+    # ---- what else Lightning, callbacks and learners ask of a data module: the wrapped one's own
+
+    @property
+    def trainer(self) -> Any:
+        return self.__dict__.get("_attached")
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self.__dict__["_attached"] = trainer
+        self.datamodule.trainer = trainer
+
+    @property
+    def hparams(self) -> Any:
+        return AttributeDict(getattr(self.datamodule, "hparams", {}))
+
+    @property
+    def hparams_initial(self) -> Any:
+        return AttributeDict(getattr(self.datamodule, "hparams_initial", {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.datamodule.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.datamodule.load_state_dict(state_dict)
+
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        self.datamodule.teardown(stage)
+        self._torn_down = overridden(self.datamodule, "teardown")
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if hasattr(self.datamodule, "on_exception"):
+            self.datamodule.on_exception(exception)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "datamodule" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.datamodule, name)

@@ -51,6 +51,8 @@ class HumanActivity(FederatedDataModule):
         download: bool = False,
         features: Literal["signals", "features"] = "signals",
         seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__(
             num_clients=num_clients,
@@ -59,6 +61,8 @@ class HumanActivity(FederatedDataModule):
             batch_size=batch_size,
             val_fraction=val_fraction,
             seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
         )
         if augment:
             raise UserError("HumanActivity's augment is true, but there is no augmentation of signals: give false.")

@@ -52,6 +52,8 @@ class ImageDataModule(FederatedDataModule):
         augment: bool | None = None,
         download: bool = False,
         seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__(
             num_clients=num_clients,
@@ -60,6 +62,8 @@ class ImageDataModule(FederatedDataModule):
             batch_size=batch_size,
             val_fraction=val_fraction,
             seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
         )
         self.root, self.download = Path(root), download
         if self.augment_by_default if augment is None else augment:

@@ -8,12 +8,21 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.datamodules.partitions import Indices
-from fl_lightning.datamodules.samples import CPU, Batch, Samples, TensorSamples
+from fl_lightning.datamodules.samples import (
+    CPU,
+    EVALUATION_BATCH,
+    Batch,
+    DatasetSamples,
+    Samples,
+    TensorSamples,
+    batch_to_device,
+)
+from fl_lightning.sampling import generator
 
-EVALUATION_BATCH = 1000
 KEPT_BYTES = 256 * 2**20  # evaluation batches are made once and kept up to this size
 
 
@@ -25,7 +34,8 @@ class Batches:
 
     def __init__(self, make: Callable[[], Iterator[Batch]], count: int, keep: bool) -> None:
         self._make, self._count, self._keep = make, count, keep
-        self._kept: list[Batch] | None = None
+        self._kept: list[tuple[Tensor, ...]] | None = None
+        self._versions: list[int] = []
 
     def __len__(self) -> int:
         return self._count
@@ -33,9 +43,16 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         if not self._keep:
             return self._make()
-        if self._kept is None:
-            self._kept = list(self._make())
+        if self._kept is None or self._versions != _versions(self._kept):  # a learner may change its batch in place
+            with torch.inference_mode(False):  # in which tensors do not count their changes
+                self._kept = list(self._make())
+            self._versions = _versions(self._kept)
         return iter(self._kept)
+
+
+def _versions(batches: list[tuple[Tensor, ...]]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [tensor._version for batch in batches for tensor in batch]
 
 
 class RoundToken:
@@ -48,23 +65,48 @@ class RoundToken:
         yield torch.zeros(1)
 
 
-def evaluation_loader(trainer: pl.Trainer | None, data: Samples | None, index: Indices | None = None) -> Any:
-    """Large ready batches; each process gets the same number, of sizes that differ by at most one sample."""
+def say(trainer: Any, text: str) -> None:
+    """As a note of the run, which its card repeats; without a run as a warning."""
+    getattr(getattr(trainer, "lightning_module", None), "note", rank_zero_warn)(text)
+
+
+def evaluation_loader(
+    trainer: pl.Trainer | None,
+    data: Samples | None,
+    index: Indices | None = None,
+    size: int | None = None,
+    source: Callable[[torch.device], torch.device] = lambda device: device,
+    seed: int = 0,
+) -> Any:
+    """Large ready batches; processes get as many of them each, of sizes that differ by at most one sample.
+
+    Args:
+        index: of the samples; None: all.
+        size: of a batch; None: ``EVALUATION_BATCH``, of a Dataset as many as take ``EVALUATION_BYTES``.
+        source: where batches have to be made to be evaluated on a device.
+        seed: of what processes that read ahead draw.
+    """
     if data is None:
         return []
     index = np.arange(len(data)) if index is None else index
-    pieces = [index[start : start + EVALUATION_BATCH] for start in range(0, len(index), EVALUATION_BATCH)]
+    if isinstance(data, DatasetSamples) and data.read.fetch == "batch":
+        size = 1
+    elif size is None:
+        size = data.evaluation_size() if isinstance(data, DatasetSamples) else EVALUATION_BATCH
+    pieces = [index[start : start + size] for start in range(0, len(index), size)]
     device = CPU
     if trainer is not None:
-        device, world = trainer.strategy.root_device, trainer.world_size
+        device, world = source(trainer.strategy.root_device), trainer.world_size
         if len(index) >= world > 1:
-            pieces = np.array_split(index, -(-len(index) // (EVALUATION_BATCH * world)) * world)[
-                trainer.global_rank :: world
-            ]
+            pieces = np.array_split(index, -(-len(index) // (size * world)) * world)[trainer.global_rank :: world]
 
     def make() -> Iterator[Batch]:
-        for piece in pieces:
-            yield from data.batches(piece, len(piece), device)
+        if isinstance(data, DatasetSamples):
+            draw = generator(seed, "evaluation").integers(2**63, size=len(pieces))
+            yield from (batch_to_device(b, device) for b in data.each(pieces, lambda k: int(draw[k])))
+        else:
+            for piece in pieces:
+                yield from data.batches(piece, len(piece), device)
 
     in_memory = isinstance(data, TensorSamples) and 4 * data.x[0].numel() * len(index) <= KEPT_BYTES
     return Batches(make, len(pieces), keep=in_memory)

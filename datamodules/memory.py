@@ -44,6 +44,8 @@ class InMemoryDataModule(FederatedDataModule):
         batch_size: int | None = 50,
         transform: Callable[[Tensor], Tensor] | None = None,
         seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__(
             num_clients=num_clients,
@@ -52,6 +54,8 @@ class InMemoryDataModule(FederatedDataModule):
             batch_size=batch_size,
             clients=clients,
             seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
         )
         self._given_sets = {"train": train, "val": val, "test": test}
         self._transform = transform

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from fl_lightning.datamodules.reading import AheadReader, Reading, Workers
 from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
 
 Batch = Any
 CPU = torch.device("cpu")
 CHUNK_BYTES = 64 * 2**20  # how much of an epoch is gathered at once
+EVALUATION_BATCH, EVALUATION_BYTES = 1000, 64 * 2**20  # the most of a batch, where nothing is asked for
 Change = Callable[[Tensor, Tensor, slice], Tensor]  # (pixels, labels, which of the epoch's samples) -> pixels
 
 
@@ -138,13 +145,26 @@ class TensorSamples:
 
 
 class DatasetSamples:
-    """Samples of a map-style Dataset, read and collated one by one: any kind of batch, but slower."""
+    """Samples of a map-style Dataset, read and collated one by one: any kind of batch, but slower.
+
+    Args:
+        targets: labels ``(N,)``; None: the dataset's own, where they are found without reading samples.
+        collate: makes a batch of a list of samples; None: torch's ``default_collate``.
+        workers: how many processes read ahead, and how.
+        fetch: as ``Reading`` has it.
+    """
 
     def __init__(
-        self, dataset: Dataset[Any], targets: Any = None, collate: Callable[[list[Any]], Batch] | None = None
+        self,
+        dataset: Dataset[Any],
+        targets: Any = None,
+        collate: Callable[[Any], Batch] | None = None,
+        workers: Workers = Workers(),  # noqa: B008  # frozen
+        fetch: Literal["sample", "list", "batch"] = "sample",
     ) -> None:
-        self.dataset: Any = dataset
-        self.collate = collate or default_collate
+        self.read = Reading(dataset, collate or default_collate, fetch)
+        self._ahead = AheadReader(self.read, workers) if workers.number else None
+        self._evaluation_size: int | None = None
         labels = find_targets(dataset) if targets is None else targets
         self.labels: NDArray[np.int64] | None = None
         if labels is not None:
@@ -157,7 +177,13 @@ class DatasetSamples:
                 self.labels = labels.astype(np.int64)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.read.dataset)
+
+    def each(self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int]) -> Iterator[Batch]:
+        """A batch of each of these index arrays; ``seed(k)``: of what is drawn for the k-th by processes that read."""
+        if self._ahead is None:
+            return map(self.read, cut)
+        return self._ahead.batches((seed(k), index) for k, index in enumerate(cut))
 
     def batches(
         self,
@@ -168,14 +194,60 @@ class DatasetSamples:
         augment: Change | None = None,
     ) -> Iterator[Batch]:
         for a in range(0, len(index), size):
-            batch = self.collate([self.dataset[int(i)] for i in index[a : a + size]])
-            yield batch if device.type == "cpu" else _to(batch, device)
+            yield batch_to_device(self.read(index[a : a + size]), device)
+
+    def evaluation_size(self) -> int:
+        """Samples of a batch in evaluation: as many like the first as ``EVALUATION_BYTES`` hold."""
+        if self._evaluation_size is None:
+            with drawing_apart():
+                each = _nbytes(self.read(np.zeros(1, np.int64)))
+            self._evaluation_size = max(1, min(EVALUATION_BATCH, EVALUATION_BYTES // max(1, each)))
+        return self._evaluation_size
+
+    def close(self, wait: bool = True) -> None:
+        """End the processes that read ahead, until they are needed again."""
+        if self._ahead is not None:
+            self._ahead.close(wait)
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    from lightning_utilities.core.apply_func import apply_to_collection
+@contextmanager
+def drawing_apart() -> Iterator[None]:
+    """Within, the process's generators begin at 0; afterwards they are as they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
-    return apply_to_collection(batch, Tensor, lambda t: to_device(t, device))
+
+def _nbytes(batch: Batch) -> int:
+    """Memory of a batch's tensors and arrays; of a batch of another kind, what it takes written down."""
+    known = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | np.ndarray))
+    try:
+        return known or len(pickle.dumps(batch))
+    except Exception:  # whatever its own __reduce__ raises
+        return known
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or what moves itself to a device as tensors do."""
+
+    def to(self, device: torch.device) -> Any: ...
+
+
+def batch_to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its tensors there."""
+    if device.type == "cpu":
+        return batch
+    return apply_to_collection(
+        batch, Movable, lambda one: to_device(one, device) if isinstance(one, Tensor) else one.to(device)
+    )
 
 
 def find_targets(dataset: Any) -> Any:

@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions import Indices, LazyClients, digest
+from fl_lightning.datamodules.partitions import Indices, Partition, digest
+from fl_lightning.datamodules.samples import Samples
+from fl_lightning.datamodules.split import Split
 from fl_lightning.storage.files import written_aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fl_lightning.datamodules.base import FederatedDataModule
-
-HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
 SHOWN_IN_TABLE, SHOWN_IN_FIGURE = 20, 200
 
 
-def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
-    """A hash of all indices, or of the recipe where there are very many lazy ones."""
-    state = hashlib.sha256(b"" if kept is None else kept.tobytes())
-    if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
-        state.update(clients.recipe.encode())
-    else:
-        for indices in clients:
-            array = np.asarray(indices, np.int64)
-            state.update(len(array).to_bytes(8, "little"))
-            state.update(np.ascontiguousarray(array).tobytes())
-    return state.hexdigest()[:16]
+class Partitioned(Protocol):
+    """A data module whose training samples are split over clients."""
+
+    name: str | None
+    batch_size: int | None
+    biases: tuple[Any, ...]
+    drop_last: Any
+    partition: Partition
+
+    @property
+    def num_clients(self) -> int: ...
+    @property
+    def num_classes(self) -> int | None: ...
+    @property
+    def partition_hash(self) -> str: ...
+    @property
+    def _train(self) -> Samples: ...
+    def client_sizes(self) -> NDArray[np.int64]: ...
+    def client_indices(self, client: int) -> Indices: ...
+    def card(self) -> dict[str, str]: ...
 
 
-def class_counts(data: FederatedDataModule, limit: int) -> NDArray[np.int64] | None:
+def card(data: Partitioned, split: Split) -> dict[str, str]:
+    """Facts for a run's card."""
+    sizes = split.sizes
+    held = 0 if split.held_out is None else len(split.held_out)
+    spread = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    facts = {
+        "data": data.name or type(data).__name__,
+        "training samples": f"{split.total - held}",
+        "clients": f"{data.num_clients} of {spread} samples",
+        "partition": repr(data.partition) if split.by_partition else "given",
+        "partition hash": data.partition_hash,
+        "batch size": "the whole client" if data.batch_size is None else str(data.batch_size),
+    }
+    if data.drop_last:
+        facts["batch size"] += ", shorter ones dropped"
+    if held:
+        facts["held out for validation"] = f"{held} training samples"
+    if data.biases:
+        facts["biases"] = ", ".join(map(repr, data.biases))
+    return facts
+
+
+def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
     """Samples of the first ``limit`` clients by class ``(clients, classes)``; None without labels."""
-    classes, train = data.num_classes, data.train_set
-    if classes is None or train is None or train.labels is None:
+    classes, labels = data.num_classes, data._train.labels
+    if classes is None or labels is None:
         return None
-    labels = train.labels
     shown = range(min(limit, data.num_clients))
     return np.stack([np.bincount(labels[data.client_indices(i)], minlength=classes) for i in shown])
 
 
-def partition_table(data: FederatedDataModule) -> str:
+def partition_table(data: Partitioned) -> str:
     sizes, counts = data.client_sizes(), class_counts(data, SHOWN_IN_TABLE)
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
@@ -65,7 +93,7 @@ def partition_table(data: FederatedDataModule) -> str:
     return "\n".join(lines)
 
 
-def partition_figure(data: FederatedDataModule) -> Figure:
+def partition_figure(data: Partitioned) -> Figure:
     from matplotlib.figure import Figure
 
     clients = data.num_clients

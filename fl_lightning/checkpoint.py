@@ -48,6 +48,7 @@ class Identity:
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
+            "drop_last": repr(bool(getattr(data, "drop_last", False))),
         }
         partition = str(getattr(data, "partition_hash", ""))
         return cls(seed, {**arguments, **of_data}, methods.fingerprint(), partition)

@@ -27,6 +27,12 @@ REFUSED_HOOKS = {
     "configure_gradient_clipping": "clip with clip_norm",
 }
 
+REFUSED_CALLBACKS = {  # of Lightning
+    "LearningRateFinder": "its trial steps are steps of the server, not of clients; try some client_lr in short runs",
+    "BatchSizeFinder": "its trial steps are steps of the server, not of clients; give data.batch_size",
+    "GradientAccumulationScheduler": "a round is one step of the server; use a larger data.batch_size",
+}
+
 
 def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot honour.
@@ -67,7 +73,7 @@ def check_trainer(trainer: Any) -> None:
     """
     quick = bool(trainer.fast_dev_run)
     for name in ("lr_decay", "server_lr_decay"):
-        rates_over(name, getattr(trainer.lightning_module, name, 1.0), trainer.max_epochs)
+        rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
     refused = [
         (
             "max_steps",
@@ -100,6 +106,12 @@ def check_trainer(trainer: Any) -> None:
             "validation follows whole rounds: use check_val_every_n_epoch",
         ),
         (
+            "check_val_every_n_epoch",
+            trainer.check_val_every_n_epoch,
+            (trainer.check_val_every_n_epoch or 1) > 0 and trainer.check_val_every_n_epoch != 0,
+            "give a number of rounds from 1; limit_val_batches=0 leaves validation out",
+        ),
+        (
             "limit_train_batches",
             trainer.limit_train_batches,
             trainer.limit_train_batches in (None, 1.0) or quick,
@@ -121,6 +133,14 @@ def check_trainer(trainer: Any) -> None:
     for name, value, fine, instead in refused:
         if not fine:
             raise UserError(f"trainer.{name}={value!r} has no meaning in a federated run; {instead}.")
+    check_fixed_parameters(trainer)
+    for callback in trainer.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in REFUSED_CALLBACKS:
+                raise UserError(
+                    f"trainer.callbacks: {type(callback).__name__} cannot work in a federated run: "
+                    f"{REFUSED_CALLBACKS[cls.__name__]}."
+                )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         raise UserError(
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
@@ -257,18 +277,33 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
         )
 
 
-def optimizer_rates(name: str, optimizer: Optimizer) -> None:
-    """Refuse learning rates that are negative or not finite: some of torch's optimizers accept them.
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Refuse what is no optimizer, or one whose step cannot be taken here.
 
     Args:
-        name: the option that made the optimizer, such as ``"client_optimizer"``.
+        name: the option that made it, ``"client_optimizer"`` or ``"server_optimizer"``.
+
+    Raises:
+        UserError: also for learning rates that are negative or not finite, which torch's optimizers partly take.
     """
+    if not isinstance(optimizer, Optimizer):
+        given = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise UserError(f"{name}: it gives {given}, but has to be a function params -> torch.optim.Optimizer.")
+    kind, why = type(optimizer).__name__, ""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        why = "evaluates the loss several times a step"
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        why = "takes sparse gradients alone"
+    elif any(g.get("capturable") and not all(p.is_cuda for p in g["params"]) for g in optimizer.param_groups):
+        why = "has capturable=True, which needs a GPU"
+    if why:
+        raise UserError(
+            f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one gradient a step, such as "
+            "torch.optim.SGD or torch.optim.Adam."
+        )
     for group in optimizer.param_groups:
         if not 0 <= float(group["lr"]) < math.inf:
-            raise UserError(
-                f"{name}: {type(optimizer).__name__} has lr={float(group['lr'])!r}; it has to be a finite number "
-                "from 0."
-            )
+            raise UserError(f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from 0.")
 
 
 def seed(value: object) -> None:

@@ -16,7 +16,7 @@ from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.loggers import Metrics
+from fl_lightning.metrics import Metrics
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
 

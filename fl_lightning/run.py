@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, sampling
+from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
@@ -94,9 +94,11 @@ class FederatedRun:
         """The optimizers of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
+        checks.check_optimizer("server_optimizer", server)
         self._server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
         self.clients = client_optimizer.of_clients(self.settings.client_optimizer, self.model.learner, self.note)
+        checks.check_optimizer("client_optimizer", self.clients)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
         self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
         if before is not None:
@@ -136,7 +138,9 @@ class FederatedRun:
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
-        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, transfers)
+        of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
+        own = [hook for hook in transfers if hook not in of_data]
+        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, own)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)

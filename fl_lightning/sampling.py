@@ -6,11 +6,14 @@ in which order samples come or how they are augmented.
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 import zlib
 
 import numpy as np
+
+from fl_lightning.errors import UserError
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
@@ -19,10 +22,13 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     >>> draw = lambda: generator(0, "order", 3, 7).permutation(5).tolist()
     >>> draw() == draw()
     True
+
+    Raises:
+        UserError: the seed is no integer from 0 to 2**63 - 1.
     """
     if len(counters) > 3:
         raise ValueError(f"at most three counters, got {counters}")
-    key = [seed & 0xFFFFFFFFFFFFFFFF, zlib.crc32(purpose.encode())]
+    key = [check_seed("seed", seed), zlib.crc32(purpose.encode())]
     words = [0, *counters, *[0] * (3 - len(counters))]
     return np.random.Generator(np.random.Philox(key=key, counter=words))
 
@@ -36,3 +42,18 @@ def given_seed(seed: int | None) -> int | None:
 def fresh_seed() -> int:
     """A seed drawn afresh."""
     return secrets.randbelow(2**31)
+
+
+def check_seed(name: str, seed: object) -> int:
+    """The seed as an integer; refuse what would be taken for another one.
+
+    Raises:
+        UserError: no integer, negative, or from 2**63 on (those would all draw the same).
+    """
+    try:
+        value = -1 if isinstance(seed, bool) else operator.index(seed)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise UserError(f"{name} is {seed!r}: give an integer from 0 to 2**63 - 1 ({2**63 - 1}).")
+    return value

@@ -57,4 +57,4 @@ def test_data_without_clients_is_refused_with_the_line_that_federates_it() -> No
     with pytest.raises(UserError, match=r"FromDataModule\(Plain\(…\), num_clients=100\)"):
         trainer(1).fit(federated(), Plain())
     with pytest.raises(UserError, match="FromDatasets"):
-        trainer(1).fit(federated(), torch.utils.data.DataLoader([0]))  # type: ignore[arg-type]
+        trainer(1).fit(federated(), torch.utils.data.DataLoader([0]))

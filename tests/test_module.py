@@ -25,7 +25,7 @@ def test_one_epoch_is_one_round_and_the_global_model_learns() -> None:
 def test_a_learner_of_the_other_namespace_is_trained_too() -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="the `lightning` package is not installed")
 
-    class Other(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Other(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Linear(20, 4)
@@ -57,7 +57,7 @@ def test_one_client_with_everything_is_plain_training() -> None:
     optimizer = learner.configure_optimizers()
     for x, y in data.client_batches(0, 0, 9):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(learner.net(x), y).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(learner.net(x), y).backward()
         optimizer.step()
     for name, value in learner.state_dict().items():
         torch.testing.assert_close(module.export().state_dict()[name], value, rtol=0, atol=1e-12)
@@ -68,7 +68,7 @@ def test_test_and_predict_run_on_the_global_model() -> None:
     run.fit(module, data)
     (scores,) = run.test(module, data, verbose=False)
     predicted = run.predict(module, data)
-    assert scores["test/acc"] > 0.9 and sum(len(p) for p in predicted) == 240  # type: ignore[arg-type, union-attr]
+    assert scores["test/acc"] > 0.9 and sum(len(p) for p in predicted) == 240
 
 
 def test_init_from_starts_where_another_run_ended(tmp_path: Any) -> None:

@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import torch
 from matplotlib.figure import Figure
 from pytorch_lightning.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import results
@@ -58,7 +58,7 @@ class Rounds(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         t = self.current_epoch
         for done in (1, 2):
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            for callback in self.trainer.callbacks:
                 if hasattr(callback, "on_client_end"):
                     callback.on_client_end(self.trainer, self, done, 2)
         metrics = {"train/loss": 1 / (t + 1), "divergence/participants": 0.25, "time/round": 0.125}
@@ -66,7 +66,7 @@ class Rounds(pl.LightningModule):
         self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self.loggers:
             logger.log_metrics(metrics, step=t)
-        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+        return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/acc", self.accuracies[self.current_epoch % 4])

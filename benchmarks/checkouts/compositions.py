@@ -27,7 +27,7 @@ def mlp() -> nn.Module:
 
 def half_frozen() -> nn.Module:
     network = mlp()
-    for parameter in network[2].parameters():  # type: ignore[index]
+    for parameter in network[2].parameters():
         parameter.requires_grad_(False)
     return network
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
 import yaml
+from jsonargparse import Namespace
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 import fl_lightning.callbacks
@@ -19,19 +22,21 @@ import fl_lightning.models
 import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cli.compose import Command, class_name, parse_yaml
-from fl_lightning.cli.method_options import apply_method_options, full_paths
+from fl_lightning.cli.compose import Command, class_name, is_file, plain_yaml
+from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.cli.parsing_errors import one_paragraph, why_not_built
 from fl_lightning.cli.run_folder import (
     RunCheckpoint,
     RunFolder,
+    check_name,
     check_writable,
     checkpoints,
     holds_run,
     next_free,
     numbered,
 )
+from fl_lightning.cli.run_record import RunRecord
 from fl_lightning.cli.signals import GracefulStop
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
@@ -55,6 +60,15 @@ _TRAINER_DEFAULTS = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
+def _name_enums(node: Any) -> None:
+    """Members of an Enum, which the defaults of Lightning's callbacks may be, as the text that is parsed back."""
+    for key, value in list(vars(node).items() if isinstance(node, Namespace) else enumerate(node)):
+        if isinstance(value, Enum):
+            node[key] = str(value.value) if isinstance(value, str) else value.name
+        elif isinstance(value, Namespace | list):
+            _name_enums(value)
+
+
 class Parser(LightningArgumentParser):
     """Raises a :class:`UserError` of one paragraph where its base classes print the usage."""
 
@@ -76,7 +90,7 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, prepared: Command) -> None:
-        prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
+        prepared.config, prepared.options = full_paths(prepared.config), full_options(prepared.options)
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
@@ -138,6 +152,9 @@ class FederatedCLI(LightningCLI):
         if self.command == "partition":
             config = {key: value for key, value in config.items() if key in ("seed_everything", "data")}
         self.config = parser.parse_args(["--config", json.dumps(config), *self.prepared.options])
+        seed = self.config.seed_everything
+        if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
+            raise UserError(f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw one.")
 
     def before_instantiate_classes(self) -> None:
         """Decide on folder and checkpoint, so that what is wrong with them is said before anything is built."""
@@ -145,7 +162,7 @@ class FederatedCLI(LightningCLI):
             return
         for key, value in vars(self.config.model).items():
             if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(value, str):
-                read = parse_yaml(value)  # an option's text: 0.5 is a number, auto stays
+                read = plain_yaml(value, f"--model.{key}")  # an option's text: 0.5 is a number, auto stays
                 if type(read) in ((bool,) if key == "capture" else (int, float)):
                     self.config.model[key] = read
         given, ckpt = self.config.trainer.default_root_dir, self.config.ckpt_path
@@ -157,6 +174,7 @@ class FederatedCLI(LightningCLI):
             self.folder = existing[-1][1] if existing and ckpt == "last" else next_free(self.stem or "")
             if ckpt == "last":
                 self.stem = None
+        check_name(self.folder)
         there = checkpoints(self.folder)
         if ckpt == "last":
             self.checkpoint = str(there[0]) if there and there[0].name == "last.ckpt" else None
@@ -172,9 +190,9 @@ class FederatedCLI(LightningCLI):
                 )
         elif ckpt is not None:
             self.checkpoint = ckpt
-            if not Path(ckpt).is_file():
+            if not is_file(ckpt):
                 raise UserError(
-                    f"--ckpt_path {ckpt}: there is no such file. Accepted: a checkpoint's path, or last for the "
+                    f"--ckpt_path {ckpt[:200]}: there is no such file. Accepted: a checkpoint's path, or last for the "
                     f"one in {self.folder}."
                 )
         if self.command == "fit":
@@ -211,7 +229,7 @@ class FederatedCLI(LightningCLI):
             return
         self.model = self.config_init.model
         learner = yaml.safe_load(self._config_text())["model"]["learner"]
-        self.model.learner_config = {  # what load_from_checkpoint needs to build the learner and what is in it
+        self.model.model.config = {  # what load_from_checkpoint needs to build the learner and what is in it
             "_instantiator": "pytorch_lightning.cli.instantiate_module",
             **({"_class_path": learner["class_path"]} if "dict_kwargs" in learner else {}),
             **learner.get("init_args", {}),
@@ -223,6 +241,7 @@ class FederatedCLI(LightningCLI):
         saved = self.config.clone()
         saved.pop("config", None)
         saved.ckpt_path = None
+        _name_enums(saved)
         return str(self.parser.dump(saved, skip_none=False, skip_validation=True))
 
     def _trainer(self) -> pl.Trainer:
@@ -247,6 +266,8 @@ class FederatedCLI(LightningCLI):
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor))
+            typed = ["fl-lightning", *self.prepared.argv]  # last: what is refused before training leaves no record
+            callbacks.append(RunRecord(self._config_text(), typed, self.prepared.arm, self.prepared.claims_hash))
         else:
             settings["enable_checkpointing"] = False
         if self.command == "fit":
@@ -258,6 +279,15 @@ class FederatedCLI(LightningCLI):
                 "every client. Accepted: 32-true, 64-true, bf16-mixed."
             )
         try:
-            return pl.Trainer(**settings)
+            trainer = pl.Trainer(**settings)
         except (ValueError, TypeError) as error:
             raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
+        except ImportError as error:  # of a package that an accelerator, a strategy or a precision needs
+            chosen = ", ".join(f"{key} {settings[key]}" for key in ("accelerator", "strategy", "precision"))
+            raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error
+        if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
+            raise UserError(
+                f"--trainer.strategy {settings['strategy']}: it starts its processes from within Python, and what they "
+                "train does not come back to the command line. Accepted: auto, federated."
+            )
+        return trainer

@@ -23,6 +23,8 @@ from fl_lightning.errors import UserError, suggest
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
+_DEEPEST = 50  # mappings and lists within each other
+
 TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "method", "ckpt_path", "monitor")
 
 
@@ -44,6 +46,48 @@ def parse_yaml(text: str) -> Any:
     [0.001, 2, 'x']
     """
     return yaml.load(text, Loader=_Loader)
+
+
+def plain_yaml(text: str, where: str) -> Any:
+    """Read YAML that holds plain data alone: numbers, text, lists, mappings with text as keys.
+
+    Raises:
+        UserError: ``where`` and what is wrong there, for anything else.
+    """
+    try:
+        document = parse_yaml(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise UserError(f"{where}{at}: not valid YAML: {problem}.") from None
+    except (RecursionError, ValueError) as error:  # a number of thousands of digits, a date such as 2020-99-99
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:100]
+        raise UserError(f"{where}: not valid YAML: {why}.") from None
+    _check_plain(document, where, ())
+    return document
+
+
+def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int, ...] = ()) -> None:
+    def refuse(what: str) -> UserError:
+        return UserError(f"{where}: {'.'.join(keys)[:80] + ' ' if keys else ''}{what}.")
+
+    if id(node) in above or len(above) > _DEEPEST:
+        raise refuse("contains itself" if id(node) in above else f"is nested more than {_DEEPEST} deep")
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "class_path" and not isinstance(value, str):
+                raise refuse(f"has the class_path {str(value)[:60]!r}, which names no class: give text, such as Digits")
+            if key == "init_args" and value is None:
+                node[key] = {}
+            elif key == "init_args" and not isinstance(value, dict):
+                raise refuse(f"has the init_args {str(value)[:60]!r}: give a mapping, such as {{batch_size: 20}}")
+            _check_plain(value, where, (*keys, str(key)), (*above, id(node)))
+    elif isinstance(node, list):
+        for value in node:
+            _check_plain(value, where, keys, (*above, id(node)))
+    elif not isinstance(node, str | int | float | None):
+        raise refuse(f"is {type(node).__name__} {str(node)[:60]!r}, which no option takes; put text in quotes")
 
 
 # --------------------------------------------------------------------------- names
@@ -72,9 +116,17 @@ def summary(text: str) -> str:
     return first.lstrip("# ").rstrip() if first.startswith("#") else ""
 
 
+def is_file(name: str | Path) -> bool:
+    """Whether there is such a file; a name that no file can have is none."""
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def read(name: str) -> dict[str, Any]:
     """The config called ``name``: a file that exists, else a packaged one. A directory is never a config."""
-    if Path(name).is_file():
+    if is_file(name):
         try:
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -83,15 +135,9 @@ def read(name: str) -> dict[str, Any]:
         text = entry.read_text(encoding="utf-8")
     else:
         hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
-        what = "a folder, not a config" if Path(name).is_dir() else "neither a file nor a packaged config"
-        raise UserError(f"-c {name}: this is {what}.{hint}")
-    try:
-        document = parse_yaml(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise UserError(f"-c {name}{where}: not valid YAML: {problem}.") from None
+        what = "a folder, not a config" if os.path.isdir(name) else "neither a file nor a packaged config"
+        raise UserError(f"-c {name[:200]}: this is {what}.{hint}")
+    document = plain_yaml(text, f"-c {name}")
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -105,7 +151,13 @@ def read(name: str) -> dict[str, Any]:
                 f"-c {name}: the key {key!r} is not known.{suggest(key, TOP_LEVEL)} "
                 f"Accepted at the top of a config: {', '.join(TOP_LEVEL)}."
             )
-    return document
+        if key.endswith("+") and key != "method+":
+            raise UserError(f"-c {name}: {key} adds to a list, which {key[:-1]} is not. Accepted: {key[:-1]}.")
+        if key in ("trainer", "model") and not isinstance(document[key], dict | None):
+            what = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
+            raise UserError(f"-c {name}: {key} is {what}: give a mapping of its options, one a line.")
+    empty = [key for key in ("trainer", "model") if key in document and document[key] is None]  # all commented out
+    return {key: value for key, value in document.items() if key not in empty}
 
 
 # --------------------------------------------------------------------------- merging
@@ -156,6 +208,9 @@ class Command:
     notes: list[str] = field(default_factory=list)  # lines to tell the user
     run: Path | None = None  # a run's folder, where one was given
     output: str | None = None  # -o
+    argv: list[str] = field(default_factory=list)  # as typed, the command first
+    arm: str | None = None  # what a sweep calls this run's setting
+    claims_hash: str | None = None  # of a sweep's claims.yaml
 
     def add_config(self, name: str) -> None:
         """Merge the config ``name`` over those before it."""
@@ -179,7 +234,7 @@ class Command:
 def _is_fallback(name: str) -> bool:
     """Whether the learner of the config ``name`` only serves where no other is given: base's, or that of a data/*."""
     name = name.removesuffix(".yaml")
-    return not Path(name).is_file() and (name == "base" or name.startswith("data/")) and name in packaged()
+    return not is_file(name) and (name == "base" or name.startswith("data/")) and name in packaged()
 
 
 def _from_environment(command: str) -> Iterator[str]:
@@ -192,11 +247,11 @@ def _from_environment(command: str) -> Iterator[str]:
 
 def prepare(command: str, argv: list[str]) -> Command:
     """Sort the arguments of ``command`` into configs, method options and the rest; read the configs."""
-    prepared = Command()
+    prepared = Command(argv=[command, *argv])
     argv = list(argv)
     if argv and not argv[0].startswith("-"):
         prepared.run = Path(argv.pop(0))
-        if not (prepared.run / "config.yaml").is_file():
+        if not is_file(prepared.run / "config.yaml"):
             raise UserError(
                 f"{command} {prepared.run}: not a run's folder (it has no config.yaml). "
                 f"Give the folder of a run, or configs: fl-lightning {command} -c base -c data/digits."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import fl_lightning.callbacks
 import fl_lightning.datamodules
@@ -12,11 +12,9 @@ import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cli.compose import Command, class_name, packaged, parse_yaml
+from fl_lightning.cli.compose import Command, class_name, packaged, plain_yaml
 from fl_lightning.cli.parsing_errors import listed, parameters, subclasses
 from fl_lightning.errors import UserError, suggest
-
-T = TypeVar("T")
 
 
 @cache
@@ -37,8 +35,8 @@ def names_of_ours() -> dict[str, str]:
     }
 
 
-def full_paths(tree: T) -> T:
-    """``class_path: MLP`` → this package's (torchvision has one, too); also in the values of learner options."""
+def full_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """``class_path: MLP`` → ours, where torchvision has an MLP too."""
     ours = names_of_ours()
 
     def walk(node: Any) -> Any:
@@ -51,16 +49,19 @@ def full_paths(tree: T) -> T:
             }
         return node
 
-    if isinstance(tree, list):
-        options = list(tree)
-        for position, option in enumerate(options):
-            flag, equals, value = option.partition("=")
-            if flag.startswith("--model.learner") and equals and value in ours:
-                options[position] = f"{flag}={ours[value]}"
-            elif position and options[position - 1].startswith("--model.learner") and option in ours:
-                options[position] = ours[option]
-        return options  # type: ignore[return-value]
-    return walk(tree)  # type: ignore[no-any-return]
+    return {key: walk(value) for key, value in config.items()}
+
+
+def full_options(options: list[str]) -> list[str]:
+    """As :func:`full_paths`, of options of the learner: ``--model.learner.network MLP``."""
+    ours, full = names_of_ours(), list(options)
+    for position, option in enumerate(options):
+        flag, equals, value = option.partition("=")
+        if flag.startswith("--model.learner") and equals and value in ours:
+            full[position] = f"{flag}={ours[value]}"
+        elif position and options[position - 1].startswith("--model.learner") and option in ours:
+            full[position] = ours[option]
+    return full
 
 
 def method_class(item: Any) -> type[FederatedCallback]:
@@ -99,7 +100,7 @@ def apply_method_options(command: Command) -> None:
     given = command.config.get("method")
     items = [_whole(item) for item in (given if isinstance(given, list) else [given] if given else [])]
     for key, text in command.method_options:
-        value = parse_yaml(text)
+        value = plain_yaml(text, "--method" + (f".{key}" if key not in ("", "+") else key))
         if key in ("", "+"):
             new = [_whole(item) for item in (value if isinstance(value, list) else [value] if value else [])]
             items = items + new if key else new
@@ -119,6 +120,8 @@ def apply_method_options(command: Command) -> None:
 
 
 def _whole(item: Any) -> dict[str, Any]:
+    if not isinstance(item, dict | str):
+        raise UserError(f"method: {str(item)[:60]!r} names no class. Give text, such as ProximalTerm, or class_path.")
     item = item if isinstance(item, dict) else {"class_path": item}
     return {**item, "init_args": dict(item.get("init_args") or {})}
 

@@ -11,9 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
-from fl_lightning.cli.compose import Command, merge, parse_yaml
+from fl_lightning.cli.compose import Command, merge, plain_yaml
 from fl_lightning.cli.method_options import full_paths, names_of_ours
 from fl_lightning.cli.parsing_errors import parameters
 from fl_lightning.datamodules import FederatedDataModule
@@ -88,8 +86,8 @@ def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
         if not equals:
             text = options[position + 1] if position + 1 < len(options) else ""
         try:
-            value = parse_yaml(text)
-        except yaml.YAMLError:
+            value = plain_yaml(text, option)
+        except UserError:  # the parser will say what is wrong
             value = text
         tree = _put(tree, path, value)
     return tree

@@ -171,8 +171,9 @@ def why_not_built(error: BaseException) -> str | None:
     inner = error.__cause__ or error.__context__
     found = why_not_built(inner) if inner is not None else None
     if found is None and str(error).startswith("Does not validate against any of the Union subtypes"):
-        attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
-        found = next((text for text in attempts[2:] if not text.startswith(("Expected a", *_NOISE))), None)
+        attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()[2:]]
+        telling = [text for text in attempts if not text.startswith(("Expected a", *_NOISE))]
+        found = " ".join(telling[: 2 if telling[0].endswith(":") else 1]) if telling else None
     return found or (str(error) if isinstance(error, UserError) else None)
 
 

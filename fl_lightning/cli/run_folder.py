@@ -49,6 +49,19 @@ def holds_run(folder: Path) -> bool:
     return bool(checkpoints(folder)) or (metrics.is_file() and metrics.read_bytes().count(b"\n") > 2)
 
 
+def check_name(folder: Path) -> None:
+    """Refuse a name that no folder can have."""
+    try:
+        parts = [part.encode() for part in folder.absolute().parts]
+        why = "holds a zero byte" if b"\0" in b"".join(parts) else ""
+        if max(map(len, parts)) > 255 or sum(map(len, parts)) + len(parts) > 4000:
+            why = "is too long for a file system (255 bytes a part, 4,000 in all)"
+    except UnicodeEncodeError:
+        why = "holds bytes that are no text"
+    if why:
+        raise UserError(f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {why}. Give another folder.")
+
+
 def check_writable(folder: Path) -> None:
     """Refuse a folder that could not be created or written to, without creating it."""
     place = folder.absolute()

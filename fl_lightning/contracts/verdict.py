@@ -11,8 +11,6 @@ import lightning_fabric
 import pytorch_lightning as pl
 import torch
 
-import fl_lightning
-
 
 class Failed(Exception):
     """An invariant does not hold.
@@ -80,7 +78,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 def where(error: BaseException) -> str:
     """An error with the innermost line of a callback: ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = Path(fl_lightning.__file__).parent
+    ours = Path(__file__).parents[1]
     theirs = [Path(str(module.__file__)).parent for module in (torch, pl, lightning_fabric)]
     for frame in reversed(frames):
         path = Path(frame.filename)

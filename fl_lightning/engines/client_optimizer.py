@@ -204,7 +204,7 @@ def of_clients(factory: OptimizerFactory | None, learner: Any, note: Callable[[s
     """The optimizer of the local steps, over the learner's parameters.
 
     Raises:
-        UserError: it needs more than one gradient a step; or the learner gives no optimizer, or several.
+        UserError: the learner gives none, or several.
     """
     if factory is not None:
         optimizer = factory([p for _, p in trainable(learner)])
@@ -212,11 +212,6 @@ def of_clients(factory: OptimizerFactory | None, learner: Any, note: Callable[[s
         optimizer, scheduler = from_learner(learner)
         if scheduler:
             note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
-            "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
-        )
     return optimizer
 
 

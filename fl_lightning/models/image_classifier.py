@@ -59,7 +59,8 @@ class ImageClassifier(pl.LightningModule):
         self.log(f"{name}/acc", accuracy, batch_size=len(y))
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0]).softmax(1)  # type: ignore[no-any-return]
+        probabilities: Tensor = self(batch[0]).softmax(1)
+        return probabilities
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)

@@ -29,7 +29,7 @@ def test_bias_correction_is_adams() -> None:
         (lambda w: FedAdagrad(w, 0.1, tau=0.0), "tau=0.0"),
         (lambda w: c.DynamicRegularization(0.0), "penalty=0.0"),
         (lambda w: c.TopKCompression(0), "fraction=0"),
-        (lambda w: c.ProximalTerm("much"), "mu='much'"),  # type: ignore[arg-type]
+        (lambda w: c.ProximalTerm("much"), "mu='much'"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_by_name(make: Any, named: str) -> None:

@@ -95,7 +95,7 @@ def test_work_that_never_reaches_the_server_is_said() -> None:
     """With p = 0.1 and α = 10 about four fifths; nothing to say when all participate, or of personal parts."""
     said = []
     for n, arguments in ((10, {"period": 10}), (100, {"period": 10}), (10, {"periods": {"*": "never"}})):
-        methods = Methods([c.PartialAveraging(**arguments)])  # type: ignore[arg-type]
+        methods = Methods([c.PartialAveraging(**arguments)])
         said.append(methods.notes(RunFacts(n, 100, "uniform")))
     assert len(said[0]) == 1 and "81%" in said[0][0] and said[1:] == [[], []]
 

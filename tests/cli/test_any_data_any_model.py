@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from zygote import Cli
 
 import fl_lightning.datamodules
 import fl_lightning.models
 from fl_lightning.cli.compose import packaged, prepare
-from fl_lightning.cli.method_options import full_paths
+from fl_lightning.cli.method_options import full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.errors import UserError
+from tests.helpers.zygote import Cli
 
 SAMPLES = {  # what each data set is, from its publication
     "digits": ((1, 8, 8), 10),
@@ -35,7 +35,7 @@ REFUSED = {("har", model): "9x128" for model in NETWORKS if model != "mlp"} | {(
 def learner(*arguments: str) -> dict[str, Any]:
     """``model.learner`` that a command line comes to."""
     prepared = prepare("fit", list(arguments))
-    prepared.config, prepared.options = full_paths(prepared.config), full_paths(prepared.options)
+    prepared.config, prepared.options = full_paths(prepared.config), full_options(prepared.options)
     fit_network_to_data(prepared)
     found: dict[str, Any] = prepared.config["model"]["learner"]
     return found

@@ -148,7 +148,7 @@ def test_folder(cli: Cli) -> None:
 
 @pytest.fixture(scope="module")
 def a_run(zygote: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runner = Cli(zygote, tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("files"))  # type: ignore[arg-type]
+    runner = Cli(zygote, tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("files"))
     result = runner(*FIT, "--trainer.default_root_dir", "x")
     assert result.returncode == 0, result.stderr
     return runner.folder / "x"

@@ -6,12 +6,12 @@ import os
 
 import pytest
 import torch
-from zygote import Cli
 
 from fl_lightning import checks
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
+from tests.helpers.zygote import Cli
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.default_root_dir", "x")
 REFUSED = {
@@ -51,11 +51,19 @@ def test_what_stays_finite_is_taken(decay: float | Schedule) -> None:
     checks.rates_over("lr_decay", decay, 500)
 
 
-def test_rates_of_optimizers() -> None:
+def test_optimizers_that_cannot_work() -> None:
     w = torch.nn.Parameter(torch.zeros(2))
-    checks.optimizer_rates("client_optimizer", torch.optim.SGD([w], lr=0.0))
-    with pytest.raises(UserError, match=r"client_optimizer: SGD has lr=nan"):
-        checks.optimizer_rates("client_optimizer", torch.optim.SGD([w], lr=float("nan")))
+    checks.check_optimizer("client_optimizer", torch.optim.SGD([w], lr=0.0))
+    for wrong, says in (
+        (torch.optim.SGD([w], lr=float("nan")), "SGD has lr=nan"),
+        (torch.optim.LBFGS([w]), "LBFGS evaluates the loss several times"),
+        (torch.optim.SparseAdam([w]), "SparseAdam takes sparse gradients"),
+        (torch.optim.Adam([w], capturable=True), "Adam has capturable=True"),
+        (None, "it gives nothing"),
+        ([torch.optim.SGD([w], lr=0.1)], "it gives a list"),
+    ):
+        with pytest.raises(UserError, match=f"^client_optimizer: {says}"):
+            checks.check_optimizer("client_optimizer", wrong)
     for make in (FedAdam, FedAdagrad):
         with pytest.raises(UserError, match=r"lr=nan"):
             make([w], lr=float("nan"))

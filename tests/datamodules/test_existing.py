@@ -94,7 +94,7 @@ def test_a_data_module_is_federated():
         return {"number": torch.tensor([2 * s["number"] for s in samples])}
 
     inner = Plain(DataLoader(Words(), batch_size=5, shuffle=True, drop_last=True, collate_fn=doubled))
-    data = FromDataModule(inner, partition=IID(), num_clients=2)
+    data = FromDataModule(inner, partition=IID(), num_clients=2, drop_last=False)
     assert sorted(numbers(data, 0, 2) + numbers(data, 1, 2)) == list(range(0, 24, 2))
     assert data.batch_size == 5 and inner.ready == ["prepare", "fit"]
     assert data.val_dataloader() == "its own validation"
@@ -115,12 +115,8 @@ def test_refusals():
         (lambda: FromDatasets(clients=[Words(2), Words(0)]).setup(), "Client 1"),
         (lambda: FromDatasets(clients=[]).setup(), "no samples|clients is empty"),
         (lambda: FromDatasets(Words(), num_clients=13).setup(), "num_clients is 13"),
-        (lambda: FromDataModule(Plain(DataLoader(Stream())), num_clients=2).setup(), "map-style"),
+        (lambda: FromDataModule(Plain(DataLoader(Stream())), num_clients=2).setup(), "Stream.*map-style"),
         (lambda: FromDataModule(Plain([1]), num_clients=2).setup(), "is a list"),
-        (
-            lambda: FromDataModule(Plain(DataLoader(Words(), batch_size=None)), num_clients=2).setup(),
-            "'loader'",
-        ),
     ):
         with pytest.raises(UserError, match=word):
             make()

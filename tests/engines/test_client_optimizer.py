@@ -31,7 +31,7 @@ def test_any_torch_optimizer_steps_clients_as_it_steps_a_network(optimizer: Any)
     own = optimizer(list(learner.parameters()))
     for x, y in data.client_batches(0, 0, 3):
         own.zero_grad()
-        nn.functional.cross_entropy(learner.net(x), y).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(learner.net(x), y).backward()
         own.step()
     for name, value in learner.state_dict().items():
         torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)

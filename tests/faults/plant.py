@@ -52,11 +52,11 @@ class Recorder:
             made.add(cls.__name__)
             return plain(cls)
 
-        began, FederatedCallback.__new__ = time.perf_counter(), recording  # type: ignore[method-assign]
+        began, FederatedCallback.__new__ = time.perf_counter(), recording
         try:
             return (yield)
         finally:
-            FederatedCallback.__new__ = plain  # type: ignore[method-assign]
+            FederatedCallback.__new__ = plain
             self.uses[item.nodeid] = (made, time.perf_counter() - began)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

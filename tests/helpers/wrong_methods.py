@@ -51,7 +51,7 @@ class HiddenElsewhere(FederatedCallback):
             kept["v"] = server.update + 0.5 * kept.get("v", torch.zeros_like(server.update))
             server.update = kept["v"]
 
-        self.on_server_update = grow  # type: ignore[method-assign]
+        self.on_server_update = grow
 
 
 class AttributeInHook(Anchor):

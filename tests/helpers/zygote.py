@@ -138,7 +138,7 @@ def _child(command: dict[str, Any]) -> int:
     for descriptor, suffix in ((1, ".out"), (2, ".err")):
         target = os.open(files.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(target, descriptor)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)
     _write(files.with_suffix(".pid"), str(os.getpid()))
     os.chdir(command["cwd"])
     os.environ.update(command["env"])

@@ -21,7 +21,7 @@ from fl_lightning.models import VGG11, ResNet18GN, ResNet20
     ],
 )
 def test_parameters(arguments: dict[str, object], parameters: int) -> None:
-    network = ResNet20(10, **arguments)  # type: ignore[arg-type]
+    network = ResNet20(10, **arguments)
     assert sum(p.numel() for p in network.parameters()) == parameters
     norms = (torch.nn.BatchNorm2d, torch.nn.GroupNorm)
     used = {type(m) for m in network.modules() if isinstance(m, norms)}
@@ -49,4 +49,4 @@ def test_any_channels_and_size(make: type[torch.nn.Module], side: int) -> None:
 def test_refusals(wrong: dict[str, object]) -> None:
     name, value = next(iter(wrong.items()))
     with pytest.raises(UserError, match=f"ResNet20's {name} is {value!r}: give"):
-        ResNet20(10, **wrong)  # type: ignore[arg-type]
+        ResNet20(10, **wrong)

@@ -38,7 +38,7 @@ def test_checkpoints_load_as_the_learner_itself(tmp_path: Any) -> None:
     module = FederatedModule(Lit(hidden=6), participation=0.3, seed=1)
     run = trainer(2, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(module, blobs(dtype=torch.float32))
-    loaded = Lit.load_from_checkpoint(run.checkpoint_callback.best_model_path)  # type: ignore[union-attr]
+    loaded = Lit.load_from_checkpoint(run.checkpoint_callback.best_model_path)
     exported = module.export(tmp_path / "model.pt")
     again = Lit.load_from_checkpoint(tmp_path / "model.pt")
     for name, value in exported.state_dict().items():

@@ -116,7 +116,7 @@ class Tiny(pl.LightningModule):
         self.layer = torch.nn.Linear(2, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+        return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

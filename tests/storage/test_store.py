@@ -56,7 +56,7 @@ steps = st.lists(
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps, st.sampled_from([0, 40, 1 << 20]))
-def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:  # type: ignore[no-untyped-def]
+def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root, "a"), Path(root, "b")]
         store, model = ClientStore(budget), dict[tuple[str, int], Tensor]()
@@ -228,7 +228,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     assert stores[0].clients("M.s").tolist() == [0, 2, 4] and stores[1].clients("M.s").tolist() == [1, 3, 5]
     single = ClientStore()  # resumed in one process: it owns all and also clears the other's files
     single.load(index, tmp_path)
-    assert [single.read("M.s", i).tolist() for i in range(6)] == [  # type: ignore[union-attr]
+    assert [single.read("M.s", i).tolist() for i in range(6)] == [
         [0, 0], [0, 1], [1, 0], [1, 1], [1, 0], [1, 1],
     ]  # fmt: skip
     single.commit({"M.s": {i: torch.zeros(1) for i in range(6)}})

@@ -81,8 +81,8 @@ class Capture:
                 first = shape
             elif not bound and self._works and shape == first and None not in shape[1]:
                 own = {**clients.step_tensors(), **optimizer.tensors()}
-                known = self.shared and shape == self._shape and self._recorded is not None
-                bound = known and self._recorded.bind(own)  # type: ignore[union-attr]
+                known = self._recorded if self.shared and shape == self._shape else None
+                bound = known is not None and known.bind(own)
                 if not bound:
                     self._shape = shape
                     bound = self._record(step, batch, index, own, clients, copy)

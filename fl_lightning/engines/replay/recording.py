@@ -56,7 +56,7 @@ class Recording(TorchDispatchMode):
     """
 
     def __init__(self, leaves: list[Tensor], own: dict[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self.refused = ""
         self.counted: dict[str, int] = {}
         self.one_client = False
@@ -167,7 +167,8 @@ class Recording(TorchDispatchMode):
             if isinstance(value, Tensor) and (at := value.untyped_storage().data_ptr()) in self._storages
         }
         self._held, self._names, self._calls = [], {}, []
-        return self._values["replay"]  # type: ignore[no-any-return]
+        replay: Callable[..., None] = self._values["replay"]
+        return replay
 
     def _save_copies(self) -> None:
         """Write matrix products that are only copied elsewhere, as gradients are, there in the first place."""
@@ -230,7 +231,8 @@ class Recording(TorchDispatchMode):
         """The step once more, on this batch."""
         if self._run is None:
             self._run = self._compiled()
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        jit: Any = torch.jit  # which does not declare all that it has
+        with jit.optimized_execution(False):
             self._run(*leaves)
         for name, number in self.counted.items():
             numbers[name] += number
@@ -263,6 +265,8 @@ def script(code: str) -> Callable[..., Any] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.jit.CompilationUnit(code).piece  # type: ignore[no-any-return]
+            unit: Any = torch.jit.CompilationUnit(code)
+            piece: Callable[..., Any] = unit.piece
+            return piece
     except Exception:  # calls that TorchScript does not know, or a Python for which it is not made
         return None

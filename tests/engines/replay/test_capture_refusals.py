@@ -123,8 +123,8 @@ def test_steps_that_change_in_a_later_round_run_each_time(way: str) -> None:
         return learner
 
     alone = {"workers": 1} if way == "attribute" else {}  # what is kept on the learner goes on in its copy
-    _, expected, _ = ran(make, list, {}, capture=False, **alone)  # type: ignore[arg-type]
+    _, expected, _ = ran(make, list, {}, capture=False, **alone)
     with pytest.warns(UserWarning, match="local steps are not captured"):
-        module, found, _ = ran(make, list, {}, capture=True, **alone)  # type: ignore[arg-type]
+        module, found, _ = ran(make, list, {}, capture=True, **alone)
     assert module.engine_facts["capture"].startswith("no: ")  # which round 0 could not tell
     assert_same(expected, found)

@@ -1,0 +1,130 @@
+"""What a training DataLoader says: which samples, how they become batches, and who reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fl_lightning.datamodules.reading import Workers
+from fl_lightning.errors import UserError
+
+KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """A DataLoader's ``dataset``, of which ``positions`` are used (None: all), drawn by ``weights`` (None: each once).
+
+    ``fetch``: as ``Reading`` has it.
+    """
+
+    dataset: Any
+    collate: Any
+    batch_size: int
+    drop_last: bool
+    fetch: Literal["sample", "list", "batch"]
+    positions: NDArray[np.int64] | None
+    weights: NDArray[np.float64] | None
+    workers: Workers
+
+
+def check_map_style(dataset: Any, what: str) -> None:
+    """Refuse streams, which have no positions, with or without a length.
+
+    Raises:
+        UserError: with the way out.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"{what} is a {type(dataset).__name__}, an IterableDataset: a stream without positions, which cannot be "
+            "split over clients. Give map-style Datasets (with __len__ and __getitem__): one a client as "
+            "FromDatasets(clients=[…]), or list(stream) where it fits into memory."
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"{what} is a {type(dataset).__name__}, which cannot be split: give a map-style Dataset (with __len__ and "
+            "__getitem__)."
+        )
+
+
+def loader_facts(loader: Any, name: str) -> LoaderFacts:
+    """Of the training loader of the data module ``name``.
+
+    Raises:
+        UserError: no single loader of a map-style dataset, or a sampler that clients cannot honour, by name.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset):
+        check_map_style(dataset, f"The training loader's dataset of {name}")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"The training loader of {name} is a {type(loader).__name__} "
+            "without a map-style dataset, which cannot be split: give a data module whose "
+            "train_dataloader is one DataLoader, or the clients' Datasets to FromDatasets(clients=[…])."
+        )
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    size, drop_last = getattr(loader, "batch_size", None), getattr(loader, "drop_last", False)
+    fetch: Literal["sample", "list", "batch"] = "sample"
+    if batches is None and isinstance(sampler, BatchSampler):  # batch_size=None: the dataset takes lists of positions
+        batches, fetch = sampler, "list"
+    if batches is not None:
+        if type(batches).__iter__ is not BatchSampler.__iter__:
+            refuse(batches, "batch sampler", name, "a client's samples are shuffled and cut by batch_size")
+        sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+    elif size is None and sampler is not None:
+        size, fetch = 1, "batch"
+    total = len(dataset)
+    positions, weights = sampled(sampler, total, name)
+    workers = Workers(
+        int(getattr(loader, "num_workers", 0)),
+        getattr(loader, "prefetch_factor", None) or 2,
+        getattr(loader, "worker_init_fn", None),
+        getattr(loader, "multiprocessing_context", None),
+        getattr(loader, "timeout", 0),
+    )
+    collate = getattr(loader, "collate_fn", None)
+    return LoaderFacts(dataset, collate, int(size or 1), bool(drop_last), fetch, positions, weights, workers)
+
+
+def sampled(sampler: Any, total: int, name: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
+    """Which of ``total`` positions a sampler uses, and how often each is drawn; None: all, each once an epoch."""
+    if isinstance(sampler, list | tuple | range):
+        return np.asarray(sampler, np.int64), None
+    kind = next((k for k in KNOWN if isinstance(sampler, k) and type(sampler).__iter__ is k.__iter__), None)
+    if sampler is not None and kind is None:
+        refuse(
+            sampler, "sampler", name, "which samples a client sees, and in which order, is drawn from the run's seed"
+        )
+    if kind is SubsetRandomSampler:
+        return np.asarray(sampler.indices, np.int64), None
+    number = total if kind in (None, DistributedSampler) else len(sampler)
+    if number != total:
+        refuse(sampler, "sampler", name, f"it gives {number} samples an epoch, and the dataset has {total}")
+    weighted = kind is WeightedRandomSampler
+    if weighted and len(sampler.weights) != total:
+        refuse(sampler, "sampler", name, f"it has {len(sampler.weights)} weights, and the dataset {total} samples")
+    if weighted and not sampler.replacement:
+        refuse(sampler, "sampler", name, "with replacement=False an epoch of all samples is one without weights")
+    if weighted:
+        return None, np.asarray(sampler.weights, np.float64)
+    return None, np.ones(total) if kind is RandomSampler and sampler.replacement else None
+
+
+def refuse(sampler: Any, kind: str, name: str, why: str) -> None:
+    raise UserError(
+        f"The training loader of {name} has the {kind} {type(sampler).__name__}, which clients cannot honour: {why}. "
+        "Give the loader shuffle=True in its place (what is honoured: help of FromDataModule), or the samples as "
+        "Datasets to FromDatasets."
+    )

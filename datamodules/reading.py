@@ -1,0 +1,201 @@
+"""Reading batches ahead in worker processes: in order, and with the same bits for any number of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from numpy.typing import NDArray
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _utils
+
+from fl_lightning.errors import UserError
+
+Request = tuple[int, NDArray[np.int64]]  # seed of the random numbers drawn meanwhile, positions
+LOOKED_THROUGH = 1000  # objects, in search of generators
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a dataset is read: a batch of positions.
+
+    ``fetch``: what ``dataset[…]`` takes and gives: ``"sample"`` by position, ``"list"``: what ``collate`` takes by a
+    list of positions, ``"batch"``: the same by one position, so that batches are what is split.
+    """
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    fetch: Literal["sample", "list", "batch"] = "sample"
+
+    def __call__(self, index: NDArray[np.int64]) -> Any:
+        positions = index.tolist()
+        if self.fetch == "sample":
+            return self.collate([self.dataset[i] for i in positions])
+        return self.collate(self.dataset[positions if self.fetch == "list" else positions[0]])
+
+
+@dataclass(frozen=True)
+class Workers:
+    """As torch's DataLoader has them; ``number=0``: read in the process itself."""
+
+    number: int = 0
+    ahead: int = 2  # batches, for each worker
+    init: Callable[[int], None] | None = None
+    context: Any = None
+    timeout: float = 0
+
+
+class AheadReader:
+    """Reads batches in ``workers.number`` processes, which all readers of the moment share.
+
+    torch's DataLoader serves one reader at a time and starts processes for each; clients that train side by side
+    would each have their own. Processes start when they are first needed and stay until :meth:`close`.
+
+    What is drawn meanwhile from torch, NumPy or Python follows the request's seed, so that it does not depend on which
+    process reads.
+    """
+
+    def __init__(self, read: Reading, workers: Workers) -> None:
+        self.read, self.workers = read, workers
+        self._pool: ProcessPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._readers = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"read": self.read, "workers": self.workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # processes and locks are not copied
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """The batches asked for, in this order."""
+        pool, waiting = self._begin(), deque[Future[Any]]()
+        rest = iter(requests)
+        try:
+            while True:
+                room = max(1, self.workers.ahead * self.workers.number // self._readers) - len(waiting)
+                waiting.extend(pool.submit(_answer, request) for request in islice(rest, max(0, room)))
+                if not waiting:
+                    return
+                batch = waiting.popleft().result(self.workers.timeout or None)
+                if isinstance(batch, ExceptionWrapper):
+                    batch.reraise()  # type: ignore[no-untyped-call]  # torch's
+                yield batch
+        except BrokenProcessPool as error:
+            self.close()
+            raise RuntimeError(
+                f"one of {self.workers.number} processes that read ahead has ended, perhaps killed for want of memory: "
+                "try a smaller num_workers"
+            ) from error
+        finally:
+            with self._lock:
+                self._readers -= 1
+            for future in waiting:
+                future.cancel()
+
+    def _begin(self) -> ProcessPoolExecutor:
+        with self._lock:
+            self._readers += 1
+            if self._pool is None:
+                context = self.workers.context or torch.multiprocessing.get_context()
+                if isinstance(context, str):
+                    context = torch.multiprocessing.get_context(context)
+                started = (self.read, self.workers.init, self.workers.number, context.Value("i", 0))
+                self._pool = ProcessPoolExecutor(self.workers.number, context, _start, started)
+            return self._pool
+
+    def close(self, wait: bool = True) -> None:
+        """End the processes; the next :meth:`batches` starts others."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=wait, cancel_futures=True)
+
+
+_read: Reading | None = None  # in a worker process
+
+
+def _start(read: Reading, init: Callable[[int], None] | None, number: int, count: Any) -> None:
+    """What a worker process does first: as one of torch's DataLoader, it computes on one thread."""
+    global _read
+    _read = read
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the run, which ends its workers
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(1)
+    with count.get_lock():
+        own, count.value = count.value, count.value + 1
+    info: Any = _utils.worker.WorkerInfo(id=own, num_workers=number, seed=0, dataset=read.dataset)
+    _utils.worker._worker_info = info  # what torch.utils.data.get_worker_info() gives
+    if init is not None:
+        init(own)
+
+
+def _end_with(parent: int) -> None:
+    """A run that is killed leaves no worker behind."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _answer(request: Request) -> Any:
+    seed, positions = request
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    assert _read is not None
+    try:
+        return _read(positions)
+    except Exception:  # told in the run's process, where not every exception can be made again
+        return ExceptionWrapper(where="in a worker process that reads ahead")  # type: ignore[no-untyped-call]  # torch's
+
+
+def own_generator(dataset: Any) -> str:
+    """Where a dataset keeps a random generator of its own, of which each worker process would have a copy; or empty."""
+    kinds = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
+    seen, ahead = set[int](), deque([(type(dataset).__name__, dataset)])
+    while ahead and len(seen) < LOOKED_THROUGH:
+        where, value = ahead.popleft()
+        if isinstance(value, kinds):
+            return where
+        if id(value) in seen or isinstance(value, type | ModuleType):
+            continue
+        seen.add(id(value))
+        if isinstance(value, list | tuple):
+            ahead.extend((f"{where}[{i}]", v) for i, v in enumerate(value[:20]))
+        elif isinstance(value, dict):
+            ahead.extend((f"{where}[{k!r}]", v) for k, v in list(value.items())[:20])
+        elif not isinstance(value, torch.Tensor | np.ndarray):
+            ahead.extend((f"{where}.{name}", v) for name, v in getattr(value, "__dict__", {}).items())
+    return ""
+
+
+def check_workers(number: Any, dataset: Any) -> None:
+    """Refuse a number that is none, and datasets whose random numbers would depend on it.
+
+    Raises:
+        UserError: names the setting and the way out.
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise UserError(f"num_workers is {number!r}: give the number of processes that read ahead, from 0 (none).")
+    if number and (where := own_generator(dataset)):
+        raise UserError(
+            f"num_workers is {number}, but the dataset keeps a random generator of its own ({where}): each process "
+            "would have a copy, and the samples would depend on how many there are. Give num_workers=0, or draw from "
+            "torch's, NumPy's or Python's global generator, which is seeded for each batch."
+        )

@@ -1,0 +1,60 @@
+"""The transfer hooks of a data module: on a client's batches in training, left to Lightning in evaluation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from fl_lightning.datamodules.samples import Batch, batch_to_device
+
+HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+ONE_AT_A_TIME = threading.Lock()  # clients train on threads, and what hooks keep on their data module is shared
+
+
+def overridden(owner: Any, method: str) -> bool:
+    """Whether a data module, of either Lightning or of neither, has a method of its own."""
+    base = next((c for c in reversed(type(owner).__mro__) if c.__name__ == "LightningDataModule"), None)
+    own = getattr(owner, method, None)
+    return own is not None and getattr(own, "__func__", own) is not getattr(base, method, None)
+
+
+class Transfer:
+    """The transfer hooks that ``owner`` overrides, for batches of the clients of ``data``.
+
+    In evaluation Lightning calls them, as methods of ``data``. In training its batch is the round's token, which
+    they never see; there :meth:`batches` applies them to each local batch.
+    """
+
+    def __init__(self, data: Any, owner: Any) -> None:
+        self.hooks: dict[str, Callable[..., Batch]] = {h: getattr(owner, h) for h in HOOKS if overridden(owner, h)}
+        for name, hook in self.hooks.items():  # partial: can be copied and pickled, and Lightning sees through it
+            setattr(data, name, partial(outside_training, data, hook))
+
+    def source(self, device: torch.device) -> torch.device:
+        """Where batches have to be made to reach ``device`` through the hooks."""
+        moves = any(name in self.hooks for name in HOOKS[:2])
+        return torch.device("cpu") if moves else device
+
+    def batches(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+        """Each batch as the hooks leave it on ``device``."""
+        for batch in batches:
+            if self.hooks:
+                with ONE_AT_A_TIME:
+                    batch = self._through(batch, device)
+            yield batch
+
+    def _through(self, batch: Batch, device: torch.device) -> Batch:
+        before, move, after = (self.hooks.get(name) for name in HOOKS)
+        if before is not None:
+            batch = before(batch, 0)
+        batch = batch_to_device(batch, device) if move is None else move(batch, device, 0)
+        return batch if after is None else after(batch, 0)
+
+
+def outside_training(data: Any, hook: Callable[..., Batch], batch: Batch, *rest: Any) -> Batch:
+    """``hook`` as Lightning calls it: in training its batch is the round's token."""
+    return batch if data.trainer is not None and data.trainer.training else hook(batch, *rest)

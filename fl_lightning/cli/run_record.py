@@ -1,0 +1,148 @@
+"""``run.json``: what a run is and how it stands, for whoever reads its folder without the code that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Timer
+
+from fl_lightning.cli.compose import parse_yaml
+from fl_lightning.errors import Diverged
+from fl_lightning.storage.files import written_aside
+
+_PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
+
+
+def run_record(
+    status: str,
+    seed: int,
+    title: str,
+    partition_hash: str | None,
+    config: Mapping[str, Any],
+    rounds: int | None,
+    command: Sequence[str],
+    arm: str | None = None,
+    claims_hash: str | None = None,
+) -> dict[str, Any]:
+    """The content of run.json.
+
+    Args:
+        status: running, done, diverged, stopped or failed.
+        seed: the run's.
+        title: the method's name.
+        partition_hash: of who has which data; None where the data cannot tell.
+        config: config.yaml as nested dicts. Its hash leaves out the seed and the folder, so that the runs of one arm
+            share it.
+        rounds: how many were asked for.
+        command: as typed.
+        arm: what a sweep calls this setting.
+        claims_hash: of the claims that were made before the run.
+    """
+    return {
+        "status": status,
+        "seed": seed,
+        "arm": arm,
+        "title": title,
+        "partition_hash": partition_hash,
+        "config_hash": config_hash(config),
+        "claims_hash": claims_hash,
+        "rounds": rounds,
+        "command": list(command),
+        "versions": {**{package: _version(package) for package in _PACKAGES}, "python": platform.python_version()},
+    }
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a config without its seed and its folder.
+
+    >>> config_hash({"seed_everything": 0, "model": {"a": 1}}) == config_hash({"seed_everything": 1, "model": {"a": 1}})
+    True
+    """
+    trainer = {key: value for key, value in (config.get("trainer") or {}).items() if key != "default_root_dir"}
+    kept = {key: value for key, value in config.items() if key not in ("seed_everything", "ckpt_path")}
+    text = json.dumps({**kept, "trainer": trainer}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class RunRecord(pl.Callback):
+    """Writes ``run.json`` in the run's folder when training starts and when it ends, however it does.
+
+    "running" stays in it where the process was killed. A resumed run keeps the arm and the claims that it began with.
+
+    Args:
+        config: text of config.yaml.
+        command: as typed.
+        arm: what a sweep calls this setting.
+        claims_hash: SHA-256 of a sweep's claims.yaml.
+    """
+
+    def __init__(
+        self, config: str, command: Sequence[str], arm: str | None = None, claims_hash: str | None = None
+    ) -> None:
+        self.config, self.command, self.arm, self.claims_hash = config, list(command), arm, claims_hash
+        self._path: Path | None = None  # known, and ours to write, once training starts
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._path = Path(trainer.default_root_dir) / "run.json"
+        before = _read(self._path)
+        self.arm, self.claims_hash = self.arm or before.get("arm"), self.claims_hash or before.get("claims_hash")
+        self._write("running", trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        rounds = trainer.max_epochs
+        all_done = rounds is not None and 0 <= rounds <= trainer.current_epoch
+        asked = getattr(pl_module, "stop_requested", False) or _out_of_time(trainer)
+        self._write("stopped" if asked and not all_done else "done", trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Diverged):
+            status = "diverged"
+        else:
+            status = "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+        self._write(status, trainer, pl_module)
+
+    def _write(self, status: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._path is None or not trainer.is_global_zero:
+            return
+        describe: Callable[[], str] | None = getattr(module, "describe", None)
+        record = run_record(
+            status=status,
+            seed=int(getattr(module, "run_seed", 0)),
+            title=describe().split(" · ")[0] if describe is not None else type(module).__name__,
+            partition_hash=getattr(getattr(trainer, "datamodule", None), "partition_hash", None),
+            config=parse_yaml(self.config) or {},
+            rounds=trainer.max_epochs,
+            command=self.command,
+            arm=self.arm,
+            claims_hash=self.claims_hash,
+        )
+        with written_aside(self._path) as file:
+            file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _out_of_time(trainer: pl.Trainer) -> bool:
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
+    remaining = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
+    return any(seconds is not None and seconds <= 0 for seconds in remaining)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return None

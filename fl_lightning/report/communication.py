@@ -1,0 +1,63 @@
+"""What was sent, by two conventions: counted from the messages, and as the papers count it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+from fl_lightning.cli.compose import class_name
+from fl_lightning.report.runs import Run
+from fl_lightning.report.summary import Arm
+
+# Vectors of the model's size a client and round, one direction standing for both: FedInit's Table 8, FedSMOO's Table 3.
+PAPERS = {"ControlVariates": 2, "ClientMomentum": 2, "GlobalSharpnessAwareMinimization": 2}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Means over an arm's done runs; None where it is not known.
+
+    ``bytes`` a round, up and down, from the messages. ``papers``: vectors a client and round as the papers count them.
+    FedALS counts parameters sent one way, so there ``one_way`` parameters a round are compared instead.
+    """
+
+    bytes: float | None
+    one_way: float | None
+    papers: int | None
+    partial: bool
+
+
+def methods(run: Run) -> set[str] | None:
+    """Class names of the method callbacks in config.yaml; None where there is none to read."""
+    return {class_name(item) for item in run.config.get("method") or []} if run.config else None
+
+
+def traffic(arm: Arm) -> Traffic:
+    """What the done runs of ``arm`` sent a round."""
+    done = [run for run in arm.runs if run.status == "done"]
+    names = methods(arm.runs[0])
+    return Traffic(
+        _a_round(done, "communication/total_bytes"),
+        _a_round(done, "communication/up_parameters"),
+        None if names is None else max((PAPERS.get(name, 1) for name in names), default=1),
+        "PartialAveraging" in (names or ()),
+    )
+
+
+def papers_ratio(one: Traffic, other: Traffic) -> float | None:
+    """How many times as much ``one`` sends a round as ``other``, by the papers' convention."""
+    if one.partial or other.partial:
+        return one.one_way / other.one_way if one.one_way and other.one_way else None
+    return one.papers / other.papers if one.papers and other.papers else None
+
+
+def to_target(arm: Arm, target: str, what: str) -> float | None:
+    """Mean ``rounds``, ``bytes`` or ``seconds`` until ``target`` of the seeds that reached it."""
+    values = [at[what] for at in arm.reached[target].values() if at[what] is not None]
+    return fmean(values) if values else None
+
+
+def _a_round(runs: list[Run], name: str) -> float | None:
+    rates = [float(run.column(name)[-1]) / run.rounds_done for run in runs if run.rounds_done]
+    return fmean(rates) if rates and all(map(math.isfinite, rates)) else None

@@ -1,0 +1,160 @@
+"""Curves over rounds, gradients, bytes and seconds, with bands over seeds; and what else was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from fl_lightning.report.budgets import AXES, spending
+from fl_lightning.report.drawing import INK, Drawing, figure, legend, logarithmic, look, plain, styled
+from fl_lightning.report.runs import Column, Run
+from fl_lightning.report.scores import measured, smooth
+from fl_lightning.report.sections import unit_of
+from fl_lightning.report.summary import Summary
+from fl_lightning.report.wording import Unit, size
+
+MEASUREMENTS = {
+    "train/loss": "train/loss, along the local paths",
+    "global/train_loss": "global/train_loss, of the global model",
+    "global/gap": "global/gap, val/loss − global/train_loss",
+    "global/grad_norm": "global/grad_norm, ‖∇f(w)‖",
+    "val/loss": "val/loss",
+    "divergence/participants": "divergence/participants",
+    "divergence/all": "divergence/all, FedInit's Δ",
+    "divergence/update": "divergence/update, ‖w′ − w‖²",
+    "consensus/total": "consensus/total",
+    "drift/norm": "drift/norm",
+    "hessian/top_eigenvalue": "hessian/top_eigenvalue",
+    "hessian/trace": "hessian/trace",
+}
+
+
+@styled
+def curves(summary: Summary) -> list[Drawing]:
+    """The smoothed metric against each thing that can be spent, where it was measured."""
+    drawings = []
+    for axis, title in AXES.items():
+        if any(_has(run, summary.metric, axis) for run in summary.found.runs):
+            caption = _caption(summary) if axis == "rounds" else "The same curves against the mean of what was spent."
+            drawn = figure(9.2, 4.2)
+            axes = drawn.add_subplot()
+            handles = [
+                handle
+                for number, arm in enumerate(summary.arms.values())
+                if (handle := _arm(axes, arm.runs, summary.metric, axis, number, unit_of(summary))) is not None
+            ]
+            shown = unit_of(summary)
+            axes.set_xlabel(title)
+            axes.set_ylabel(summary.metric + (", %" if shown.percent else ""))
+            for target in summary.targets:
+                axes.axhline(float(target) * shown.factor, color=INK, linewidth=0.9, linestyle=(0, (1, 3)))
+            if axis == "bytes":
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
+            plain(axes)
+            legend(drawn, handles, [str(handle.get_label()) for handle in handles])
+            drawings.append(Drawing(f"curves-{axis}", title.capitalize(), caption, drawn, group="curves"))
+    return drawings
+
+
+def _caption(summary: Summary) -> str:
+    parts = ["Line: mean of the smoothed curve over the runs that are done; band: ± one sample deviation."]
+    statuses = {run.status for run in summary.found.runs}
+    if statuses & {"running", "stopped", "failed"}:
+        parts.append("Thin: runs that are not finished, one line each.")
+    if "diverged" in statuses:
+        parts.append("A thin line that ends in ×: a run that diverged.")
+    if summary.targets:
+        parts.append("Dotted: the targets.")
+    return " ".join(parts)
+
+
+def _has(run: Run, metric: str, axis: str) -> bool:
+    return bool(len(measured(run, metric)[0])) and bool(np.isfinite(spending(run, axis)).any())
+
+
+def _arm(axes: Axes, runs: list[Run], metric: str, axis: str, number: int, shown: Unit) -> Any:
+    """Draw an arm and give the line that stands for it in the legend."""
+    style, handle = look(number), None
+    having = [run for run in runs if _has(run, metric, axis)]
+    done = [run for run in having if run.status == "done"]
+    if done:
+        x, mean, sd = _over_seeds(done, metric, axis)
+        (handle,) = axes.plot(x, mean * shown.factor, label=done[0].arm, **style)
+        if len(done) > 1:
+            low, high = (mean - sd) * shown.factor, (mean + sd) * shown.factor
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.16, linewidth=0)
+    for run in having:
+        if run.status != "done":
+            rounds, values = measured(run, metric)
+            x, y = spending(run, axis)[np.isin(run.columns["round"], rounds)], smooth(values) * shown.factor
+            (line,) = axes.plot(x, y, linewidth=0.9, alpha=0.9, color=style["color"], linestyle=style["linestyle"])
+            if run.status == "diverged":
+                axes.plot(x[-1:], y[-1:], marker="x", markersize=7, markeredgewidth=1.6, color=style["color"])
+            if handle is None:
+                handle = line
+                handle.set_label(f"{run.arm} ({run.status})")
+    return handle
+
+
+def _over_seeds(runs: list[Run], metric: str, axis: str) -> tuple[Column, Column, Column]:
+    """(spent, mean, deviation) at the rounds that all ``runs`` have measured."""
+    common = sorted(set.intersection(*(set(measured(run, metric)[0]) for run in runs)))
+    if not common:
+        runs = runs[:1]
+        common = sorted(measured(runs[0], metric)[0])
+    values, spent = [], []
+    for run in runs:
+        rounds, own = measured(run, metric)
+        values.append(smooth(own)[np.isin(rounds, common)])
+        spent.append(spending(run, axis)[np.isin(run.columns["round"], common)])
+    spread = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common))
+    return np.mean(spent, axis=0), np.mean(values, axis=0), spread
+
+
+@styled
+def measurements(summary: Summary) -> list[Drawing]:
+    """Small panels of what else the runs logged, round by round, unsmoothed."""
+    logged = [
+        name
+        for name in MEASUREMENTS
+        if name != summary.metric and any(len(measured(run, name)[0]) for run in summary.found.runs)
+    ]
+    if not logged:
+        return []
+    columns = 2 if len(logged) in (2, 4) else min(3, len(logged))
+    rows = -(-len(logged) // columns)
+    drawn = figure(9.6 if columns > 1 else 6.0, 2.4 * rows + 0.5)
+    handles: dict[str, Any] = {}
+    for place, name in enumerate(logged, start=1):
+        axes = drawn.add_subplot(rows, columns, place)
+        positive = True
+        for number, (arm, own) in enumerate(summary.arms.items()):
+            runs = [run for run in own.runs if len(measured(run, name)[0])]
+            runs = [run for run in runs if run.status == "done"] or runs
+            if runs:
+                x, mean, sd = _raw(runs, name)
+                positive = positive and bool((mean > 0).all())
+                (handles[arm],) = axes.plot(x, mean, **{**look(number), "linewidth": 1.3})
+                low = np.maximum(mean - sd, mean / 10)  # a band below 0 has no place on a logarithmic axis
+                axes.fill_between(x, low, mean + sd, alpha=0.13, linewidth=0, color=look(number)["color"])
+        if positive:
+            logarithmic(axes)
+        axes.set_title(MEASUREMENTS[name], fontsize=9.5)
+        if place > len(logged) - columns:
+            axes.set_xlabel("rounds")
+        plain(axes)
+    legend(drawn, list(handles.values()), list(handles))
+    caption = "Means over seeds, ± one sample deviation, unsmoothed; logarithmic where all values are positive."
+    return [Drawing("measurements", "What else was measured", caption, drawn)]
+
+
+def _raw(runs: list[Run], name: str) -> tuple[Column, Column, Column]:
+    common = sorted(set.intersection(*(set(measured(run, name)[0]) for run in runs)))
+    if not common:
+        runs, common = runs[:1], sorted(measured(runs[0], name)[0])
+    values = [own[np.isin(rounds, common)] for rounds, own in (measured(run, name) for run in runs)]
+    spread = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common))
+    return np.array(common) + 1, np.mean(values, axis=0), spread

@@ -1,0 +1,61 @@
+"""Means, paired intervals by Student's t, and Holm's correction for several of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from scipy.special import stdtr, stdtrit
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of n differences with its 95 % interval and two-sided p; None where n is too small for them."""
+
+    n: int
+    mean: float | None = None
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+
+def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and sample deviation (n - 1).
+
+    >>> mean_sd([1.0, 3.0]), mean_sd([2.0]), mean_sd([])
+    ((2.0, 1.4142135623730951), (2.0, None), (None, None))
+    """
+    return fmean(values) if values else None, stdev(values) if len(values) > 1 else None
+
+
+def paired(differences: Sequence[float]) -> Interval:
+    """Student's t on ``differences``, one a seed.
+
+    >>> paired([0.02, 0.02])
+    Interval(n=2, mean=0.02, sd=0.0, low=0.02, high=0.02, p=0.0)
+    """
+    n, (mean, sd) = len(differences), mean_sd(differences)
+    if mean is None or sd is None:
+        return Interval(n, mean)
+    error = sd / math.sqrt(n)
+    half = float(stdtrit(n - 1, 0.975)) * error
+    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Interval(n, mean, sd, mean - half, mean + half, p)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down correction; None is no comparison and is not counted.
+
+    >>> holm([0.01, None, 0.04, 0.03])
+    [0.03, None, 0.06, 0.06]
+    """
+    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, i) in enumerate(order):
+        highest = max(highest, min(1.0, (len(order) - rank) * p))
+        corrected[i] = highest
+    return corrected

@@ -1,0 +1,215 @@
+"""The folders that a report is about: runs, and sweeps full of runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fl_lightning.cli.compose import parse_yaml
+from fl_lightning.errors import UserError
+from fl_lightning.metrics import read_rows
+
+Column = np.ndarray[Any, np.dtype[np.float64]]
+
+STATUSES = ("running", "done", "diverged", "stopped", "failed")
+FINISHED = ("done", "diverged")  # the others are shown and kept out of scores
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run as its folder tells it; ``columns`` are metrics by name, NaN where nothing was measured."""
+
+    folder: Path
+    status: str
+    seed: int
+    arm: str
+    record: Mapping[str, Any]  # run.json
+    columns: Mapping[str, Column]
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes part in scores: it ended by itself, well or badly."""
+        return self.status in FINISHED
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds of which something was logged."""
+        rounds = self.columns["round"]
+        return int(rounds[-1]) + 1 if len(rounds) else 0
+
+    def column(self, name: str) -> Column:
+        """The metric ``name``; all NaN where it was never logged."""
+        return self.columns.get(name, np.full(len(self.columns["round"]), math.nan))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.yaml; empty where it is missing or cannot be read: a report does not need it."""
+        return _mapping(self.folder / "config.yaml")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A folder of runs with what belongs to all of them."""
+
+    folder: Path
+    claims: Path | None  # its claims.yaml
+    spec: Mapping[str, Any]  # its sweep.yaml
+    runs: tuple[Path, ...]
+
+
+@dataclass
+class Found:
+    """What the folders of a command line hold, in its order and the grid's."""
+
+    runs: list[Run] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)
+    waiting: list[tuple[str, str, str]] = field(default_factory=list)  # (arm, seed, status) without a run yet
+
+    @property
+    def arms(self) -> dict[str, list[Run]]:
+        """Runs by arm, arms in the order in which they first come."""
+        arms: dict[str, list[Run]] = {}
+        for run in self.runs:
+            arms.setdefault(run.arm, []).append(run)
+        return arms
+
+
+def find(folders: Sequence[Path]) -> Found:
+    """The runs in ``folders``: runs' own folders, sweeps, or any folder of runs.
+
+    Raises:
+        UserError: no run in a folder, a file that cannot be read, or two runs of one arm and seed.
+    """
+    found, seen = Found(), set[Path]()
+    for folder in folders:
+        if (folder / "run.json").is_file():
+            paths = [folder]
+        else:
+            sweep = _sweep(folder, found)
+            found.sweeps.append(sweep)
+            paths = list(sweep.runs)
+        for path in paths:
+            if path.resolve() not in seen:  # named twice, or also part of a sweep named before
+                seen.add(path.resolve())
+                found.runs.append(read_run(path))
+    _refuse_twins(found.runs)
+    return found
+
+
+def read_run(folder: Path) -> Run:
+    """The run in ``folder``.
+
+    Raises:
+        UserError: run.json is not one, or metrics.csv of a finished run is missing or broken.
+    """
+    path = folder / "run.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
+        ) from None
+    status, seed = (record.get("status"), record.get("seed")) if isinstance(record, dict) else (None, None)
+    if status not in STATUSES or isinstance(seed, bool) or not isinstance(seed, int):
+        raise UserError(
+            f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
+            f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
+        )
+    arm = record.get("arm") or record.get("title") or folder.name
+    return Run(folder, status, seed, str(arm), record, _columns(folder, status))
+
+
+def _columns(folder: Path, status: str) -> dict[str, Column]:
+    path = folder / "metrics.csv"
+    if status != "done" and not path.is_file():  # it ended before its first round did
+        return {"round": np.empty(0)}
+    names, rows = read_rows(path, complete=status in FINISHED)
+    try:
+        columns = {n: np.array([float(row[n]) if row[n] else math.nan for row in rows], dtype=float) for n in names}
+    except ValueError as error:
+        raise UserError(
+            f"report {folder}: {path} holds what is no number ({error}). Mend or remove the file."
+        ) from None
+    return {"round": np.empty(0), **columns}
+
+
+def _sweep(folder: Path, found: Found) -> Sweep:
+    """The runs of a sweep in its grid's order (that of runs.csv), or of a folder of runs by name."""
+    if not folder.is_dir():
+        raise UserError(f"report {folder}: there is no such folder. Give folders of runs or of sweeps, such as runs/x.")
+    paths = sorted({p.parent for pattern in ("*/run.json", "*/seed-*/run.json") for p in folder.glob(pattern)})
+    order = _grid_order(folder)
+    by_place = {path: (order.get(_place(path, folder), len(order)), _natural(path)) for path in paths}
+    there = {_place(path, folder) for path in paths}
+    states = _states(folder)
+    found.waiting += [(a, s, status) for (a, s), status in states.items() if f"{a}/seed-{s}" not in there]
+    if not paths:
+        begun = (
+            f"none of its {len(states)} runs has begun" if states else "neither it nor its subfolders have a run.json"
+        )
+        raise UserError(
+            f"report {folder}: no run is here: {begun}. Give the folder of a run that `fl-lightning fit` made, or of a "
+            "sweep."
+        )
+    claims = folder / "claims.yaml"
+    return Sweep(
+        folder,
+        claims if claims.is_file() else None,
+        _mapping(folder / "sweep.yaml"),
+        tuple(sorted(paths, key=by_place.__getitem__)),
+    )
+
+
+def _place(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _natural(path: Path) -> tuple[tuple[str, ...], str, int]:
+    """seed-2 before seed-10."""
+    stem, _, number = path.name.rpartition("-")
+    return (path.parent.parts, stem, int(number)) if number.isdecimal() else (path.parent.parts, path.name, -1)
+
+
+def _states(folder: Path) -> dict[tuple[str, str], str]:
+    """(arm, seed) → status, as runs.csv lists them."""
+    try:
+        rows = list(csv.DictReader((folder / "runs.csv").read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {(row.get("arm") or "", row.get("seed") or ""): row.get("status") or "" for row in rows}
+
+
+def _grid_order(folder: Path) -> dict[str, int]:
+    """Place of each run in the grid: arms as they first come in runs.csv, seeds as they come in an arm."""
+    states = list(_states(folder))
+    arms = {arm: number for number, arm in reversed(list(enumerate(arm for arm, _ in states)))}
+    ordered = sorted(range(len(states)), key=lambda i: (arms[states[i][0]], i))
+    return {f"{states[i][0]}/seed-{states[i][1]}": rank for rank, i in enumerate(ordered)}
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _refuse_twins(runs: Iterable[Run]) -> None:
+    first: dict[tuple[str, int], Run] = {}
+    for run in runs:
+        other = first.setdefault((run.arm, run.seed), run)
+        if other is not run:
+            raise UserError(
+                f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed {run.seed}. An arm has "
+                "one run a seed. Leave one of them out, or compare two settings by a sweep, which names its arms."
+            )

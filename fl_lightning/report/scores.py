@@ -1,0 +1,90 @@
+"""What a run's curve comes to: four scores, and when it reached a target."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.report.runs import Column, Run
+
+SCORES = ("last10", "smoothed", "last", "max")
+
+
+def greater_is_better(metric: str) -> bool:
+    """Accuracies are the metrics of which more is better.
+
+    >>> greater_is_better("val/acc"), greater_is_better("global/train_loss")
+    (True, False)
+    """
+    return metric.endswith("acc")
+
+
+def window(length: int) -> int:
+    """Width of the smoothing of ``length`` values: odd, at most 101 and a fifth of them.
+
+    >>> [window(n) for n in (3, 15, 20, 25, 10_000)]
+    [0, 3, 3, 5, 101]
+    """
+    width = min(101, length // 5)
+    return width - 1 if width and width % 2 == 0 else width
+
+
+def smooth(values: Column) -> Column:
+    """``values`` under a Hanning window, renormalised at the ends (FedInit, NeurIPS version, B.2.1)."""
+    width = window(len(values))
+    if width < 3:
+        return values
+    weights = np.hanning(width)
+    smoothed: Column = np.convolve(values, weights, "same") / np.convolve(np.ones_like(values), weights, "same")
+    return smoothed
+
+
+def measured(run: Run, metric: str) -> tuple[Column, Column]:
+    """(rounds, values) of ``metric`` where it is finite."""
+    values = run.column(metric)
+    finite = np.isfinite(values)
+    return run.columns["round"][finite], values[finite]
+
+
+def scores(values: Column) -> dict[str, float | None]:
+    """Every score of a run's finite ``values``; None where there are none.
+
+    ``last``; ``last10``, mean of the last ten; ``max``; ``smoothed``, the maximum over the last 50 of the smoothed
+    curve (FedInit, § 5.1).
+    """
+    if not len(values):
+        return dict.fromkeys(SCORES)
+    return {
+        "last10": float(np.mean(values[-10:])),
+        "smoothed": float(np.max(smooth(values)[-50:])),
+        "last": float(values[-1]),
+        "max": float(np.max(values)),
+    }
+
+
+def score_of(run: Run, metric: str, score: str) -> float | None:
+    """The score that counts: a run that diverged has lost, 0 where greater is better, else none at all."""
+    if run.status == "diverged":
+        return 0.0 if greater_is_better(metric) else None
+    return scores(measured(run, metric)[1])[score]
+
+
+def reached(run: Run, metric: str, target: float) -> dict[str, Any]:
+    """``rounds``, ``bytes``, ``seconds`` done and spent when the smoothed curve first reached ``target``, else None."""
+    never = {"rounds": None, "bytes": None, "seconds": None}
+    rounds, values = measured(run, metric)
+    curve = smooth(values)
+    hits = np.flatnonzero(curve >= target if greater_is_better(metric) else curve <= target)
+    if run.status != "done" or not len(hits):
+        return never
+    last = rounds[hits[0]]
+    until = run.columns["round"] <= last
+    sent = run.column("communication/total_bytes")[run.columns["round"] == last]
+    seconds = float(np.sum(run.column("time/round")[until]))
+    return {
+        "rounds": int(last) + 1,
+        "bytes": int(sent[0]) if math.isfinite(sent[0]) else None,
+        "seconds": seconds if math.isfinite(seconds) else None,  # a round without its time: not known
+    }

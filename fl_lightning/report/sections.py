@@ -1,0 +1,287 @@
+"""The tables of a report, worded from its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from fl_lightning.report.budgets import View, views
+from fl_lightning.report.communication import papers_ratio, to_target, traffic
+from fl_lightning.report.intervals import mean_sd
+from fl_lightning.report.published import published, setting
+from fl_lightning.report.runs import Run
+from fl_lightning.report.scores import SCORES, measured, window
+from fl_lightning.report.summary import Arm, Pair, Summary
+from fl_lightning.report.tables import Cell, Table, mark_best
+from fl_lightning.report.wording import NONE, SCORE_TITLES, Unit, p_value, seconds, size, times, unit
+
+
+def unit_of(summary: Summary, metric: str | None = None) -> Unit:
+    """How this report shows values of ``metric`` (None: its own)."""
+    name = metric or summary.metric
+    values = [measured(run, name)[1] for run in summary.found.runs]
+    return unit(name, max((float(v.max()) for v in values if len(v)), default=1.0))
+
+
+def tables(summary: Summary) -> list[Table]:
+    """Every table that has something to say, in the order of the page."""
+    made = [
+        claims(summary), scores(summary), pairs(summary), *targets(summary), budgets(summary), communication(summary),
+        *beside_published(summary), runs(summary),
+    ]  # fmt: skip
+    return [table for table in made if table is not None and table.rows]
+
+
+def claims(summary: Summary) -> Table:
+    """The claims and their verdicts."""
+    table = Table("claims", "Claims", ["claim", "verdict", "a − b", "95 % interval", "margin", "n", "setting"])
+    for said in summary.verdicts:
+        claim, found, shown = said.claim, said.pair.interval, _difference_unit(summary, said.pair)
+        run = next((r for r in summary.found.runs if r.arm in (claim.a, claim.b)), None)
+        rounds = "" if run is None else f"{run.record.get('rounds') or run.rounds_done} rounds"
+        table.add(
+            f"{claim.id}: {sentence(summary, said.pair, claim.direction)}",
+            Cell(said.verdict, mark="verdict " + said.verdict.replace(" ", "-")),
+            Cell(shown.difference(found.mean), found.mean),
+            _interval(shown, said.pair),
+            Cell(
+                shown.difference(claim.margin).lstrip("+") + (f" {shown.of_difference}" if shown.percent else ""),
+                claim.margin,
+            ),
+            Cell(str(found.n), found.n),
+            ", ".join(text for text in ("" if run is None else setting(run), rounds) if text) or NONE,
+        )
+    table.note = (
+        "Reproduced: the interval excludes 0 in the claimed direction and the mean is at least the margin. "
+        "Contradicted: it excludes 0 the other way. Not reproduced: its upper end is below the margin. Inconclusive: "
+        "else. These runs say nothing of a number published for another network, data or number of rounds."
+    )
+    return table
+
+
+def sentence(summary: Summary, pair: Pair, direction: str) -> str:
+    """A claim in words: ``fedinit-0.1 > fedavg in val/acc (mean of last 10)``."""
+    ratio = ", log ratio" if pair.scale == "log_ratio" else ""
+    sign = ">" if direction == "greater" else "<"
+    return f"{pair.a} {sign} {pair.b} in {pair.metric} ({SCORE_TITLES[pair.score]}{ratio})"
+
+
+def scores(summary: Summary) -> Table:
+    """Mean ± deviation of each arm by each score."""
+    shown = unit_of(summary)
+    columns = ["arm", *(SCORE_TITLES[score] for score in SCORES), "runs", "diverged", "unfinished"]
+    table = Table("scores", f"Scores: {summary.metric}{', %' if shown.percent else ''}", columns)
+    for arm in summary.arms.values():
+        means = [(arm.mean_sd(score)) for score in SCORES]
+        table.add(
+            arm.name,
+            *(Cell(shown.value(mean, sd), mean) for mean, sd in means),
+            *(Cell(str(count), count) for count in (len(arm.finished), arm.diverged, arm.unfinished)),
+        )
+    for column in range(1, 1 + len(SCORES)):
+        mark_best(table, column, summary.greater)
+    smoothing = f"highest of the last 50 of the curve under a Hanning window of {_windows(summary)} rounds"
+    table.note = (
+        f"Mean ± sample deviation over seeds. Smoothed: {smoothing}. "
+        + ("A diverged run scores 0." if summary.greater else "A diverged run has no score.")
+        + " Unfinished runs are kept out."
+    )
+    return table
+
+
+def _windows(summary: Summary) -> str:
+    lengths = {len(measured(run, summary.metric)[0]) for run in summary.found.runs if run.status == "done"}
+    widths = sorted({max(1, window(length)) for length in lengths if length})
+    return " or ".join(map(str, widths)) or NONE
+
+
+def pairs(summary: Summary) -> Table:
+    """Paired intervals with Holm's correction."""
+    columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
+    table = Table("pairs", "Paired differences in numbers", columns)
+    for pair in summary.pairs:
+        found, shown = pair.interval, _difference_unit(summary, pair)
+        table.add(
+            f"{pair.a} − {pair.b}" if pair.scale == "difference" else f"log {pair.a} / {pair.b}",
+            f"{pair.metric}, {SCORE_TITLES[pair.score]}",
+            Cell(
+                shown.difference(found.mean) + (f" {shown.of_difference}" if found.mean is not None else ""), found.mean
+            ),
+            _interval(shown, pair),
+            Cell(NONE if found.sd is None else shown.difference(found.sd).lstrip("+"), found.sd),
+            Cell(str(found.n), found.n),
+            Cell(p_value(found.p), found.p),
+            Cell(p_value(pair.p_holm), pair.p_holm),
+        )
+    table.note = (
+        "Differences of runs with the same seed, and so the same partition; Student's t, two-sided; p also by Holm's "
+        "step-down correction over the rows of this table."
+    )
+    return table
+
+
+def _interval(shown: Unit, pair: Pair) -> Cell:
+    found = pair.interval
+    if found.low is None:
+        return Cell("needs 2 pairs" if found.n == 1 else NONE)
+    return Cell(f"{shown.difference(found.low)} to {shown.difference(found.high)}", found.low)
+
+
+def _difference_unit(summary: Summary, pair: Pair) -> Unit:
+    return Unit() if pair.scale == "log_ratio" else unit_of(summary, pair.metric)
+
+
+def targets(summary: Summary) -> list[Table]:
+    """For each target: rounds, bytes and seconds until it, and traffic by both conventions against the first arm."""
+    made = []
+    for target in summary.targets:
+        sign = "≥" if summary.greater else "≤"
+        columns = ["arm", "rounds", "sent", "time", "reached by", "sent, × first arm", "as papers count, × first arm"]
+        table = Table(f"target-{target}", f"Until {summary.metric} {sign} {target}", columns)
+        first = next(iter(summary.arms.values()))
+        for arm in summary.arms.values():
+            at = list(arm.reached[target].values())
+            hits = [each for each in at if each["rounds"] is not None]
+            table.add(
+                arm.name,
+                _mean_cell([each["rounds"] for each in hits], lambda value: f"{value:.1f}".removesuffix(".0")),
+                _mean_cell([each["bytes"] for each in hits], size),
+                _mean_cell([each["seconds"] for each in hits], seconds),
+                Cell(f"{len(hits)} of {len(at)}", len(hits)),
+                *(Cell(times(r), r) for r in (_ratio_sent(arm, first, target), _ratio_papers(arm, first, target))),
+            )
+        for column in (1, 2, 3):
+            mark_best(table, column, greater=False)
+        table.note = (
+            f"First round in which the smoothed curve is {sign} {target}; means over the seeds that reached it, which "
+            "flatters an arm that some seeds never took there. Bytes are counted from messages, both directions. The "
+            "papers count one vector a client and round, two for SCAFFOLD, FedCM, MoFedSAM, FedGamma and FedSMOO; "
+            "FedALS counts parameters sent one way."
+        )
+        made.append(table)
+    return made
+
+
+def _mean_cell(values: Sequence[Any], wording: Any) -> Cell:
+    if not values or any(value is None for value in values):
+        return Cell(NONE)
+    return Cell(wording(fmean(values)), fmean(values))
+
+
+def _ratio_sent(arm: Arm, first: Arm, target: str) -> float | None:
+    ours, theirs = (to_target(each, target, "bytes") for each in (arm, first))
+    return ours / theirs if ours is not None and theirs else None
+
+
+def _ratio_papers(arm: Arm, first: Arm, target: str) -> float | None:
+    ours, theirs = (to_target(each, target, "rounds") for each in (arm, first))
+    a_round = papers_ratio(traffic(arm), traffic(first))
+    return a_round * ours / theirs if a_round is not None and ours is not None and theirs else None
+
+
+def budgets(summary: Summary) -> Table:
+    """The smoothed metric at equal rounds, gradients, bytes and seconds."""
+    shown, found = unit_of(summary), views(by_arm(summary), summary.metric)
+    title = f"At equal cost: smoothed {summary.metric}{', %' if shown.percent else ''}"
+    table = Table("budgets", title, ["arm", *(_budget(view) for view in found)])
+    for name in summary.arms if found else ():
+        cells = []
+        for view in found:
+            mean, sd = mean_sd([value for value in view.values[name].values() if value is not None])
+            cells.append(Cell(shown.value(mean, sd), mean))
+        table.add(name, *cells)
+    for column in range(1, 1 + len(found)):
+        mark_best(table, column, summary.greater)
+    table.note = (
+        "Each column is what the run that spent least could afford; every other run is read where it had spent that."
+    )
+    return table
+
+
+def by_arm(summary: Summary) -> dict[str, list[Run]]:
+    """Runs by arm."""
+    return {name: arm.runs for name, arm in summary.arms.items()}
+
+
+def _budget(view: View) -> str:
+    return {
+        "rounds": f"{view.budget:.0f} rounds",
+        "gradients": f"{view.budget:,.0f} gradients",
+        "bytes": f"{size(view.budget)} sent",
+        "seconds": f"{seconds(view.budget)} of rounds",
+    }[view.axis]
+
+
+def communication(summary: Summary) -> Table:
+    """What a round sends, by both conventions."""
+    columns = [
+        "arm",
+        "sent a round",
+        "× first arm",
+        "vectors a client, as papers count",
+        "× first arm, as papers count",
+    ]
+    table = Table("communication", "Communication a round", columns)
+    counted = {name: traffic(arm) for name, arm in summary.arms.items()}
+    first = next(iter(counted.values()))
+    for name, each in counted.items():
+        ours = each.bytes / first.bytes if each.bytes and first.bytes else None
+        theirs = papers_ratio(each, first)
+        vectors = NONE if each.papers is None else "by part" if each.partial else str(each.papers)
+        table.add(
+            name,
+            Cell(size(each.bytes), each.bytes),
+            Cell(times(ours), ours),
+            Cell(vectors, each.papers),
+            Cell(times(theirs), theirs),
+        )
+    table.note = (
+        "Sent: counted from the messages of every round, both directions, buffers apart. The papers count FedCM and "
+        "MoFedSAM twice, but only what goes down doubles: 1.5 times FedAvg."
+    )
+    return table if any(each.bytes for each in counted.values()) else Table("communication", "", [])
+
+
+def beside_published(summary: Summary) -> list[Table]:
+    """The published numbers of the experiments that the runs name, and what differs in the setting."""
+    made = []
+    for number, printed in enumerate(published(summary.found), start=1):
+        shown = unit_of(summary)
+        columns = ["arm", "published", f"ours ({SCORE_TITLES[printed.score]})", "what differs: ours (published)"]
+        table = Table(f"published-{number}", f"Beside {printed.source}", columns)
+        for arm in summary.arms.values():
+            theirs = printed.of(arm.name)
+            if theirs is None or printed.metric != summary.metric:
+                continue
+            mean, sd = arm.mean_sd(printed.score)
+            apart = printed.differences(arm.runs[0].config)
+            differs = "; ".join(apart) if arm.runs[0].config else "no config.yaml to compare"
+            table.add(
+                arm.name, Cell(shown.value(*theirs), theirs[0]), Cell(shown.value(mean, sd), mean), differs or "nothing"
+            )
+        table.note = f"{printed.note} A smaller twin says nothing of the published number."
+        made.append(table)
+    return made
+
+
+def runs(summary: Summary) -> Table:
+    """Every run and where it is."""
+    shown = unit_of(summary)
+    table = Table("runs", "Runs", ["arm", "seed", "status", "rounds", SCORE_TITLES["last10"], "folder"])
+    for arm in summary.arms.values():
+        for run in arm.runs:
+            score = arm.scores["last10"].get(run.seed)
+            asked = run.record.get("rounds")
+            table.add(
+                arm.name,
+                Cell(str(run.seed), run.seed),
+                Cell(run.status, mark=f"status {run.status}"),
+                Cell(
+                    f"{run.rounds_done}" + (f" of {asked}" if asked and asked != run.rounds_done else ""),
+                    run.rounds_done,
+                ),
+                Cell(shown.value(score), score),
+                str(run.folder),
+            )
+    return table

@@ -1,0 +1,179 @@
+"""Claims made before the runs: four planted effects, four verdicts; what was edited, lost or absent is said."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from folders import make_arm, make_run, report
+from scipy import stats
+
+from fl_lightning.errors import UserError
+from fl_lightning.report.command import main
+
+BASE = {0: 0.70, 1: 0.71, 2: 0.69, 3: 0.72, 4: 0.70}
+EFFECTS = {  # differences to the base by seed
+    "up": [0.021, 0.019, 0.020, 0.022, 0.018],
+    "down": [-0.021, -0.019, -0.020, -0.022, -0.018],
+    "flat": [0.001, -0.001, 0.0005, 0.0, 0.002],
+    "wild": [0.08, -0.06, 0.05, -0.03, 0.01],
+}
+VERDICTS = {"up": "reproduced", "down": "contradicted", "flat": "not reproduced", "wild": "inconclusive"}
+
+
+def claim(id: str, a: str, b: str = "base", **other: Any) -> dict[str, Any]:
+    given = {"metric": "val/acc", "score": "last10", "direction": "greater", "margin": 0.005, "scale": "difference"}
+    return {"id": id, "a": a, "b": b, **given, **other}
+
+
+def write(path: Path, *claims: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(list(claims)))
+    return path
+
+
+def effects(folder: Path, metric: str = "val/acc", **record: Any) -> None:
+    make_arm(folder, "base", BASE, metric, **record)
+    for arm, differences in EFFECTS.items():
+        levels = {seed: BASE[seed] + d for seed, d in enumerate(differences)}
+        make_arm(folder, arm, levels, metric, **record)
+
+
+def test_four_planted_effects_give_the_four_verdicts(tmp_path: Path) -> None:
+    effects(tmp_path / "s")
+    write(tmp_path / "s/claims.yaml", *(claim(arm, arm) for arm in EFFECTS))
+    found = report(tmp_path / "out", tmp_path / "s")
+    assert {said["id"]: said["verdict"] for said in found["claims"]} == VERDICTS
+    tests = {arm: stats.ttest_1samp(differences, 0.0) for arm, differences in EFFECTS.items()}
+    order = sorted(tests, key=lambda arm: float(tests[arm].pvalue))
+    holm, highest = {}, 0.0
+    for rank, arm in enumerate(order):
+        highest = max(highest, min(1.0, (len(order) - rank) * float(tests[arm].pvalue)))
+        holm[arm] = highest
+    for said, pair in zip(found["claims"], found["pairs"], strict=True):
+        arm = said["id"]
+        low, high = tests[arm].confidence_interval(0.95)
+        wanted = (float(np.mean(EFFECTS[arm])), low, high)
+        assert (said["mean"], said["low"], said["high"]) == pytest.approx(wanted, abs=1e-9)
+        assert (pair["mean"], pair["low"], pair["high"]) == (said["mean"], said["low"], said["high"])
+        assert (pair["a"], pair["b"], pair["metric"], pair["score"]) == (arm, "base", "val/acc", "last10")
+        assert (pair["p"], pair["p_holm"]) == pytest.approx((float(tests[arm].pvalue), holm[arm]), abs=1e-9)
+        assert (said["n"], said["margin"], said["changed"]) == (5, 0.005, None)
+
+
+@pytest.mark.parametrize("scale", ["difference", "log_ratio"])
+def test_less_turns_the_rule_round_and_not_what_is_stored(tmp_path: Path, scale: str) -> None:
+    effects(tmp_path / "s", "val/loss")
+    claims = [claim(arm, arm, metric="val/loss", direction="less", scale=scale) for arm in EFFECTS]
+    found = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims))
+    verdicts = {said["id"]: said["verdict"] for said in found["claims"]}
+    assert verdicts == {**VERDICTS, "up": "contradicted", "down": "reproduced"}
+    for said in found["claims"]:
+        levels = [BASE[s] + d for s, d in enumerate(EFFECTS[said["id"]])]
+        if scale == "difference":
+            differences = [a - b for a, b in zip(levels, BASE.values(), strict=True)]
+        else:
+            differences = [math.log(a / b) for a, b in zip(levels, BASE.values(), strict=True)]
+        low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
+        assert (said["mean"], said["low"], said["high"]) == pytest.approx((np.mean(differences), low, high), abs=1e-9)
+
+
+def test_an_edited_file_of_claims_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path / "s/claims.yaml", claim("A", "up", margin=0.03))
+    stated = hashlib.sha256(path.read_bytes()).hexdigest()
+    effects(tmp_path / "s", claims_hash=stated)
+    (said,) = report(tmp_path / "out", tmp_path / "s")["claims"]
+    assert (said["changed"], said["verdict"]) == (False, "not reproduced")
+    write(path, claim("A", "up", margin=0.01))  # after the runs: the margin that would fit
+    (said,) = report(tmp_path / "out", tmp_path / "s")["claims"]
+    assert (said["changed"], said["verdict"]) == (True, "reproduced")
+    assert "edited after the runs started" in (tmp_path / "out/report.html").read_text()
+
+
+def test_other_claims_of_some_runs_are_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "s/claims.yaml", claim("A", "up"))
+    effects(tmp_path / "s", claims_hash=hashlib.sha256(path.read_bytes()).hexdigest())
+    make_run(tmp_path / "s/up/seed-8", "up", 8, {"val/acc": [0.5]}, claims_hash="of another file")
+    (said,) = report(tmp_path / "out", tmp_path / "s")["claims"]
+    assert said["changed"] is False
+    assert "1 of 26 runs recorded other claims" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_diverged_pair_never_supports_a_claim(tmp_path: Path) -> None:
+    effects(tmp_path / "s", "val/loss")
+    for arm in ("base", "down"):
+        status = "diverged" if arm == "down" else "done"
+        make_run(tmp_path / f"s/{arm}/seed-8", arm, 8, {"val/loss": [0.7] * 20}, status)
+    claims = [
+        claim("loss", "down", metric="val/loss", direction="less"),
+        claim("rise", "up", metric="val/loss", direction="greater"),
+        claim("wrong", "down", metric="val/loss", direction="greater"),
+    ]
+    found = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims))
+    said = {entry["id"]: entry for entry in found["claims"]}
+    assert (said["loss"]["verdict"], said["loss"]["n"]) == ("inconclusive", 5)
+    assert (said["rise"]["verdict"], said["wrong"]["verdict"]) == ("reproduced", "contradicted")
+
+
+def test_a_diverged_run_counts_as_lost_where_greater_is_better(tmp_path: Path) -> None:
+    effects(tmp_path / "s")
+    make_run(tmp_path / "s/base/seed-8", "base", 8, {"val/acc": [0.7] * 20})
+    make_run(tmp_path / "s/up/seed-8", "up", 8, {"val/acc": [0.9] * 20}, "diverged")
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", claim("A", "up")))[
+        "claims"
+    ]
+    differences = [*EFFECTS["up"], 0.0 - 0.7]
+    assert said["n"] == 6 and said["mean"] == pytest.approx(np.mean(differences), abs=1e-9)
+    assert said["verdict"] == "inconclusive"
+
+
+def test_what_cannot_be_judged_is_inconclusive(tmp_path: Path) -> None:
+    effects(tmp_path / "s")
+    make_arm(tmp_path / "s", "zero", {0: 0.0, 1: 0.5, 2: -0.1})
+    claims = [
+        claim("metric", "up", metric="val/f1"),
+        claim("arm", "upp"),
+        claim("zero", "zero", scale="log_ratio"),
+    ]
+    found = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims))
+    assert [(said["verdict"], said["n"]) for said in found["claims"]] == [
+        ("inconclusive", 0), ("inconclusive", 0), ("inconclusive", 1),
+    ]  # fmt: skip
+    assert found["claims"][2]["mean"] == pytest.approx(math.log(0.5 / 0.71), abs=1e-9)
+    assert [pair["p_holm"] for pair in found["pairs"]] == [None, None, None]
+    assert "Did you mean 'up'?" in (tmp_path / "out/report.md").read_text()
+
+
+def test_two_sweeps_bring_their_own_claims(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_arm(tmp_path / name, f"{name}-a", BASE)
+        make_arm(tmp_path / name, f"{name}-b", BASE)
+        write(tmp_path / name / "claims.yaml", claim(name, f"{name}-a", f"{name}-b"))
+    found = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
+    assert [said["id"] for said in found["claims"]] == ["one", "two"]
+    assert found["pairs"][0]["p"] == 1 and found["pairs"][0]["sd"] == 0  # no difference at all
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("id: A1", "a list of claims"),
+        ("- {id: A1, a: x, b: y}", "metric, direction, margin missing"),
+        ("- {id: A1, a: x, b: y, metric: m, direction: up, margin: 1}", "greater, less"),
+        ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, score: lst}", "last10, smoothed, last, max"),
+        ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: much}", "a number of at least 0"),
+        ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, marign: 2}", "Did you mean 'margin'?"),
+        ("- [", "cannot be read"),
+    ],
+)
+def test_claims_that_are_none_are_refused(tmp_path: Path, content: str, words: str) -> None:
+    make_arm(tmp_path / "s", "a", BASE)
+    (tmp_path / "claims.yaml").write_text(content)
+    with pytest.raises(UserError) as error:
+        main([str(tmp_path / "s"), "--claims", str(tmp_path / "claims.yaml"), "--out", str(tmp_path / "out")])
+    assert words in str(error.value) and not (tmp_path / "out").exists()

@@ -1,0 +1,169 @@
+"""What a reader opens: one page that asks nothing of the network, tables in three forms, figures, published numbers."""
+
+from __future__ import annotations
+
+import csv
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from folders import make_arm, make_run, report
+
+from fl_lightning.report.published import tables
+from fl_lightning.report.runs import find
+from fl_lightning.report.sections import communication, targets
+from fl_lightning.report.summary import summarise
+
+LEVELS = {0: 0.70, 1: 0.72, 2: 0.69}
+
+
+def columns(level: float, rounds: int = 20, vectors: int = 1, gradients: int = 10) -> dict[str, list[float]]:
+    return {
+        "val/acc": [min(level, 0.2 + 0.1 * t) for t in range(rounds)],
+        "train/loss": [2.0 / (t + 1) for t in range(rounds)],
+        "communication/total_bytes": [800.0 * vectors * (t + 1) for t in range(rounds)],
+        "communication/up_parameters": [100.0 * vectors * (t + 1) for t in range(rounds)],
+        "cost/gradients": [float(gradients)] * rounds,
+        "time/round": [0.5] * rounds,
+        "consensus/total": [0.3] * rounds,
+        "consensus/conv": [0.1] * rounds,
+        "consensus/fc": [0.2] * rounds,
+    }
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two arms, three seeds; the second arm sends twice as much, one of its runs diverged, another still runs."""
+    folder = tmp_path / "s"
+    for seed, level in LEVELS.items():
+        make_run(folder / f"fedavg/seed-{seed}", "fedavg", seed, columns(level))
+        status = "done" if seed < 2 else "diverged"
+        make_run(folder / f"fed<smoo>/seed-{seed}", "fed<smoo>", seed, columns(level + 0.05, vectors=2), status)
+    make_run(folder / "fed<smoo>/seed-3", "fed<smoo>", 3, columns(0.5, 7), "running")
+    for arm, methods in (("fedavg", []), ("fed<smoo>", ["DynamicRegularization", "GlobalSharpnessAwareMinimization"])):
+        for run in (folder / arm).iterdir():
+            config = {"method": [{"class_path": f"fl_lightning.callbacks.x.{name}"} for name in methods]}
+            (run / "config.yaml").write_text(yaml.safe_dump({"model": {"participation": 0.1}, **config}))
+    return folder
+
+
+class Page(HTMLParser):
+    """Ids, references and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.asked: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(str(value))
+            if name in ("src", "href", "xlink:href", "action", "srcset") or tag in ("link", "iframe", "object"):
+                self.asked.append(str(value))
+
+
+def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
+    report(tmp_path / "out", sweep, "--targets", "0.6")
+    text = (tmp_path / "out/report.html").read_text()
+    page = Page(text)
+    assert all(place.startswith("#") for place in page.asked), page.asked
+    assert not re.findall(r"@import|url\((?!#)|fetch\(|https?://(?!www\.w3\.org/)", text)
+    assert len(page.ids) == len(set(page.ids)) and {place[1:] for place in page.asked} <= set(page.ids)
+    assert "fed<smoo>" not in text and "fed&lt;smoo&gt;" in text
+    assert text.count("<figure>") == text.count("<svg") == 8  # 4 curves, intervals, heat map, layers, measurements
+    assert "70.00" in text and "diverged with seed 2" in text and "fed&lt;smoo&gt;, seed 3: running" in text
+
+
+def test_figures_tables_and_rows_lie_beside_it(sweep: Path, tmp_path: Path) -> None:
+    found = report(tmp_path / "out", sweep, "--targets", "0.6")
+    figures = sorted((tmp_path / "out/figures").iterdir())
+    names = {path.stem for path in figures}
+    curves = {f"curves-{axis}" for axis in ("rounds", "gradients", "bytes", "seconds")}
+    assert names == {"intervals", "heatmap", "consensus", "measurements", *curves}
+    for path in figures:
+        data = path.read_bytes()
+        assert (
+            data.startswith(b"\x89PNG") if path.suffix == ".png" else ElementTree.fromstring(data).tag.endswith("svg")
+        )
+    markdown, latex = ((tmp_path / f"out/report.{kind}").read_text() for kind in ("md", "tex"))
+    assert "| fedavg | **70.33 ± 1.53** |" in markdown
+    assert set(re.findall(r"\]\(figures/([\w-]+)\.png\)", markdown)) == names
+    made = len(re.findall(r"^\|---", markdown, re.MULTILINE))
+    assert latex.count(r"\begin{table}") == latex.count(r"\bottomrule") == made > 4
+    assert not re.search(r"[±×−–≥_](?<!\\_)", re.sub(r"\\label\{.*?\}", "", latex).replace(r"\_", ""))
+    with open(tmp_path / "out/report.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 7 and rows[0]["last10"] == repr(found["arms"]["fed<smoo>"]["scores"]["last10"]["values"]["0"])
+
+
+def test_both_conventions_of_communication(sweep: Path) -> None:
+    """FedSMOO sends 2 vectors up and down: twice by messages, twice by the papers' count; the target halves it."""
+    summary = summarise(find([sweep / "fedavg", sweep / "fed<smoo>"]), targets=["0.6"])
+    first, second = communication(summary).rows
+    assert [cell.text for cell in first] == ["fedavg", "800 B", "1.00 ×", "1", "1.00 ×"]
+    assert [cell.text for cell in second] == ["fed<smoo>", "1.6 kB", "2.00 ×", "2", "2.00 ×"]
+    (until,) = targets(summary)
+    assert [cell.text for cell in until.rows[1]][4:] == ["2 of 3", "2.00 ×", "2.00 ×"]
+
+
+def test_equal_cost_reads_every_run_where_it_had_spent_as_much(sweep: Path, tmp_path: Path) -> None:
+    report(tmp_path / "out", sweep)
+    text = (tmp_path / "out/report.md").read_text()
+    head = "| arm | 20 rounds | 200 gradients | 16 kB sent | 10.0 s of rounds |"
+    assert head in text
+    rows = text[text.index(head) :].splitlines()[2:4]
+    smoo, fedavg = (row.split(" | ") for row in sorted(rows))
+    assert fedavg[1] == fedavg[3]  # the cheaper arm is read at its end
+    assert smoo[1] == smoo[2] != ""
+
+
+def test_a_grid_of_two_axes_is_drawn_as_one(tmp_path: Path) -> None:
+    for arm in ("iid_0", "iid_0.1", "skew_0", "skew_0.1"):
+        make_arm(tmp_path / "s", arm, LEVELS)
+    report(tmp_path / "out", tmp_path / "s")
+    drawn = (tmp_path / "out/figures/heatmap.svg").read_text()
+    assert all(f">{name}<" in drawn for name in ("iid", "skew", "0", "0.1")) and "seed 0" not in drawn
+
+
+def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "trainer": {"max_epochs": 150},
+        "model": {
+            "participation": 0.1,
+            "local_epochs": 5.0,
+            "learner": {"init_args": {"network": {"class_path": "x.ResNet18GN"}, "lr": 0.1, "weight_decay": 0.001}},
+        },
+        "data": {
+            "class_path": "fl_lightning.datamodules.CIFAR10",
+            "init_args": {
+                "num_clients": 100,
+                "batch_size": 50,
+                "partition": {
+                    "class_path": "x.Dirichlet",
+                    "init_args": {"alpha": 0.1, "replacement": True, "samples_per_client": None, "prior": "uniform"},
+                },
+            },
+        },
+    }
+    for arm in ("fedinit-0", "fedinit-0.1"):
+        for run in make_arm(tmp_path / "s", arm, LEVELS):
+            (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base, experiment/fedinit/table3-small]\n")
+    report(tmp_path / "out", tmp_path / "s")
+    text = (tmp_path / "out/report.md").read_text()
+    assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
+    report(tmp_path / "out", tmp_path / "s")
+    assert "75.95" not in (tmp_path / "out/report.md").read_text()
+
+
+def test_every_published_column_reads(tmp_path: Path) -> None:
+    for table in tables():
+        assert table.arms and table.setting and table.source and table.experiments
+        assert all(0 < value < 1 for value, _ in table.arms.values())

@@ -1,0 +1,97 @@
+"""Real runs of the command line: the run.json that each leaves, and a report on three of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.zygote import Cli
+
+FIT = ("fit", "-c", "base", "-c", "data/digits", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")
+FIT = (*FIT, "--model.engine", "sequential")
+LEARNER = """
+import time, torch, pytorch_lightning as pl
+from pathlib import Path
+
+class Lit(pl.LightningModule):
+    def __init__(self, fault: str = ""):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        self.fault = fault
+    def training_step(self, batch, batch_idx):
+        Path("training").touch()
+        if self.fault == "slow":
+            time.sleep(0.05)
+        if self.fault == "raise":
+            raise KeyError("mine")
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return loss * float("nan") if self.fault == "nan" else loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+def test_three_runs_and_their_report(cli: Cli) -> None:
+    for name, method, seed in (("a", "fedavg", 1), ("b", "fedinit", 1), ("c", "fedinit", 2)):
+        argv = ("-c", f"method/{method}", "--seed_everything", seed, "--trainer.default_root_dir", name)
+        assert cli(*FIT, *argv, "--trainer.max_epochs", 3).returncode == 0
+    a, b, c = (record(cli.folder / name) for name in "abc")
+    assert (a["status"], a["seed"], a["arm"], a["title"], a["rounds"]) == ("done", 1, None, "FedAvg", 3)
+    assert a["partition_hash"] == b["partition_hash"] != c["partition_hash"]
+    assert b["config_hash"] == c["config_hash"] != a["config_hash"]  # the seed is no part of it
+    assert a["claims_hash"] is None and a["command"][:4] == ["fl-lightning", "fit", "-c", "base"]
+    assert set(a["versions"]) >= {"fl-lightning", "torch", "pytorch-lightning", "python"}
+    result = cli("report", "a", "b", "c", "--targets", "0.5", "--out", "out")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("→ out/report.html")
+    found = json.loads((cli.folder / "out/report.json").read_text())
+    assert {arm: entry["n"] for arm, entry in found["arms"].items()} == {"FedAvg": 1, "FedInit": 2}
+    assert found["pairs"][0]["n"] == 1 and found["arms"]["FedInit"]["bytes_to"]["0.5"]["1"] > 0
+    assert "MLP" in (cli.folder / "a/config.yaml").read_text()
+    refused = cli("report", "a", "b", "--metric", "val/acc", "--claims", "none.yaml", "--out", "no")
+    assert refused.returncode == 2 and refused.stderr.startswith("fl-lightning: --claims none.yaml")
+    assert not (cli.folder / "no").exists()
+
+
+def own(cli: Cli, fault: str, rounds: int = 2) -> tuple[object, ...]:
+    (cli.folder / "my_learner.py").write_text(LEARNER)
+    learner = ("--model.learner", "my_learner.Lit", f"--model.learner.fault={fault}")
+    return (*FIT, "--trainer.default_root_dir", "x", *learner, "--trainer.max_epochs", rounds)
+
+
+@pytest.mark.parametrize("fault, status", [("nan", "diverged"), ("raise", "failed")])
+def test_a_run_that_ends_badly_says_how(cli: Cli, fault: str, status: str) -> None:
+    assert cli(*own(cli, fault)).returncode != 0
+    assert record(cli.folder / "x")["status"] == status
+
+
+def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli: Cli) -> None:
+    argv = (*own(cli, "slow"), "--model.local_epochs=null", "--model.local_steps=8", "--ckpt_path", "last")
+    for number, status in ((signal.SIGKILL, "running"), (signal.SIGTERM, "stopped")):
+        process = cli.start(*argv)
+        process.wait_for(cli.folder / "training")
+        process.kill(number)
+        process.wait()
+        assert record(cli.folder / "x")["status"] == status
+        (cli.folder / "training").unlink()
+    report = cli("report", "x", "--metric", "train/loss")
+    assert report.returncode == 0 and "seed 0: stopped" in report.stdout
+    changed = record(cli.folder / "x") | {"arm": "mine", "claims_hash": "h"}
+    (cli.folder / "x/run.json").write_text(json.dumps(changed))  # as a sweep would have it
+    assert cli("fit", "x").returncode == 0
+    ended = record(cli.folder / "x")
+    assert (ended["status"], ended["arm"], ended["claims_hash"]) == ("done", "mine", "h")
+
+
+def test_a_refused_run_leaves_no_record(cli: Cli) -> None:
+    assert cli(*FIT, "--trainer.default_root_dir", "x", "--model.participation", 2.0).returncode == 2
+    assert not (cli.folder / "x").exists()

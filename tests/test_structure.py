@@ -1,0 +1,115 @@
+"""Imports point one way, with no circle, not even for types; each file can be read in one sitting."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fl_lightning"
+LONGEST = 350
+
+# from the ground up: a file may import what stands on an earlier line, and of its own package anything but a circle
+LAYERS = """
+errors
+configs processes devices sampling schedules strategies metrics storage
+optim checks learner settings state loggers
+round rounds
+callback
+methods
+engines aggregation
+learner_hooks loop checkpoint
+run
+module
+models datamodules callbacks
+contracts
+testing cli
+results report
+__main__ __init__
+"""
+LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+
+
+def name_of(path: Path) -> str:
+    """``fl_lightning/round/clients.py`` → ``round.clients``."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FOLDERS = [entry for entry in sorted(PACKAGE.iterdir()) if entry.is_dir() and entry.name != "__pycache__"]  # links too
+FILES = {
+    name_of(path): path
+    for path in [*PACKAGE.glob("*.py"), *(path for folder in FOLDERS for path in sorted(folder.rglob("*.py")))]
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Our modules that a file imports, wherever in it: at the top, in a function, for types."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("fl_lightning.") for alias in node.names if alias.name in _ours())
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fl_lightning":
+            base = (node.module or "").removeprefix("fl_lightning").removeprefix(".")
+            for alias in node.names:
+                whole = f"{base}.{alias.name}".removeprefix(".")
+                yield whole if whole in FILES else base or "__init__"
+
+
+def _ours() -> set[str]:
+    return {f"fl_lightning.{name}" for name in FILES}
+
+
+GRAPH = {name: {other for other in imported(path) if other != name} for name, path in FILES.items()}
+
+
+def top(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_every_file_has_its_place() -> None:
+    assert {top(name) for name in FILES} == set(LEVEL)
+
+
+def test_imports_point_down() -> None:
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        for other in others
+        if top(other) != top(name) and LEVEL[top(other)] > LEVEL[top(name)]
+    ]
+    assert not upwards
+
+
+def test_there_is_no_circle() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " → ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for other in sorted(GRAPH.get(name, ())):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in GRAPH:
+        visit(name, ())
+    packages = {
+        top(name): {top(o) for n in GRAPH if top(n) == top(name) for o in GRAPH[n]} - {top(name)} for name in GRAPH
+    }
+    for name in packages:
+        assert not [other for other in packages[name] if name in packages.get(other, ())], name
+
+
+@pytest.mark.parametrize("folder", ["fl_lightning", "callbacks", "datamodules", "tests", "benchmarks"])
+def test_files_are_short(folder: str) -> None:
+    lengths = {path: len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert lengths and not [f"{path.relative_to(ROOT)}: {n} lines" for path, n in lengths.items() if n > LONGEST]
+
+
+def test_packaged_methods_import_the_callback_alone() -> None:
+    shown = ("progress_bar", "run_card", "__init__")  # what is drawn for a reader
+    for name, others in GRAPH.items():
+        if name.startswith("callbacks.") and name.split(".")[-1] not in shown:
+            assert others <= {"callback"}, name
