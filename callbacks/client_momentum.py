@@ -1,7 +1,7 @@
 """FedCM: client-level momentum.
 
-J. Xu et al.: FedCM: Federated Learning with Client-level Momentum (2021). Each local step mixes the gradient with Δ,
-the mean direction in which the last round's participants moved.
+J. Xu, S. Wang, L. Wang, A. C.-C. Yao: FedCM: Federated Learning with Client-level Momentum (2021), arXiv:2106.10874.
+Each local step mixes the gradient with Δ, the mean direction in which the last round's participants moved.
 """
 
 from __future__ import annotations
@@ -12,10 +12,26 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Sched
 
 
 class ClientMomentum(FederatedCallback):
-    """g ← α g + (1 - α) Δ; then Δ ← mean of (x_{i,0} - x_{i,K}) / (η K_i). Weight decay acts beside it, and is in Δ.
+    """g ← α g + (1 - α) Δ; after the round, Δ ← mean over S_t of (x_{i,0} - x_{i,K}) / (η K_i).
+
+    The optimizer adds weight decay after the mixing, so Δ contains it. Δ = 0 in the first round.
+    Sent: Δ down; nothing more up, unless clients start elsewhere than at w. Kept: Δ by the server.
 
     Args:
         alpha: α; 1 is FedAvg.
+
+    Raises:
+        UserError: alpha is neither a finite number nor a schedule.
+
+    Example:
+        Δ is the direction in which the last round moved w, where all clients take K = 4 steps at η = 0.2.
+
+        >>> from fl_lightning.callbacks import ClientMomentum
+        >>> from fl_lightning.testing import tiny_run
+        >>> one, two = (tiny_run(ClientMomentum(), rounds=t, local_steps=4, lr_decay=1.0) for t in (1, 2))
+        >>> delta = two.server_states["ClientMomentum.delta"]
+        >>> (one.global_vector - two.global_vector).allclose(0.2 * 4 * delta)
+        True
     """
 
     title = "FedCM"

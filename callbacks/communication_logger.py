@@ -1,4 +1,7 @@
-"""What a run has sent: counted from what methods declare, not from what a simulator happens to move."""
+"""What a run has communicated, counted from what methods declare, not from what the simulation happens to copy.
+
+The count follows the algorithms as published: docs/methods.md has it as a table, method by method.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,22 @@ COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers
 
 
 class CommunicationLogger(FederatedCallback):
-    """Logs ``communication/{up,down,total}_parameters`` and ``_bytes``, cumulative; buffers apart.
+    """Logs ``communication/{up,down,total}_parameters`` and ``_bytes``, cumulative; buffers separately.
 
-    A participant is sent the model (parts of which it has no valid copy) and server state declared ``sent``; it sends
-    its update (parts averaged this round) and its uploads.
+    A participant is sent the model (the parts of which it has no valid copy) and the server states declared ``sent``;
+    it sends its update (the parts averaged this round) and its uploads. Buffers, which travel both ways, are counted
+    in ``communication/buffers_bytes`` alone.
+    Sent: nothing more. Kept: five totals by the server.
+
+    Example:
+        SCAFFOLD communicates two vectors each way where FedAvg communicates one.
+
+        >>> from fl_lightning.callbacks import CommunicationLogger, ControlVariates
+        >>> from fl_lightning.testing import tiny_run
+        >>> fedavg, scaffold = (tiny_run(*methods, CommunicationLogger()) for methods in ([], [ControlVariates()]))
+        >>> name = "communication/total_parameters"
+        >>> float(scaffold.trainer.callback_metrics[name] / fedavg.trainer.callback_metrics[name])
+        2.0
     """
 
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)

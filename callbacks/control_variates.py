@@ -1,7 +1,8 @@
 """SCAFFOLD: control variates.
 
-S. P. Karimireddy et al.: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (ICML 2020), Algorithm 1.
-Each local step follows g + c - c_i, where c_i estimates the client's mean gradient and c their mean over all clients.
+S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh: SCAFFOLD: Stochastic Controlled Averaging
+for Federated Learning (ICML 2020), Algorithm 1, arXiv:1910.06378. Each local step follows g + c - c_i, where c_i
+estimates the client's mean gradient, and c is the mean of c_i over all clients.
 """
 
 from __future__ import annotations
@@ -27,9 +28,25 @@ from fl_lightning.callback import (
 class ControlVariates(FederatedCallback):
     """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i), and c ← c + (n/m) mean(c_i⁺ - c_i).
 
+    Sent: c down, c_i⁺ - c_i up. Kept: c_i by each client, c by the server.
+
     Args:
         estimate: ``"displacement"`` (Option II, above) or ``"gradient"`` (Option I: c_i⁺ = ∇f_i(w^t), weight decay
-            included, one pass over the client's samples a round).
+            included, at the cost of one pass over the client's samples a round).
+
+    Raises:
+        UserError: another estimate.
+
+    Example:
+        c is the mean of all c_i, after every round.
+
+        >>> import torch
+        >>> from fl_lightning.callbacks import ControlVariates
+        >>> from fl_lightning.testing import tiny_run
+        >>> run = tiny_run(ControlVariates(), participation="all")
+        >>> c_i = [run.client_rows.read("ControlVariates.c_i", i) for i in range(6)]
+        >>> torch.stack(c_i).mean(0).allclose(run.server_states["ControlVariates.c"])
+        True
     """
 
     title = "SCAFFOLD"

@@ -1,4 +1,9 @@
-"""How far clients are from the server: the divergence of FedInit and FedSMOO."""
+"""How far clients are from the server: the divergence.
+
+Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise Relaxed Initialization
+(NeurIPS 2023), arXiv:2306.05706, Δ^t, over all clients. Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized
+Sharpness Aware Minimization in Federated Learning (ICML 2023), arXiv:2305.11584, Table 2, over the participants.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,27 @@ from fl_lightning.callback import Clients, ClientState, FederatedCallback, Serve
 
 
 class DivergenceLogger(FederatedCallback):
-    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``.
+    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``, with w⁺ = w^{t+1}.
 
-    participants: mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO, Table 2). all: (1/m) Σ_i ‖last_i - w⁺‖² with last_i the
-    client's latest x_{i,K}, w^0 if none (FedInit's Δ), from sums that are kept up so that a round reads its
-    participants' rows alone. update: ‖w⁺ - w‖². Under partial averaging w⁺ is the evaluated model in the first two.
+    - participants: the mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO).
+    - all: (1/m) Σ_i ‖last_i - w⁺‖², where last_i is the client's latest x_{i,K}, or w^0 before its first (FedInit).
+      It comes from running sums, so that a round reads the rows of its participants alone.
+    - update: ‖w⁺ - w‖².
+
+    Under partial averaging w⁺ is the evaluated model in the first two.
+    Sent: nothing that is counted. Kept: last_i by each client and two sums by the server, for ``divergence/all``.
 
     Args:
-        all_clients: whether to keep what ``divergence/all`` needs, one vector a client; None: up to 1,000 clients.
+        all_clients: whether to log ``divergence/all``; None: with up to 1,000 clients.
+
+    Example:
+        where everyone takes part, the participants are all clients.
+
+        >>> from fl_lightning.callbacks import DivergenceLogger
+        >>> from fl_lightning.testing import tiny_run
+        >>> logged = tiny_run(DivergenceLogger(), participation="all").trainer.callback_metrics
+        >>> logged["divergence/participants"].allclose(logged["divergence/all"])
+        True
     """
 
     moved = Upload(sent=False)

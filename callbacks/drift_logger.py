@@ -10,7 +10,19 @@ from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
 class DriftLogger(FederatedCallback):
     """Logs ``drift/norm``, the mean over S_t of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs of clients.
 
-    u_i = x_{i,K} - w^t; under partial averaging the evaluated model stands for w^t. No cosine if fewer than two moved.
+    u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A client that did not move
+    is in no pair, and without a pair no cosine is logged.
+    Sent and kept: nothing; what the clients hand over to be measured is not counted.
+
+    Example:
+        FedProx's pull keeps clients closer to the server.
+
+        >>> from fl_lightning.callbacks import DriftLogger, ProximalTerm
+        >>> from fl_lightning.testing import tiny_run
+        >>> runs = [tiny_run(ProximalTerm(mu), DriftLogger()) for mu in (0.0, 0.1, 1.0)]
+        >>> weak, middle, strong = (run.trainer.callback_metrics["drift/norm"] for run in runs)
+        >>> bool(weak > middle > strong)
+        True
     """
 
     direction = Upload(sent=False, dtype=torch.float64)

@@ -1,7 +1,8 @@
 """FedNova: normalized averaging.
 
-J. Wang et al.: Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization (NeurIPS 2020).
-Clients that take more local steps do not pull the mean towards their own objectives.
+J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor: Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization (NeurIPS 2020), arXiv:2007.07481. Clients that take more local steps do not pull the mean towards their own
+objectives.
 """
 
 from __future__ import annotations
@@ -16,6 +17,21 @@ class NormalizedAveraging(FederatedCallback):
     """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i, τ_i = ‖a_i‖₁: K_i, or with momentum ρ Σ_{j=1}^{K_i} (1 - ρ^j)/(1 - ρ).
 
     With equal K_i it is FedAvg. Refused together with partial averaging: a kept part moves over several rounds.
+    Sent and kept: nothing more, as the server knows K_i.
+
+    Raises:
+        UserError: another callback of the run decides what clients send, or the run averages parts of the model.
+
+    Example:
+        where all clients take as many steps it is FedAvg; where they do not, it is not.
+
+        >>> from fl_lightning.callbacks import NormalizedAveraging
+        >>> from fl_lightning.testing import tiny_run
+        >>> for work in ({"local_steps": 4}, {"local_epochs": 2}):
+        ...     fednova, fedavg = tiny_run(NormalizedAveraging(), **work), tiny_run(**work)
+        ...     print(fednova.global_vector.allclose(fedavg.global_vector))
+        True
+        False
     """
 
     title = "FedNova"
@@ -26,7 +42,7 @@ class NormalizedAveraging(FederatedCallback):
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
 
     def work(self, clients: Clients) -> Tensor:
-        """τ_i ``(n, 1)``: what the client's optimizer makes of K_i gradients of one."""
+        """τ_i ``(n, 1)``: how far the client's optimizer moves in K_i steps with gradient 1, in units of η."""
         k, rho = clients.steps, clients.momentum
         return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
 

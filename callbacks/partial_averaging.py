@@ -1,8 +1,9 @@
 """FedALS and FedPer: parts of the model that are averaged every so many rounds, or never.
 
-P. Gholami, H. Seferoglu: Improved Generalization of Federated Learning with Less Frequent Averaging of Representation
-Layers (2024), Algorithm 1: the head every round, the extractor every α rounds. M. G. Arivazhagan et al.: Federated
-Learning with Personalization Layers (2019): the head never. Keeping the clients' copies is the framework's work.
+P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated Learning (2024),
+Algorithm 1, arXiv:2404.11754: the head every round, the extractor every α rounds. M. G. Arivazhagan, V. Aggarwal,
+A. K. Singh, S. Choudhary: Federated Learning with Personalization Layers (2019), arXiv:1912.00818: the head never.
+The framework keeps the clients' copies; this class says which part is averaged when.
 """
 
 from __future__ import annotations
@@ -29,17 +30,30 @@ class PartialAveraging(FederatedCallback):
 
     What no pattern names is averaged every round. Without ``periods``, ``extractor`` and ``extractor_layers`` the
     extractor is all layers but the last.
+    Sent: down, the parts of which a client has no valid copy; up, those averaged this round. Kept by each client: its
+    copy of the parts not averaged, and where that copy began.
 
     Args:
         periods: patterns of parameter names (``fnmatch``: ``"head.*"``), each with its period in rounds or
             ``"never"``; of several that match, the first counts.
         period: α, of the extractor, where no ``periods`` are given; 1 is FedAvg.
         extractor: patterns of the extractor's parameter names.
-        extractor_layers: instead: the first so many layers (convolutions, linear, embedding and attention blocks, as
-            registered; a norm belongs to the layer before it).
+        extractor_layers: or how many layers it has, from the first (convolutions, linear, embedding and attention
+            blocks, as registered; a norm belongs to the layer before it).
 
     Raises:
-        UserError: a pattern that matches nothing, a period below 1, more layers than there are, two ways at once.
+        UserError: a pattern that matches nothing, a period below 1, more layers than there are, or two of
+            ``periods``, ``extractor`` and ``extractor_layers`` at once.
+
+    Example:
+        FedALS. Before round 10 the server's extractor rests, its head does not.
+
+        >>> from fl_lightning.callbacks import PartialAveraging
+        >>> from fl_lightning.testing import tiny_run
+        >>> one, two = (tiny_run(PartialAveraging(period=10), rounds=t) for t in (1, 2))
+        >>> moved = one.global_vector != two.global_vector
+        >>> {name: bool(moved[where].any()) for name, (where, _) in one.layout.items()}
+        {'first.weight': False, 'first.bias': False, 'head.weight': True, 'head.bias': True}
     """
 
     title = "FedALS"

@@ -26,8 +26,8 @@ _LINES = 20  # of a run whose output is not a terminal
 class FederatedProgressBar(ProgressBar):
     """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02 left``.
 
-    On a terminal it is drawn again at most ten times a second; elsewhere (a file, a pipe) some twenty plain lines
-    a run are printed. After the fit the closing table and the run's warnings follow.
+    On a terminal it is redrawn at most ten times a second; elsewhere (a file, a pipe) about twenty plain lines are
+    printed in a run. After the fit, the closing table and the run's warnings follow.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class FederatedProgressBar(ProgressBar):
         if self._bar is not None:
             self._read(trainer)
             self._draw(self._done)
-        elif self._printed != self._done:  # stopped early: the last round is said all the same
+        elif self._printed != self._done:  # stopped early: the last round is printed, too
             self._line(trainer)
         self._close()
 

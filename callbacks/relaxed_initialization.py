@@ -1,7 +1,8 @@
 """FedInit: relaxed initialization.
 
 Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise Relaxed Initialization
-(NeurIPS 2023), Algorithm 1. Each client starts away from where it ended last: x_{i,0} = w + β (w - last_i).
+(NeurIPS 2023), Algorithm 1, arXiv:2306.05706. Each client starts beyond w, seen from where it last ended:
+x_{i,0} = w + β (w - last_i).
 """
 
 from __future__ import annotations
@@ -33,12 +34,29 @@ def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
 class RelaxedInitialization(FederatedCallback):
     """x_{i,0} = w^t + β (w^t - x_{i,K} of the client's latest round).
 
-    With ``aggregate="models"`` a constant drift is amplified without bound iff β > n/(m - n): a warning says so.
+    Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` a constant drift is amplified
+    without bound iff β > n/(m - n); a warning says so.
+    Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: that x_{i,K} by each client.
 
     Args:
         beta: β; 0 is FedAvg, may be negative.
-        aggregate: ``"models"``: the server averages x_{i,K}, as the paper writes; ``"updates"``: what moved,
+        aggregate: what the server averages: ``"models"``, x_{i,K}, as the paper has it; ``"updates"``,
             x_{i,K} - x_{i,0}, as the authors' simulator does.
+
+    Raises:
+        UserError: another aggregate, or beta is neither a finite number nor a schedule.
+
+    Example:
+        a round with learning rate 0 ends where it starts, at w + β (w - last_i).
+
+        >>> from fl_lightning.callbacks import RelaxedInitialization
+        >>> from fl_lightning.schedules import Steps
+        >>> from fl_lightning.testing import tiny_run
+        >>> options = {"participation": "all", "lr_decay": Steps({0: 1.0, 1: 0.0})}
+        >>> one, two = (tiny_run(RelaxedInitialization(beta=0.1), rounds=t, **options) for t in (1, 2))
+        >>> last, start = (run.client_rows.read("RelaxedInitialization.last", 0) for run in (one, two))
+        >>> start.allclose(one.global_vector + 0.1 * (one.global_vector - last))
+        True
     """
 
     title = "FedInit"

@@ -16,7 +16,7 @@ from fl_lightning.devices import to_device
 
 @dataclass(frozen=True)
 class Draws:
-    """Drawn for n images: offsets (row, column) into the padded image ``(n, 2)``, who is flipped ``(n,)``."""
+    """Draws for n images: offsets (row, column) into the padded image ``(n, 2)``, and which are flipped ``(n,)``."""
 
     offsets: NDArray[np.int64]
     flips: NDArray[np.bool_]
@@ -37,7 +37,7 @@ class CropFlip:
         return Draws(rng.integers(0, 2 * self.padding + 1, (n, 2)), flips)
 
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
-        """Images x ``(n, channels, height, width)`` of any dtype: changed, in a new tensor."""
+        """Images x ``(n, channels, height, width)`` of any dtype, augmented, in a new tensor."""
         p, (height, width) = self.padding, x.shape[-2:]
         offsets = to_device(draws.offsets, x.device)
         windows = pad(x, (p, p, p, p)).unfold(2, height, 1).unfold(3, width, 1)

@@ -1,4 +1,4 @@
-"""What every federated data module does: split, batch by client, evaluate on the global sets."""
+"""What all federated data modules share: the split, batches by client, evaluation on the global sets."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 class FederatedDataModule(pl.LightningDataModule):
     """Training samples split over clients; validation and test sets stay whole.
 
-    Subclasses override ``load``, which sets ``train_set`` and, where there are such data, ``val_set`` and
-    ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``. Where their
-    class has the attributes ``sample_shape`` (of x) and ``num_classes``, the command line builds networks to fit.
+    Subclasses override ``load``, which sets ``train_set`` and, where such data exist, ``val_set`` and ``test_set``
+    (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``. Where a subclass has the
+    attributes ``sample_shape`` (of x) and ``num_classes``, the command line builds networks to fit.
 
     Args:
-        num_clients: None: as many as the partition or the data set itself says.
+        num_clients: None: as many as the partition or the data set has.
         partition: None: ``IID()``, or the data set's own clients where it has them.
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
@@ -124,7 +124,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if of_run is None else int(of_run)
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, once a seed."""
+        """Load once, and split once per seed."""
         if self.train_set is None:
             self.load()
             check_biases(self.biases, self.train_set)
@@ -136,7 +136,7 @@ class FederatedDataModule(pl.LightningDataModule):
             self._split_seed = seed
 
     def _ready(self) -> None:
-        """For use without a trainer, which would have called these two."""
+        """Prepare and set up, where no Trainer has done so."""
         if self._split_seed is None:
             self.prepare_data()
             self.setup()
@@ -163,17 +163,16 @@ class FederatedDataModule(pl.LightningDataModule):
             return len(self._split.clients)
         own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        return len(self._who.clients) if count is None or own_groups else count  # known when the data are
+        return len(self._who.clients) if count is None or own_groups else count  # known once the data are
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Shape of x where the class is given ``arguments``, known without the data; None: not known."""
+        """Shape of x for a class with these arguments, as far as it is known without the data; None: it is not."""
         return cls.sample_shape
 
     @property
     def num_classes(self) -> int | None:
-        """Largest label of the training data plus one; None where they have no class labels. Packaged data sets have
-        it as an attribute of their class."""
+        """The training data's largest label plus one; None without class labels. A class attribute of packaged sets."""
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 
@@ -187,7 +186,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def partition_hash(self) -> str:
-        """Sixteen hexadecimal digits: the same for the same split."""
+        """Sixteen hexadecimal digits, the same for the same split."""
         return self._who.hash
 
     def partition_table(self) -> str:

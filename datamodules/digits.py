@@ -18,9 +18,8 @@ from fl_lightning.sampling import generator
 class Digits(FederatedDataModule):
     """1,797 grey images ``(1, 8, 8)`` of ten digits, with levels 0 to 16 (Alpaydin & Kaynak, 1998).
 
-    A fifth of each class, the same whatever the seed, is the test set. ``root`` and ``download`` are not
-    needed: the images come with scikit-learn. ``augment``: random crops with padding 1. The rest as for
-    ``MNIST``.
+    A fifth of each class, the same whatever the seed, is the test set. ``root`` and ``download`` are not needed: the
+    images come with scikit-learn. ``augment``: random crops with padding 1. All other arguments as for ``MNIST``.
     """
 
     default_clients = 10

@@ -1,4 +1,4 @@
-"""Datasets and data modules that know nothing of clients, federated by a partition."""
+"""Datasets and data modules that know nothing about clients, federated by a partition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FromDatasets(FederatedDataModule):
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the dataset's
             attribute ``targets`` or ``labels``.
         clients: instead of ``train``: one Dataset a client, where the split exists already.
-        collate: makes a batch of a list of samples; None: torch's ``default_collate``.
+        collate: turns a list of samples into a batch; None: torch's ``default_collate``.
         num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for 0 too where the
             datasets draw no random numbers: with processes these follow (seed, round, client, step).
     """
@@ -93,7 +93,7 @@ class FromDatasets(FederatedDataModule):
 
 
 class FromDataModule(FederatedDataModule):
-    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders stay.
+    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders stay as they are.
 
     Its transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation, with its
     ``trainer`` in place; ``teardown``, ``state_dict``, hyper-parameters and other attributes are the data module's own.

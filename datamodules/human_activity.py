@@ -1,4 +1,4 @@
-"""UCI HAR: six activities of thirty persons, from a phone's motion sensors; naturally federated."""
+"""UCI HAR: six activities of thirty people, from a phone's motion sensors; naturally federated."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ CHANNELS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") 
 
 
 class HumanActivity(FederatedDataModule):
-    """7,352 training and 2,947 test windows (Anguita et al., 2013); labels 0 to 5; one client a subject (21)
-    by default.
+    """7,352 training and 2,947 test windows (Anguita et al., 2013), labels 0 to 5; one client a subject, 21 in all.
 
     Args:
         root: the folder that holds ``UCI HAR Dataset``, or that folder itself.
         features: ``"signals"``: the nine inertial signals ``(9, 128)``, each normalised by the training
             set's mean and deviation, from ``signals_train.npy`` or the official text files; ``"features"``:
             the 561 computed ones.
-        augment: there is none for signals: must be False.
+        augment: has to be False, as there is no augmentation of signals.
 
     The other arguments are those of ``MNIST``.
     """
@@ -112,7 +111,7 @@ class HumanActivity(FederatedDataModule):
         self.train_set, self.test_set = TensorSamples(x, y), TensorSamples(x_test, y_test)
 
     def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``, line i of each for window i."""
+        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``: entry i of each belongs to window i."""
         folder = self._folder / part
         y = _read(folder / f"y_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1)) - 1
         subjects = _read(folder / f"subject_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1))

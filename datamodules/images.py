@@ -26,9 +26,9 @@ class ImageDataModule(FederatedDataModule):
         partition: None: ``IID()``.
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch.
-        val_fraction: share of the training data held out for validation; 0: validate on the standard test
-        set. augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for CIFAR
-        alone. download: get the files first, where they are missing.
+        val_fraction: share of the training data held out for validation; 0: validate on the standard test set.
+        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: only for CIFAR.
+        download: whether to get missing files first.
         seed: None: the run's.
     """
 
@@ -74,7 +74,7 @@ class ImageDataModule(FederatedDataModule):
         raise NotImplementedError
 
     def _broken(self) -> str | None:
-        """The first of the files that is damaged."""
+        """The first damaged file, or None."""
         raise NotImplementedError
 
     def _samples(self, dataset: Any) -> TensorSamples:

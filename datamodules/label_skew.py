@@ -14,13 +14,13 @@ from fl_lightning.sampling import generator
 
 
 class _LabelSkew(Partition):
-    """Each client draws class proportions q, then its samples' classes from q; all clients of one size."""
+    """Each client draws class proportions q, then its samples' classes from q; all clients have the same size."""
 
     replacement: bool
     samples_per_client: int | None
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        """One client's class proportions ``(C,)``, given the data's class counts; what the subclasses are."""
+        """One client's class proportions ``(C,)``, given the data's class counts; subclasses differ in this."""
         raise NotImplementedError
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
@@ -41,7 +41,7 @@ class _LabelSkew(Partition):
                 f"{len(labels) // num_clients}, or replacement=True."
             )
         _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        self._proportions(generator(seed, "partition", 0), counts)  # complains now rather than when drawn
+        self._proportions(generator(seed, "partition", 0), counts)  # raises now rather than at the first draw
         pool = np.argsort(inverse, kind="stable")
         if not self.replacement:
             return self._without(pool, counts, num_clients, size, seed)
@@ -64,7 +64,7 @@ class _LabelSkew(Partition):
         for client in range(num_clients):
             rng = generator(seed, "partition", client)
             q, taken, left = self._proportions(rng, counts), np.zeros_like(counts), size
-            while left:  # draws of a class that is used up are repeated without it: at most one turn a class
+            while left:  # what a class that is used up cannot give is drawn again without it: at most once per class
                 q = np.where(stock - taken > 0, q, 0.0)
                 if q.sum() > 0:
                     q = q / q.sum()
@@ -73,8 +73,8 @@ class _LabelSkew(Partition):
                     more = rng.multivariate_hypergeometric(stock - taken, left, method="marginals")
                 taken += more
                 left -= int(more.sum())
-            parts = [s[a : a + k] for s, a, k in zip(stocks, used, taken, strict=True) if k]
-            clients.append(np.concatenate(parts))
+            by_class = [s[a : a + k] for s, a, k in zip(stocks, used, taken, strict=True) if k]
+            clients.append(np.concatenate(by_class))
             stock -= taken
             used += taken
         return clients
@@ -89,7 +89,7 @@ def _check_samples(owner: Partition, samples_per_client: int | None) -> None:
 
 
 class Dirichlet(_LabelSkew):
-    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019); sizes all ⌊N/m⌋.
+    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019); all sizes are ⌊N/m⌋.
 
     Args:
         alpha: the smaller, the fewer classes a client has.
@@ -124,8 +124,8 @@ class Dirichlet(_LabelSkew):
 class Pathological(_LabelSkew):
     """Each client has ``classes`` classes, drawn without replacement for it, in equal proportions.
 
-    ``replacement`` and ``samples_per_client`` as for ``Dirichlet``; without replacement the last clients may
-    get samples of other classes, where their own are used up.
+    ``replacement`` and ``samples_per_client`` as for ``Dirichlet``; without replacement, the last clients may get
+    samples of other classes where their own are used up.
     """
 
     def __init__(self, classes: int, replacement: bool = False, samples_per_client: int | None = None) -> None:

@@ -27,9 +27,9 @@ KEPT_BYTES = 256 * 2**20  # evaluation batches are made once and kept up to this
 
 
 class Batches:
-    """A loader for Lightning: batches made by ``make``, kept after the first pass where ``keep``.
+    """A loader for Lightning: batches made by ``make``, kept after the first pass if ``keep``.
 
-    A class of its own, since Lightning takes a list for several loaders.
+    It is a class, since Lightning would take a list for several loaders.
     """
 
     def __init__(self, make: Callable[[], Iterator[Batch]], count: int, keep: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of one's own as a federated data module."""
+"""Your own tensors as a federated data module."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class InMemoryDataModule(FederatedDataModule):
     """Federated data from tensors (or NumPy arrays) in memory.
 
     Args:
-        train: ``(x, y)``, N samples each. x of uint8 becomes float32 in [0, 1] when it is used, any other
-            type stays; whole numbers y become int64.
+        train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used, any other dtype stays;
+            whole numbers y become int64.
         test, val: ``(x, y)``; without ``val`` the test set is validated on.
         clients: one array of positions in the training data for each client; any sequence, lazy ones too.
         partition, num_clients: instead of ``clients``: how to split, and over how many.
-        transform: called on x of each batch, training and evaluation alike; the same input must give the
-        same output.
+        transform: called on x of each batch, in training and evaluation alike; the same input has to give the same
+            output.
 
     >>> import torch
     >>> data = InMemoryDataModule((torch.eye(6), torch.arange(6) % 2), clients=[[0, 1], [2, 3, 4, 5]])

@@ -1,7 +1,6 @@
 """Partitions: who holds which training samples. Pure functions of (labels, number of clients, seed).
 
-Drawn per client where that is possible: a million clients with replacement cost nothing until they are
-sampled.
+Where possible, each client is drawn by itself: a million clients with replacement cost nothing until they are sampled.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class LazyClients(Sequence[Indices]):
 
 
 class Partition:
-    """Base class of partitions: override ``split``; keep the constructor's arguments as attributes of their
-    names.
+    """Base class of partitions: override ``split``; keep the constructor's arguments as attributes of the same name.
 
     >>> class EverySoMany(Partition):
     ...     needs_labels = False
@@ -73,15 +71,17 @@ class Partition:
         return None
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
-        """One index array a client: positions in ``labels`` ``(N,)``; the same for the same three arguments.
+        """One index array per client: positions in ``labels`` ``(N,)``; the same for the same three arguments.
 
-        Draw random numbers from ``fl_lightning.sampling.generator(seed, "partition", …)`` alone.
-        Raises UserError where a client would be left without samples.
+        Draw random numbers only from ``fl_lightning.sampling.generator(seed, "partition", …)``.
+
+        Raises:
+            UserError: a client would be left without samples.
         """
         raise NotImplementedError
 
     def restrict(self, kept: Indices) -> Partition:
-        """The partition of the samples ``kept`` alone (the others are held out for validation)."""
+        """The partition of only the samples ``kept`` (the rest is held out for validation)."""
         return self
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ def need_samples(num_clients: int, samples: int) -> None:
 
 
 def check_number(owner: Partition, name: str, value: float, zero: bool = False) -> None:
-    """Raises UserError unless the value is finite and positive (or zero, where that is accepted)."""
+    """Refuse a value that is not finite and positive (or zero, where that is accepted)."""
     ok = isinstance(value, Real) and math.isfinite(value) and (value >= 0 if zero else value > 0)
     if not ok:
         accepted = "a number of at least 0" if zero else "a number above 0"
@@ -142,9 +142,9 @@ class QuantitySkew(Partition):
 
 
 def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
-    """Whole numbers of at least one, of the given sum, nearly proportional to ``weights``."""
+    """Whole numbers of at least one that sum to ``total``, nearly proportional to ``weights``."""
     weights = weights / weights.max()
-    ones = np.zeros(len(weights), dtype=bool)  # whose share would be below one: at least one more a turn
+    ones = np.zeros(len(weights), dtype=bool)  # whose share would be below one; each pass adds at least one
     while True:
         rest = np.where(ones, 0.0, weights)
         quota = np.where(ones, 1.0, rest * ((total - ones.sum()) / rest.sum()))
@@ -159,9 +159,9 @@ def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
 
 
 class ByGroup(Partition):
-    """The data's own clients: one client a distinct value of ``groups`` ``(N,)``, in ascending order.
+    """The data's own clients: one for each distinct value of ``groups`` ``(N,)``, in ascending order.
 
-    ``groups=None``: those that the data set brings along (``HumanActivity``: the subjects).
+    ``groups=None``: those that come with the data set (``HumanActivity``: the subjects).
     """
 
     needs_labels = False
@@ -245,7 +245,7 @@ def digest(array: NDArray[Any]) -> str:
 
 
 def check_client(client: int, indices: Any, total: int) -> None:
-    """Raises UserError unless there is an index and all are whole numbers below ``total``."""
+    """Refuse a client without indices, or with other indices than whole numbers from 0 below ``total``."""
     array = np.asarray(indices)
     if array.ndim != 1 or len(array) == 0:
         raise UserError(f"Client {client} has no samples (indices of shape {array.shape}): give each at least one.")

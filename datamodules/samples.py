@@ -1,4 +1,4 @@
-"""Where samples lie and how batches of them are made: tensors in memory, or any map-style dataset."""
+"""Where samples lie, and how they become batches: tensors in memory, or any map-style dataset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fl_lightning.errors import UserError
 
 Batch = Any
 CPU = torch.device("cpu")
-CHUNK_BYTES = 64 * 2**20  # so much of an epoch is gathered at once
+CHUNK_BYTES = 64 * 2**20  # how much of an epoch is gathered at once
 EVALUATION_BATCH, EVALUATION_BYTES = 1000, 64 * 2**20  # the most of a batch, where nothing is asked for
 Change = Callable[[Tensor, Tensor, slice], Tensor]  # (pixels, labels, which of the epoch's samples) -> pixels
 
@@ -43,16 +43,15 @@ class Samples(Protocol):
         biases: Change | None = None,
         augment: Change | None = None,
     ) -> Iterator[Batch]:
-        """The samples ``index`` in this order, ``size`` at a time, the last batch perhaps shorter."""
+        """The samples ``index`` in this order, ``size`` at a time; the last batch may be shorter."""
         ...
 
 
 class TensorSamples:
     """Samples x ``(N, …)`` and y ``(N, …)`` in memory; batches are slices of one gathered tensor.
 
-    uint8 images are kept as they are, and become float32 ``(x / scale - mean) / std`` when gathered (mean
-    and std one a channel); every other dtype stays what it is. ``transform`` is called on each batch's x
-    last.
+    uint8 images are kept as they are, and become float32 ``(x / scale - mean) / std`` when gathered (one mean and std
+    per channel); every other dtype stays what it is. Finally, ``transform`` is called on each batch's x.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class TensorSamples:
 
     @property
     def in_pixel_range(self) -> bool:
-        """Whether x has channels and its values, of uint8 or of floats in [0, 1], are pixels."""
+        """Whether x are pixels: with channels, and of uint8 or floats in [0, 1]."""
         x = self.x
         unit = x.is_floating_point() and float(x.min()) >= 0 and float(x.max()) <= 1
         return x.ndim >= 3 and (self.image or unit)
 
     def _on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, y, factor and shift there; x and y stay here when they would take half of what is free."""
+        """x, y, factor and shift on ``device``; x and y stay on the CPU where they would fill half of what is free."""
         with self._lock:
             if device not in self._there:
                 nbytes = self.x.nbytes + self.y.nbytes
@@ -125,7 +124,7 @@ class TensorSamples:
             if self._normalised:
                 x.add_(shift)
         elif self.image:
-            x = x.mul_(factor * self._scale).add_(shift)  # a tensor of our own: biases made it
+            x = x.mul_(factor * self._scale).add_(shift)  # in place, as biases made a new tensor
         return x, y
 
     def batches(
@@ -257,8 +256,8 @@ def find_targets(dataset: Any) -> Any:
         whole = find_targets(dataset.dataset)
         return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
-        parts = [find_targets(one) for one in dataset.datasets]
-        return None if any(part is None for part in parts) else np.concatenate([np.asarray(p) for p in parts])
+        of_each = [find_targets(one) for one in dataset.datasets]
+        return None if any(of is None for of in of_each) else np.concatenate([np.asarray(of) for of in of_each])
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[1] if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1 else None
     for name in ("targets", "labels"):

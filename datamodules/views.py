@@ -114,7 +114,7 @@ def partition_figure(data: Partitioned) -> Figure:
 
 
 def save_partition(path: Path, clients: Sequence[Indices], labels: Indices) -> None:
-    """Written aside and renamed, so that a file of this name is always whole."""
+    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always whole."""
     arrays = [np.asarray(indices, np.int64) for indices in clients]
     with written_aside(path) as file:
         np.savez_compressed(

@@ -1,4 +1,4 @@
-"""``fl-lightning``: what answers at once answers here; the rest is imported when it is needed."""
+"""``fl-lightning``: what can be answered at once is answered here; the rest is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and give its exit status.
 
     0 done · 2 something to mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round.
-    Exceptions of the user's own code are raised as they are (status 1).
+    Exceptions from the user's own code are raised unchanged (status 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("FL_DEBUG", "") not in ("", "0")

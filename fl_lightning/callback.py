@@ -48,7 +48,7 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, and the aggregation weights' name."""
+    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, and ``weighting`` as it was given."""
 
     n: int
     m: int
@@ -56,12 +56,12 @@ class RunFacts:
 
 
 class Note:
-    """Something to say of a run before it begins, where it holds: a warning, repeated in the run's card.
+    """Something to say about a run before it begins: a warning where it applies, repeated in the run's card.
 
     Args:
-        text: may name attributes of the method, and ``values``, in braces.
-        when: whether it holds for a method in a run.
-        values: more of what the text names, each a function of the method and the run.
+        text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to ``values``.
+        when: whether it applies to a method in a run.
+        values: further names for the text, each a function of the method and the run.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Note:
         self.text, self.when, self.values = text, when, values
 
     def about(self, method: FederatedCallback, run: RunFacts) -> str:
-        """The text for this method and run; empty where it does not hold."""
+        """The text for this method and run; empty where it does not apply."""
         if not self.when(method, run):
             return ""
         values = {name: value(method, run) for name, value in self.values.items()}
@@ -89,7 +89,7 @@ class FederatedCallback(pl.Callback):
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end` and
     :meth:`on_server_update`. Hooks that take ``clients`` may run in several threads at once with different clients:
     they set no attribute of ``self``, do not synchronise with the host and do not branch on data. A hook with one owner
-    (perturbation, on_loss_gradient, transmit, aggregate, parts) can be overridden by one callback of a run only.
+    (perturbation, on_loss_gradient, transmit, aggregate, parts) may be overridden by only one callback of a run.
 
     Example:
         >>> class Proximal(FederatedCallback):
@@ -112,14 +112,14 @@ class FederatedCallback(pl.Callback):
     """What the server can compute from what ``transmit`` sends: x_{i,K}, x_{i,K} - x_{i,0}, or neither."""
 
     moves_start: ClassVar[bool] = True
-    """Whether ``on_local_start`` changes ``clients.x``. False: it prepares the local steps alone, and starting at w,
-    the server knows the clients' displacement from what they send."""
+    """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps; clients then start at
+    w, so that the server knows their displacement from what they send."""
 
     cannot_run_with: ClassVar[dict[str, str]] = {}
-    """A hook, or a callback's class name, that another callback of the run must not have, and why not."""
+    """``{hook or class name: reason}``: what another callback of the run must not override, or must not be."""
 
     notes: ClassVar[tuple[Note, ...]] = ()
-    """What there is to say of a run before it begins."""
+    """What the method has to say about a run before it begins."""
 
     _declared: dict[str, Declaration]
     _bound_ledger: Staging | None
@@ -159,11 +159,11 @@ class FederatedCallback(pl.Callback):
     @property
     def _ledger(self) -> Staging:
         if self._bound_ledger is None:
-            raise RuntimeError(f"{type(self).__name__}'s declared state can be read during a run alone")
+            raise RuntimeError(f"{type(self).__name__}'s declared state can only be read during a run")
         return self._bound_ledger
 
     def on_round_start(self, server: Server) -> None:
-        """At the server, before any client."""
+        """At the server, before any client trains."""
 
     def on_local_start(self, clients: Clients) -> None:
         """``clients.x`` ``(n, D)`` holds what the clients start from; change it in place or assign it."""
@@ -171,15 +171,15 @@ class FederatedCallback(pl.Callback):
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
         """One owner. The loss gradient is taken again at x + the returned ``(n, D)``: same batch, same randomness.
 
-        ``gradient`` may be changed and returned; its memory is used again, so keep a copy, if anything.
+        ``gradient`` may be changed and returned; its memory is reused, so keep a copy of what is needed later.
         """
         raise NotImplementedError
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """One owner. The gradient of the loss ``(n, D)``, to mix: in place, or return the new one."""
+        """One owner. Mix the gradient of the loss ``(n, D)`` with others: in place, or return the new one."""
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """Add a correction to the gradient ``(n, D)``: in place, or return the new one. Then clipping, optimizer."""
+        """Add a correction to the gradient ``(n, D)``: in place, or return the new one. Clipping comes next."""
 
     def on_local_step_end(self, clients: Clients) -> None:
         """After the client optimizer's step."""

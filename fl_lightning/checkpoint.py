@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides Lightning's own, and how a run takes it up again."""
+"""What a checkpoint holds besides Lightning's own, and how a run goes on from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Identity:
 
     @classmethod
     def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
-        """That of a run; ``arguments``: without those of the data, which are added."""
+        """The identity of a run; ``arguments``: without the data's, which are added here."""
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
@@ -80,10 +80,10 @@ class Identity:
 def content(
     identity: Identity, state: RunState, model: GlobalModel, named: Collection[str], plan: EnginePlan, disk: RowsOnDisk
 ) -> dict[str, Any]:
-    """What lies under :data:`KEY` in a checkpoint; in every process, as rows are written.
+    """What lies under :data:`KEY` in a checkpoint; called in every process, because each writes its rows.
 
     Args:
-        named: what the checkpoint's ``state_dict`` holds of the learner: what is evaluated, by name.
+        named: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
     """
     return {
         "version": 1,
@@ -102,7 +102,7 @@ def content(
 
 
 def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None) -> RunState:
-    """The run's state that a checkpoint holds, its rows to be read when they are needed; w and buffers are set.
+    """The run's state from a checkpoint, whose rows are read when they are needed; also sets w and the buffers.
 
     Raises:
         UserError: the rows are not where the checkpoint says.
@@ -126,8 +126,8 @@ class RowsOnDisk:
     """Where a run's client rows lie on disk, and which of them its checkpoints need.
 
     Args:
-        folder: of their segments: ``state/`` of the run.
-        checkpoints: folders of the run's checkpoints.
+        folder: where their segments lie: ``state/`` of the run.
+        checkpoints: the folders of the run's checkpoints.
     """
 
     def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
@@ -145,7 +145,7 @@ class RowsOnDisk:
         return cls((first.parent if first.name == "checkpoints" else first) / "state", checkpoints)
 
     def flushed(self, rows: ClientRows) -> dict[str, Any]:
-        """Write the rows that changed; gives what finds them again (runs in every process)."""
+        """Write the rows that changed; gives what is needed to find them again. Called in every process."""
         store = rows.store
         if store.names():
             store.flush(self.folder)
@@ -158,7 +158,7 @@ class RowsOnDisk:
         return {"clients": index, "folders": folders}
 
     def _indices(self) -> Iterator[Index]:
-        """Which rows the checkpoints beside this run's need, looked up when asked for; each file is opened once."""
+        """Which rows the checkpoints in these folders need; each file is opened once, when it is first asked for."""
         present: dict[Any, Any] = {}
         for directory in self.checkpoints:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
@@ -170,7 +170,7 @@ class RowsOnDisk:
 
 
 def index_in(path: Path) -> Index:
-    """A checkpoint's index of rows, copied out of the file; of a file that is not ours or damaged: none."""
+    """A checkpoint's index of rows, copied out of the file; empty where the file is damaged or not a run's."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         entries = loaded[KEY]["clients"]
@@ -193,7 +193,7 @@ def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
 
 
 def plain_hyper_parameters(saved: dict[str, Any], of_learner: dict[str, Any]) -> None:
-    """Leave those that can be read back: the learner's, and the data module's."""
+    """Keep only hyper-parameters that can be read back: the learner's, and the data module's."""
     saved["hyper_parameters"] = of_learner
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
     saved["datamodule_hyper_parameters"] = {name: value for name, value in of_data.items() if is_plain(value)}
@@ -215,7 +215,7 @@ def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_weights(learner: Any, weights: dict[str, Tensor]) -> None:
-    """Refuse weights of another model than the learner.
+    """Refuse weights that belong to a model other than the learner.
 
     Raises:
         UserError: with the first that is missing, of another shape, or unknown.

@@ -38,7 +38,7 @@ def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot honour.
 
     Raises:
-        UserError: not a LightningModule, manual optimization, an own optimizer step or gradient hooks.
+        UserError: not a LightningModule, manual optimization, or an optimizer step or gradient hooks of its own.
     """
     name = type(learner).__name__
     bases = [c for c in type(learner).__mro__ if c.__name__ == "LightningModule"]
@@ -150,7 +150,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_fixed_parameters(trainer: Any) -> None:
-    """Refuse callbacks that change during a fit which parameters are trained.
+    """Refuse callbacks that change which parameters are trained during a fit.
 
     Raises:
         UserError: with the callback's name.
@@ -185,7 +185,7 @@ def check_data(data: Any) -> None:
 
 
 def count_participants(participation: str | int | float, num_clients: int) -> int:
-    """n of m, rounded half up in exact arithmetic of the decimal form, at least one.
+    """n of m: a fraction is rounded half up, computed exactly from its decimal form; at least one.
 
     >>> [count_participants(p, 25) for p in ("all", 3, 0.1, 0.001)]
     [25, 3, 3, 1]
@@ -240,7 +240,7 @@ def positive(name: str, value: float | str | None, whole: bool = False, or_auto:
 def rate(name: str, value: object) -> None:
     """Refuse a decay that is neither a finite number above 0 nor a schedule.
 
-    0 is refused as well: by decay ** t the first round would be the only one that learns.
+    0 is refused as well: with 0 ** t the first round would be the only one that learns.
     """
     if isinstance(value, Schedule):
         return
@@ -255,12 +255,12 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
     """Refuse a decay or schedule that becomes negative, or too large for single precision, within a run.
 
     Args:
-        rounds: how many are asked for; -1: without end.
+        rounds: how many are asked for; -1: no end.
 
     Raises:
         UserError: names the first such round.
     """
-    last = 10_000 if rounds < 0 else min(rounds, 10_000)  # beyond it a run sees for itself
+    last = 10_000 if rounds < 0 else min(rounds, 10_000)  # later rounds are checked as they come
     largest = float(torch.finfo(torch.float32).max)
     if isinstance(decay, Schedule):
         for t in [*range(last), *([rounds - 1] if rounds > last else [])]:

@@ -1,4 +1,4 @@
-"""Memory: what the host keeps for itself, and what goes to a GPU and back through pinned memory."""
+"""Memory: what the process keeps for reuse, and copies to a GPU and back through pinned memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 def keep_memory() -> None:
     """Let the C library keep the memory of freed tensors for the next ones, in this process.
 
-    By default glibc gives large blocks back to the system, which clears each page anew in each local step: a tenth of
-    a convolutional network's time. What the environment says of malloc stays; elsewhere than on glibc nothing happens.
+    By default glibc returns large blocks to the system, which then clears every page again in each local step: a tenth
+    of a convolutional network's time. Settings of malloc in the environment are respected; without glibc nothing
+    happens.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -25,7 +26,7 @@ def keep_memory() -> None:
     except (OSError, TypeError, AttributeError):
         return
     for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26), (M_MMAP_THRESHOLD, 2**25)):
-        mallopt(option, value)  # the largest that it takes; a thread's memory grows by 2**26, and shrinks by no less
+        mallopt(option, value)  # the largest values allowed; a thread's memory grows by 2**26, and shrinks by no less
 
 
 def prepare_process(device: torch.device) -> None:
@@ -37,10 +38,10 @@ def prepare_process(device: torch.device) -> None:
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor, array or list of numbers, there.
+    """A tensor, array or list of numbers, as a tensor on ``device``.
 
-    A copy from pageable memory would wait for all that the stream was given before: with several epochs a client,
-    clients would run one after the other whatever stream they are on.
+    A copy from pageable memory would wait for everything that the stream was given before: with several epochs a
+    client, clients would run one after the other whatever stream they are on.
     """
     tensor = torch.as_tensor(value, dtype=dtype)
     if device.type == "cuda" and not tensor.is_cuda:
@@ -49,7 +50,7 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows in the host's memory; from a GPU side by side, waited for once."""
+    """The rows in the host's memory; copies from a GPU run side by side, and are waited for once."""
     there: dict[str, Tensor] = {}
     for key, row in rows.items():
         row = row.detach()

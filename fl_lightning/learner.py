@@ -1,4 +1,4 @@
-"""What a learner is: its trainable parameters as one flat vector, its buffers, its layers, the modules inside it."""
+"""A learner taken apart: its trainable parameters as one flat vector, its buffers, its layers, the modules inside."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
     >>> layout.size, layout["bias"]
     (8, (slice(6, 8, None), torch.Size([2])))
 
-    ``layers``: the names of each layer's parameters, as :func:`layers_of` has them.
+    ``layers``: the names of each layer's parameters, as :func:`layers_of` gives them.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -67,7 +67,7 @@ def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def all_finite(v: Tensor) -> bool:
-    """Whether no entry is infinite or NaN; a finite sum, which is quick, says so."""
+    """Whether no entry is infinite or NaN; where the sum is finite, which is quick to see, none is."""
     return bool(torch.isfinite(v.sum())) or bool(torch.isfinite(v).all())
 
 
@@ -83,10 +83,10 @@ def lightning_modules(learner: nn.Module) -> list[Any]:
 
 
 def check_trainable(learner: nn.Module, layout: Layout) -> None:
-    """Refuse another set of trainable parameters than the run began with.
+    """Refuse a set of trainable parameters other than the one the run began with.
 
     Raises:
-        UserError: ``requires_grad`` of some was changed since.
+        UserError: ``requires_grad`` of some has been changed since.
     """
     now = {name for name, _ in trainable(learner)}
     if now == layout.keys():
@@ -101,7 +101,7 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
 
 
 def buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
-    """Where each buffer is registered (shared ones in several places), and the tensor there, or None."""
+    """Where each buffer is registered (a shared one in several places), and its tensor, or None."""
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     tensors: dict[str, Tensor | None] = {}
     names: dict[int, str] = {}
@@ -120,7 +120,7 @@ def buffer_values(learner: nn.Module) -> dict[str, Tensor]:
 
 
 def layers_of(learner: nn.Module) -> list[list[str]]:
-    """Names of the parameters of each layer; parameters of other modules belong to the last layer registered before."""
+    """Names of each layer's parameters; those of other modules belong to the layer registered before them."""
     layers: list[list[str]] = []
     early: list[str] = []
     inside = "\0"
@@ -141,7 +141,7 @@ def layers_of(learner: nn.Module) -> list[list[str]]:
 
 
 def check_learner_parameters(learner: nn.Module) -> None:
-    """Refuse what has no place in one flat vector.
+    """Refuse parameters that cannot lie in one flat vector.
 
     Raises:
         UserError: lazy parameters, several dtypes, or nothing to train.

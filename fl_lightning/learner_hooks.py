@@ -1,4 +1,4 @@
-"""The learner's own hooks, run as if it were alone, on the global model."""
+"""The learner's own hooks, called on the global model as if the learner were trained by itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LearnerHooks(pl.LightningModule):
         return self.learner.load_state_dict(state_dict, strict=strict)
 
     def adopt(self, learner: Any) -> None:
-        """Hide steps that the learner does not have, so that Lightning skips their loops; take its transfer hooks."""
+        """Hide steps that the learner does not have, so that Lightning skips their loops; use its transfer hooks."""
         base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
         for step in STEPS[:2]:
             if getattr(type(learner), step) is getattr(base, step):
@@ -68,7 +68,7 @@ class LearnerHooks(pl.LightningModule):
             object.__setattr__(self, hook, self._in_evaluation(getattr(learner, hook)))
 
     def _in_evaluation(self, transfer: Callable[..., Any]) -> Callable[..., Any]:
-        """The learner's hook, for its own batches: Lightning's batch in training is the round's token."""
+        """The learner's hook, for its own batches only: in training, Lightning's batch is the round's token."""
 
         def hook(batch: Any, *args: Any) -> Any:
             return batch if self.trainer.training else transfer(batch, *args)
@@ -76,11 +76,11 @@ class LearnerHooks(pl.LightningModule):
         return hook
 
     def connect_learner(self) -> None:
-        """Give the learner and LightningModules in it this run's trainer; what they log in evaluation arrives here."""
+        """Give the learner and LightningModules in it this run's trainer, and log here what they log in evaluation."""
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
-            # Lightning divides the number of samples by W in integers: W times as many come out exact
+            # Lightning divides the number of samples by W as integers: W times as many divide exactly
             size = kwargs.get("batch_size") or self._evaluated_batch_size
             return kwargs if world == 1 else {**kwargs, "sync_dist": True, "batch_size": size * world}
 

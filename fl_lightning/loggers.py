@@ -19,7 +19,7 @@ from fl_lightning.storage.files import written_aside
 
 
 class MetricsCSV(Logger):
-    """Writes ``metrics.csv`` in ``save_dir``: first column ``round``, then others as they first come.
+    """Writes ``metrics.csv`` in ``save_dir``: first the column ``round``, then the others in order of appearance.
 
     What is logged for one round becomes one row; floats are written so that they read back exactly. The row
     is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so that a run that
@@ -48,7 +48,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml has them."""
+        """Does nothing: config.yaml has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

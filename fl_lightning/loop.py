@@ -32,7 +32,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class FederatedLoop:
-    """Runs rounds on what the run owns; a round that fails leaves all of it as if it had never begun.
+    """Runs rounds on the objects of a run; a round that fails leaves all of them as if it had never begun.
 
     Args:
         client_rates: the client optimizer's settings before any decay.
@@ -40,7 +40,7 @@ class FederatedLoop:
         report: takes a round's metrics, before it is committed.
         tell: called after each client with how many are done, of how many of this process.
         note: takes what the user should know.
-        rank, world_size: of this process: it trains every ``world_size``-th participant.
+        rank, world_size: of this process, which trains every ``world_size``-th participant.
     """
 
     settings: Settings
@@ -86,7 +86,7 @@ class FederatedLoop:
             metrics["time/round"] = time.perf_counter() - began
             self.report(metrics, t)
             self.state.commit(t, rows, server_states)
-        self.state.rows.store.make_room()  # may fail, when the round is over
+        self.state.rows.store.make_room()  # it may fail: the round is over by now
         return metrics
 
     def begin(self, t: int) -> Round:
@@ -117,7 +117,7 @@ class FederatedLoop:
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
-        """This process's participants train; gives the ordered sum over all of the round, and who diverged."""
+        """Train this process's participants; gives the ordered sum over all of the round's, and who diverged."""
         own = round.ids[self.rank :: self.world_size]
         contributions = Contributions(ledger, self.methods, len(own), self.settings.buffers == "average")
         done = 0
@@ -131,7 +131,7 @@ class FederatedLoop:
         return contributions.total()
 
     def finished(self, round: Round, diverged: list[int]) -> list[int]:
-        """The clients that count, without those whose update is not finite."""
+        """The clients that finished: all but those whose update is not finite."""
         if diverged and self.settings.on_nonfinite == "stop":
             raise Diverged(diverged_text(round.t, f"the update of client {diverged[0]}"))
         if diverged:

@@ -1,4 +1,4 @@
-"""The callbacks of a run as one thing: who owns which hook, what is declared, and calling hooks with their rules."""
+"""The callbacks of a run taken together: who owns which hook, what they declare, and how hooks are called."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Methods:
             self._refuse_companions(callback)
 
     def _refuse_companions(self, callback: FederatedCallback) -> None:
-        """What a callback cannot run with, and what partial averaging needs to be told of each state."""
+        """Refuse what a callback cannot run with, and states that do not say what partial averaging does to them."""
         name = type(callback).__name__
         for what, why in callback.cannot_run_with.items():
             for other in self.callbacks:
@@ -85,12 +85,12 @@ class Methods:
                 )
 
     def notes(self, run: RunFacts) -> list[str]:
-        """What the methods have to say of a run before it begins."""
+        """What the methods have to say about a run before it begins."""
         said = (note.about(callback, run) for callback in self.callbacks for note in callback.notes)
         return [text for text in said if text]
 
     def bind(self, ledger: Staging) -> None:
-        """From here on declared state is that of the ledger's round."""
+        """From here on, declared state reads and writes this round's ledger."""
         for callback in self.callbacks:
             callback._bound_ledger = ledger
 
@@ -108,7 +108,7 @@ class Methods:
                 raise _returned(call, returned, "nothing")
 
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
-        """Call a hook that takes a gradient: changed in place, or returned."""
+        """Call a hook that takes a gradient; gives the gradient, whether it was changed in place or returned."""
         returned = call(clients, gradient)
         if returned is None:
             return gradient
@@ -123,16 +123,16 @@ class Methods:
 
     @property
     def move_starts(self) -> bool:
-        """Whether clients may start elsewhere than at w, parts that they keep aside."""
+        """Whether a method may let clients start elsewhere than at w (their own kept parts do not count)."""
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
     @property
     def start_from_w0(self) -> bool:
-        """Whether a state starts from w^0, which is then kept."""
+        """Whether a state starts from w^0, so that w^0 has to be kept."""
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
     def sent_by_clients(self) -> dict[str, Upload]:
-        """Uploads that are counted; those derived from what is sent anyway are not (methods.md, section 12)."""
+        """Uploads that are counted; those that the server can compute from what is sent anyway are not."""
         known = {self._sends}
         if self._sends and not self.move_starts:  # one gives the other
             known = {"x", "displacement"}
@@ -144,7 +144,7 @@ class Methods:
         }
 
     def in_steps_of_others(self) -> str:
-        """The first callback, not packaged here, that has a hook in each local step; or an empty string."""
+        """The first callback from outside this package with a hook in each local step; or an empty string."""
         hooks = ("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end")
         for callback in self.callbacks:
             packaged = type(callback).__module__.startswith("fl_lightning.")
@@ -153,7 +153,7 @@ class Methods:
         return ""
 
     def fingerprint(self) -> dict[str, str]:
-        """Stateful callbacks and their plain arguments, to compare with a checkpoint's."""
+        """Stateful callbacks and their plain arguments, to be compared with those of a checkpoint."""
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
 
     def title(self) -> str:
@@ -164,7 +164,7 @@ class Methods:
 
 
 def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
-    """A method named like a hook, but not quite, would never be called."""
+    """Refuse a method whose name is almost that of a hook: it would never be called."""
     hooks = [name for name in dir(FederatedCallback) if name.startswith("on_") or name in OWNED]
     for name in dir(type(callback)):
         near = suggest(name, hooks) if name.startswith("on_") and name not in hooks else ""
@@ -178,7 +178,7 @@ def overrides(callback: FederatedCallback, hook: str) -> bool:
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
-    """What a hook returned, if it is a tensor of the shape of ``like``."""
+    """What a hook returned, which has to be a tensor with the shape of ``like``."""
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned

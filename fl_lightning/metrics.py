@@ -1,4 +1,4 @@
-"""A run's metrics as a table, without importing torch: who only looks at runs need not wait for it."""
+"""A run's metrics as a table, without importing torch: whoever only looks at runs need not wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Column = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, values as text ("" where missing), without a line cut by a kill.
+    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line that was cut short.
 
     Args:
         path: the file.
@@ -46,7 +46,7 @@ def read_rows(path: Path, complete: bool = False) -> tuple[list[str], list[Row]]
 class Metrics(Mapping[str, Column]):
     """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where nothing was logged.
 
-    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` makes a frame of it.
+    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` turns it into a frame.
     """
 
     def __init__(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
@@ -75,19 +75,19 @@ class Metrics(Mapping[str, Column]):
         return f"Metrics({len(self.rounds)} rounds: {', '.join(self._columns)})"
 
     def last(self, name: str) -> float:
-        """The newest value that was logged; nan where there is none."""
+        """The value logged last; nan where there is none."""
         values = self._logged(name)
         return float(values[-1]) if len(values) else math.nan
 
     def best(self, name: str) -> tuple[float, int]:
-        """The highest value and the round it was first reached in; (nan, -1) where there is none."""
+        """The highest value and the round that first reached it; (nan, -1) where there is none."""
         if not len(self._logged(name)):
             return math.nan, -1
         at = int(np.nanargmax(self[name]))
         return float(self[name][at]), self.rounds[at]
 
     def median(self, name: str) -> float:
-        """Of the values that were logged; nan where there is none."""
+        """The median of the logged values; nan where there is none."""
         values = self._logged(name)
         return float(np.median(values)) if len(values) else math.nan
 

@@ -27,20 +27,20 @@ from fl_lightning.storage.rows import ClientRows
 
 
 class FederatedModule(LearnerHooks):
-    """Trains any LightningModule federatedly.
+    """Trains any LightningModule by federated learning.
 
     Args:
         learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``: ``training_step`` gives the
-            local loss; evaluation and its hooks run as if it were alone, on the global model.
+            local loss; evaluation and its hooks run on the global model, as if it were trained by itself.
         participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at least one).
-        sampling: ``"uniform"`` (a fixed number, without replacement) or ``"bernoulli"`` (each by its own coin).
-        local_epochs: of one client a round, may be fractional; without it and ``local_steps``: 5.
-        local_steps: of one client a round; wins over ``local_epochs``.
+        sampling: ``"uniform"`` (a fixed number, without replacement) or ``"bernoulli"`` (a coin for each client).
+        local_epochs: of each client in a round, may be fractional; 5 where neither it nor ``local_steps`` is given.
+        local_steps: of each client in a round; overrides ``local_epochs``.
         client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
-        keep_optimizer_state: local optimizer state per client, instead of fresh every round.
-        server_optimizer: ``params -> optimizer`` over the global vector, its gradient minus the aggregated update;
+        keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every round.
+        server_optimizer: ``params -> optimizer`` over the global vector; its gradient is minus the aggregated update;
             None: SGD with learning rate 1.
         server_lr_decay: as ``lr_decay``, for the server.
         weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
@@ -49,12 +49,12 @@ class FederatedModule(LearnerHooks):
         init_from: a checkpoint or exported file whose weights to start from.
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
             thread of a CPU or one stream of a GPU, same bits whatever their number; ``"stacked"``: many as one batch of
-            models, the same to rounding; ``"auto"``: the faster one of the first two, measured before round 0.
-        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as fit into a gigabyte.
+            models, the same up to rounding; ``"auto"``: the faster of the first two, measured before round 0.
+        clients_at_once: how many clients the stacked engine stacks; ``"auto"``: as many as fit into a gigabyte.
         workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on a GPU up to 16.
         capture: whether the concurrent engine records a local step and replays it: same bits, without the learner's
-            Python; ``"auto"``: where a trial before round 0 leaves the same bits, and steps are short or on a GPU.
-        seed: None: that of ``seed_everything``; none there either: drawn, and kept in the checkpoint.
+            Python; ``"auto"``: where a trial before round 0 gives the same bits, and steps are short or on a GPU.
+        seed: None: that of ``seed_everything``; without that too, one is drawn, and kept in the checkpoint.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
 
     Raises:
@@ -103,7 +103,7 @@ class FederatedModule(LearnerHooks):
         self.run = FederatedRun(self.settings, self.model)
         self.stop_requested = False
 
-    # What others ask of it -------------------------------------------------------------------------------------------
+    # For users, callbacks and loggers --------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -117,32 +117,32 @@ class FederatedModule(LearnerHooks):
 
     @property
     def evaluated_vector(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        """What is evaluated and exported ``(D,)``: w itself, except under partial averaging."""
         return self.model.evaluated
 
     @property
     def client_rows(self) -> ClientRows:
-        """What clients keep."""
+        """What methods keep for each client: ``client_rows.read("ClassName.name", i)``."""
         return self.run.state.rows
 
     @property
     def server_states(self) -> dict[str, Tensor]:
-        """What the server keeps, by key."""
+        """What methods keep at the server, by ``"ClassName.name"``."""
         return self.run.state.server
 
     @property
     def engine_facts(self) -> dict[str, str]:
-        """Who trains the clients and why, for a reader; empty before training."""
+        """Which engine trains the clients and why, to be read by people; empty before training."""
         return {} if self.run.plan is None else self.run.plan.facts()
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the run; the card repeats it."""
+        """What the user should know about the run; the card repeats it."""
         return self.run.notes
 
     @property
     def run_seed(self) -> int:
-        """The seed that all draws of this run are functions of."""
+        """The seed from which all random numbers of this run follow."""
         return self.run.seed(self._trainer)
 
     @property
@@ -171,7 +171,7 @@ class FederatedModule(LearnerHooks):
         return self.run.run_round(t)
 
     def export(self, path: str | Path | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
+        """A copy of the learner with the evaluated weights and buffers; ``path``: also write it, as a checkpoint."""
         return self.model.export(path)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class FederatedModule(LearnerHooks):
         self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
-        self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
+        self.run.state.rounds = self.run.state.rounds or self.current_epoch  # for a checkpoint that does not say
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.current_epoch)

@@ -1,7 +1,7 @@
 """Adaptive server optimizers: FedAdam, FedYogi, FedAdagrad.
 
-S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2. Not torch.optim.Adam and Adagrad: v starts
-at τ², τ is added to √v, and there is no bias correction.
+S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2, arXiv:2003.00295. They differ from
+torch.optim.Adam and Adagrad: v starts at τ², τ is added to √v, and there is no bias correction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fl_lightning.errors import UserError
 
 
 class _Adaptive(Optimizer):
-    """m ← β1 m + (1 - β1) d; v by the class; w ← w + η m / (√v + τ), where the gradient is -d."""
+    """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ), where the gradient is -d."""
 
     def __init__(
         self, params: Iterable[nn.Parameter], lr: float, beta1: float, beta2: float, tau: float, bias_correction: bool
@@ -35,7 +35,7 @@ class _Adaptive(Optimizer):
         super().__init__(
             params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "bias_correction": bias_correction}
         )
-        # state is there before the first step: partial averaging restores it where a part is not averaged
+        # state exists before the first step: partial averaging restores it where a part is not averaged
         for group in self.param_groups:
             for p in group["params"]:
                 v = 0.0 if bias_correction else tau**2
@@ -74,7 +74,7 @@ class _Adaptive(Optimizer):
 
 
 class FedAdam(_Adaptive):
-    """v ← β2 v + (1 - β2) d². The papers here use lr 0.1.
+    """v ← β2 v + (1 - β2) d². FedInit's and FedSMOO's papers use lr 0.1.
 
     Args:
         params: what to optimise.
@@ -108,7 +108,7 @@ class FedYogi(FedAdam):
 
 
 class FedAdagrad(_Adaptive):
-    """v ← v + d². The papers here use lr 0.1.
+    """v ← v + d².
 
     Args:
         params: what to optimise.

@@ -1,4 +1,4 @@
-"""The processes of a run, with torch.distributed underneath; alone, everything is a list of one."""
+"""The processes of a run, over torch.distributed; where there is only one, lists have one entry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def world_size() -> int:
 
 
 def gathered(value: T) -> list[T]:
-    """What each process has, by rank, in all of them; any picklable value."""
+    """Every process's value, by rank, in all of them; any picklable value."""
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
@@ -25,5 +25,5 @@ def gathered(value: T) -> list[T]:
 
 
 def collective_device() -> torch.device:
-    """Where tensors have to lie that travel between processes."""
+    """Where tensors that travel between processes have to lie."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What a run left in its folder, for a notebook: ``fl_lightning.load("runs/x")``."""
+"""Reading a run's folder in a notebook: ``fl_lightning.load("runs/x")``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fl_lightning.storage.store import ClientStore
 
 
 class Indices(Sequence[Any]):
-    """Sample indices of every client, made when asked for."""
+    """The sample indices of each client, made when they are asked for."""
 
     def __init__(self, datamodule: Any) -> None:
         self._datamodule = datamodule
@@ -49,7 +49,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """What was logged, a row a round."""
+        """What was logged, one row per round."""
         return Metrics.read(self.folder / "metrics.csv")
 
     @cached_property
@@ -59,7 +59,7 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> dict[str, Any]:
-        """The last checkpoint (without one, the best), verified."""
+        """The last checkpoint, or the best where there is no last one; verified."""
         return AtomicCheckpointIO().load_checkpoint(self._checkpoint_path)
 
     @property
@@ -79,7 +79,8 @@ class Run:
     def client_state(self, name: str, client: int) -> Tensor | None:
         """The row of ``"ClassName.name"`` that ``client`` had at the last checkpoint; None where it had none.
 
-        Raises UserError where no client has a row of that name.
+        Raises:
+            UserError: no client has a row of that name.
         """
         names = self._store.names()
         if name not in names:
@@ -115,7 +116,7 @@ class Run:
 
     @cached_property
     def _built(self) -> FederatedCLI:
-        """Learner and data of config.yaml; global random numbers and the environment's seed stay as they are."""
+        """Learner and data as config.yaml describes them; random state and the environment's seed stay as they are."""
         before = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
         with isolate_rng():
             try:

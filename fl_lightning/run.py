@@ -1,4 +1,4 @@
-"""One federated run, from the start of a fit on: what it owns besides the model, and what it says of itself."""
+"""One federated run, from the start of a fit on: what it owns besides the model, and how it describes itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fl_lightning.storage.store import ClientStore
 
 
 class FederatedRun:
-    """The objects of a run, each set by the hook of a fit from which on it is known.
+    """The objects of a run, each set by the first hook of a fit that knows it.
 
     ``methods``, ``state`` (server states, client rows, rounds done), ``plan`` and ``engine`` (who trains), ``loop``
     (the rounds), ``clients`` and ``server`` (their optimizers), ``notes`` (what the user should know).
@@ -64,7 +64,7 @@ class FederatedRun:
             rank_zero_warn(text)
 
     def seed(self, trainer: Any) -> int:
-        """That of which all draws are functions; ``trainer`` None: outside of a fit."""
+        """The seed from which all random numbers follow; ``trainer`` None: outside of a fit."""
         given = sampling.given_seed(self.settings.seed)
         if given is not None:
             return given
@@ -83,15 +83,15 @@ class FederatedRun:
         rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
         clients = f"{type(self.clients).__name__} {rate}"
         server = f"server {type(self.server).__name__} {self._server_rates[0]:g}"
-        told = [self.methods.title(), cohort.describe(), clients, server, str(self.plan or "")]
-        return " · ".join(filter(None, told))
+        facts = [self.methods.title(), cohort.describe(), clients, server, str(self.plan or "")]
+        return " · ".join(filter(None, facts))
 
     def goes_on(self, trainer: Any) -> bool:
         """Whether this is another fit by the same Trainer, after rounds that were committed."""
         return self.held is None and self._fitted_by == id(trainer) and self.state.rounds > 0
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
-        """Of clients and server; gives the server's."""
+        """The optimizers of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         checks.check_optimizer("server_optimizer", server)
@@ -106,7 +106,7 @@ class FederatedRun:
         return server
 
     def restore(self, trainer: Any) -> None:
-        """The state from which rounds go on: of this run so far, of a checkpoint, or a new one."""
+        """Set the state from which rounds go on: this run's so far, a checkpoint's, or a new one."""
         if self.goes_on(trainer):
             return
         rank, world, held = trainer.global_rank, trainer.world_size, self.held
@@ -129,9 +129,9 @@ class FederatedRun:
         """Choose the engine and make the loop; before the first round.
 
         Args:
-            server_optimizer: Lightning's wrapper of it.
+            server_optimizer: in Lightning's wrapper.
             participants: t → who is sampled in round t, ascending.
-            transfers: the learner's own hooks on its batches.
+            transfers: names of the hooks by which the learner transfers its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         facts = RunFacts(cohort.n, cohort.m, settings.weighting)
@@ -186,7 +186,7 @@ class FederatedRun:
             raise
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
-        """Put what the run needs beside Lightning's own into a checkpoint; before training, nothing."""
+        """Add what the run needs, besides Lightning's own, to a checkpoint; before training, nothing."""
         if self.loop is None or self.plan is None:
             return
         self.disk = self.disk or RowsOnDisk.of(trainer)
@@ -199,13 +199,13 @@ class FederatedRun:
             logger.save()
 
     def report(self, metrics: Metrics, t: int) -> None:
-        """To every logger at step t, and to what monitors."""
+        """Log metrics of round t: to every logger, and where callbacks that monitor look for them."""
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=t)
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release what the engine holds."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None

@@ -17,7 +17,7 @@ from fl_lightning.errors import UserError
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """A generator of its own for (seed, purpose, counters): up to three counters, such as (round, client, epoch).
+    """The generator for (seed, purpose, counters): up to three counters, such as (round, client, epoch).
 
     >>> draw = lambda: generator(0, "order", 3, 7).permutation(5).tolist()
     >>> draw() == draw()
@@ -40,7 +40,7 @@ def given_seed(seed: int | None) -> int | None:
 
 
 def fresh_seed() -> int:
-    """One that no other run has had."""
+    """A seed drawn afresh."""
     return secrets.randbelow(2**31)
 
 

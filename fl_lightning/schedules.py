@@ -10,7 +10,7 @@ from fl_lightning.errors import UserError
 
 
 class Schedule(ABC):
-    """A function of the round t = 0, 1, …; a learning rate is multiplied by it, a coefficient is it.
+    """A function of the round t = 0, 1, …: a factor for a learning rate, the value itself for a coefficient.
 
     >>> [Exponential(0.5)(t) for t in range(3)]
     [1.0, 0.5, 0.25]
@@ -72,7 +72,7 @@ def decay_factor(decay: float | Schedule, t: int) -> float:
 
 
 def decay_text(decay: float | Schedule) -> str:
-    """A decay as it is written behind a learning rate; empty where there is none.
+    """A decay as it is written after a learning rate; empty where there is none.
 
     >>> decay_text(0.998), decay_text(1.0)
     (' × 0.998^t', '')

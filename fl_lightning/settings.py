@@ -17,7 +17,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Settings:
-    """What :class:`~fl_lightning.FederatedModule` was given, where each is explained.
+    """The arguments of :class:`~fl_lightning.FederatedModule`, which explains each.
 
     Raises:
         UserError: for each argument that cannot work.
@@ -66,7 +66,7 @@ class Settings:
             object.__setattr__(self, "local_steps", int(self.local_steps))
 
     def notes(self) -> list[str]:
-        """What there is to say of them before a run."""
+        """What there is to say about them before a run."""
         notes = []
         if self.local_steps is not None and self.local_epochs is not None:
             notes.append(f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}")
@@ -75,7 +75,7 @@ class Settings:
         return notes
 
     def compared(self) -> dict[str, str]:
-        """What decides what a round does, as text: the same on resume."""
+        """Those that decide what a round does, as text: a resumed run needs the same."""
         names = (
             "participation",
             "sampling",

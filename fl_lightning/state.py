@@ -1,4 +1,4 @@
-"""What a method keeps and tells, declared in its class body: the framework saves, moves, counts and restores it.
+"""What a method keeps and sends, declared in its class body: the framework saves, moves, counts and restores it.
 
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
 """
@@ -57,8 +57,8 @@ class Declaration:
     """State of a method, declared in the class body: ``name = ClientState()``.
 
     Args:
-        shape: of one row; None is ``(D,)``.
-        dtype: None is the learner's (sums at least float32).
+        shape: of one row; None: ``(D,)``.
+        dtype: None: the learner's (sums have at least float32).
     """
 
     def __init__(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> None:
@@ -69,15 +69,15 @@ class Declaration:
         self.name = name
 
     def __set__(self, callback: Any, value: Any) -> None:
-        raise AttributeError(f"{self.key(callback)} has a row a client: assign {self.name}[clients] = …")
+        raise AttributeError(f"{self.key(callback)} has one row per client: assign {self.name}[clients] = …")
 
     def key(self, callback: object) -> str:
-        """``"ClassName.name"``: where this is found in checkpoints and in ``client_state``."""
+        """``"ClassName.name"``: its name in checkpoints and for ``client_state``."""
         return f"{type(callback).__name__}.{self.name}"
 
 
 class State(Declaration):
-    """Base of what outlives a round."""
+    """Base class of what outlives a round."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Scratch(Declaration):
 
 
 class ServerState(State):
-    """Kept by the server: ``self.name`` → tensor, assigned or changed in place in hooks that take ``server`` alone.
+    """Kept by the server: ``self.name`` → tensor, assigned or changed in place only in hooks that take ``server``.
 
     Args:
         initial: as for :class:`ClientState`.
@@ -160,12 +160,12 @@ class ServerState(State):
 
 
 class Upload(Declaration):
-    """Given by each participant in ``on_local_end``: ``self.name[clients] = …``; the server reads sums of it.
+    """Given by each participant in ``on_local_end``, ``self.name[clients] = …``; the server reads sums of it.
 
     Args:
         sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0} and K_i, so it is
-            counted only where clients start elsewhere than w and the displacement is not what they send.
-            ``"derived from x"``: from x_{i,K} and w, counted only where x_{i,K} is not what they send. False: never.
+            counted only where clients start elsewhere than at w and do not send the displacement itself.
+            ``"derived from x"``: from x_{i,K} and w, so counted only where they send something else. False: never.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Upload(Declaration):
 
 
 class StateRows:
-    """What ``self.name`` of a :class:`ClientState` or :class:`Scratch` is: rows by ``[clients]``."""
+    """``self.name`` of a :class:`ClientState` or :class:`Scratch`: ``[clients]`` gives and takes their rows."""
 
     def __init__(self, callback: Owner, declaration: ClientState | Scratch) -> None:
         self._callback, self._declaration = callback, declaration
@@ -203,12 +203,12 @@ class StateRows:
         clients.write(self._declaration.key(self._callback), self._declaration, value)
 
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
-        """``(ids, rows)`` written this round, ascending by client, the same in every process; in ``on_round_end``."""
+        """In ``on_round_end``: ``(ids, rows)`` written this round, ascending by client, the same in every process."""
         return server.staged(self._declaration.key(self._callback))
 
 
 class UploadSums:
-    """What ``self.name`` of an :class:`Upload` is: given by ``[clients] =``, read as a mean or sum by the server."""
+    """``self.name`` of an :class:`Upload`: clients assign to ``[clients]``, the server reads a mean or sum."""
 
     def __init__(self, callback: Owner, declaration: Upload) -> None:
         self._callback, self._declaration = callback, declaration
@@ -226,7 +226,7 @@ class UploadSums:
         return total / max(n, 1)
 
     def weighted(self) -> Tensor:
-        """Σ p_i over the clients that finished."""
+        """The p_i-weighted mean over the clients that finished."""
         return self._callback._ledger.uploaded_weighted(self._declaration.key(self._callback), self._declaration)
 
     def _total(self) -> tuple[Tensor, int]:
@@ -234,12 +234,12 @@ class UploadSums:
 
 
 class Coefficient:
-    """A method's number, or :class:`~fl_lightning.schedules.Schedule` of it: ``mu = Coefficient()`` in the class body.
+    """A number of a method, or a :class:`~fl_lightning.schedules.Schedule`: ``mu = Coefficient()`` in the class body.
 
-    Reading gives this round's value. Anything else is refused with the name, the value and what is accepted.
+    Reading it gives this round's value. Anything but a finite number or a schedule is refused by name.
 
     Args:
-        above, below: bounds which the value has to lie between, not on; a schedule's values too, as rounds come.
+        above, below: the value has to lie strictly between; a schedule's value is checked in each round.
     """
 
     def __init__(self, above: float | None = None, below: float | None = None) -> None:

@@ -11,8 +11,8 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 class FederatedStrategy(DDPStrategy):
     """``Trainer(strategy="federated", devices=2)``: launchers, torchrun, SLURM and backends are Lightning's own.
 
-    The module is not wrapped in DistributedDataParallel: clients' gradients stay with the client; what is summed over
-    processes is summed by the round, in a fixed order.
+    The module is not wrapped in DistributedDataParallel: a client's gradients stay with that client, and the round
+    itself sums over processes, in a fixed order.
     """
 
     strategy_name = "federated"
@@ -23,7 +23,7 @@ class FederatedStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Loaders are not split by Lightning: every process reads the round's token, evaluation shards itself."""
+        """Lightning splits no loader: every process reads the round's token, and evaluation splits its own data."""
         return {"num_replicas": 1, "rank": 0}
 
 

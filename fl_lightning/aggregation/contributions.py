@@ -1,4 +1,4 @@
-"""What clients bring home: updates, uploads, buffers, logs and rows, added to the round's ordered sum."""
+"""What clients contribute: updates, uploads, buffers and logs go into the round's ordered sum, rows are staged."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Contributions:
     """Adds one client at a time, from any thread and in any order; the total does not depend on either.
 
     Args:
-        leaves: clients that this process trains.
-        average_buffers: whether the server takes the clients' buffers.
+        leaves: number of clients that this process trains.
+        average_buffers: whether the server averages the clients' buffers.
     """
 
     def __init__(self, ledger: Ledger, methods: Methods, leaves: int, average_buffers: bool) -> None:
         self.ledger, self.methods = ledger, methods
         self.average_buffers = average_buffers
         self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
-        self.diverged: list[int] = []  # of this process, whose update is not finite
+        self.diverged: list[int] = []  # clients of this process whose update is not finite
         self._sum = TreeSum(leaves)
         self._lock = threading.Lock()
 
     def add(self, leaf: int, clients: Clients) -> None:
-        """What one client, which stands alone, brings home; its rows are staged."""
+        """Add what one client (``clients`` is a group of one) contributes, and stage its rows."""
         (client,) = clients.client_ids
         round = self.ledger.round
         counts = traffic.of_client(clients, round.buffers)
@@ -58,7 +58,7 @@ class Contributions:
             self._sum.add(leaf, values)
 
     def total(self) -> tuple[Leaf, list[int]]:
-        """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
+        """The sum over the clients of all processes that finished, and who diverged; the same everywhere."""
         diverged = sorted(client for each in gathered(self.diverged) for client in each)
         return sum_over_processes(self._sum.total) or {}, diverged
 
@@ -82,7 +82,7 @@ class Contributions:
         return values
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
-        """Changes of floating-point and complex buffers, values of the others; None if a change is not finite."""
+        """Changes of floating-point and complex buffers, values of other ones; None if a change is not finite."""
         values: Leaf = {}
         before = self.ledger.round.buffers
         for name, own in trained.items() if self.average_buffers else ():
@@ -108,7 +108,7 @@ class Contributions:
         return values
 
     def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
-        """A row that is ours to keep, uniformly and by weight (where these differ); ``key`` "": the update."""
+        """Add a row, which the sum then owns, uniformly and by weight (where they differ); ``key`` "": the update."""
         uniform, weighted = ("sum:" + key, "weighted:" + key) if key else ("update", "weighted")
         if self.uniform:
             values[uniform if key else weighted] = row

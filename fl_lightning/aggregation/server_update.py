@@ -20,7 +20,7 @@ from fl_lightning.round.server import Server
 
 
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
-    """``(D,)``: the weighted mean of what was transmitted, or what the owner of ``aggregate`` makes of it."""
+    """``(D,)``: the weighted mean of what was transmitted, or the result of ``aggregate``, where a method has it."""
     round, total = ledger.round, ledger.total
     server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
     aggregate = methods.owner("aggregate")
@@ -43,7 +43,7 @@ class ServerStep:
     """The server optimizer over w, in place.
 
     Args:
-        optimizer: Lightning's wrapper of it, which counts the step.
+        optimizer: in Lightning's wrapper, which counts the step.
         rates: its groups' learning rates before any decay.
         progress: Lightning's count of steps.
     """
@@ -53,7 +53,7 @@ class ServerStep:
         self.optimizer: Optimizer = optimizer.optimizer
 
     def begin(self, factor: float) -> None:
-        """Learning rates × ``factor``, this round."""
+        """Set this round's learning rates: × ``factor``."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
 
@@ -85,7 +85,7 @@ class ServerStep:
 
     @contextmanager
     def undone_on_failure(self, model: GlobalModel, round: Round) -> Iterator[Tensor]:
-        """Within, w and all that goes with it may move; after an error they are as the round found them.
+        """Within, w and all that goes with it may change; after an error they are as the round found them.
 
         Yields:
             w^t ``(D,)``, a copy.
@@ -106,7 +106,7 @@ class ServerStep:
 
 
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
-    """Under partial averaging, w with parts not averaged replaced by the clients' mean there; None where it is w."""
+    """What to evaluate where it is not w: w, with the clients' mean on the parts not averaged; None where it is w."""
     round = ledger.round
     if server.averaged is None or not server.n or bool(server.averaged.all()):
         return None
@@ -115,7 +115,7 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
 
 
 def averaged_buffers(round: Round, total: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The server's next buffers, those of which clients brought something home."""
+    """The server's next buffers, for those that clients contributed to."""
     values = {}
     for name, buffer in round.buffers.items():
         if "buffer:" + name in total:

@@ -1,4 +1,4 @@
-"""What a round sends, counted from what methods declare (methods' costs, in parameters and bytes)."""
+"""What a round communicates, in parameters and bytes, counted from what methods declare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES = range(5)
 
 
 def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
-    """A client's counts ``(5,)`` as it starts: coordinates of which it has no valid copy, itself, and buffers."""
+    """A client's counts ``(5,)`` as it starts: coordinates of which it has no valid copy, 1 client, its buffers."""
     counts = torch.zeros(5, dtype=torch.int64)
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
@@ -25,7 +25,7 @@ def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
 
 
 def add_upload(counts: Tensor, clients: Clients, counted: Mapping[str, Upload]) -> None:
-    """Add what a client sends at its end: its update, where it is averaged, and the uploads that are counted."""
+    """Add what a client sends in the end: its update, where it is averaged, and the uploads that are counted."""
     averaged = clients._round.averaged
     size = clients.x.element_size()
     everywhere = clients.layout.size if averaged is None else int(averaged.sum())

@@ -1,7 +1,7 @@
 """A sum over clients that does not depend on who computed it, in what order, or in how many processes.
 
-Client j of the round's ascending list is leaf j of a fixed binary tree: evens with evens, odds with odds, and so on by
-the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod 2^k), which are one subtree.
+Client j of the round's ascending list is leaf j of a fixed binary tree: even j are summed with even ones, odd with odd
+ones, and so on by the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod 2^k), which are one subtree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Leaf = dict[str, Tensor]
 
 
 def visiting_order(n: int) -> list[int]:
-    """The leaves in the order that keeps the fewest partial sums waiting (at most log2 n).
+    """The leaves in the order that leaves the fewest partial sums waiting (at most log2 n).
 
     >>> visiting_order(6)
     [0, 4, 2, 1, 5, 3]
@@ -31,7 +31,7 @@ def visiting_order(n: int) -> list[int]:
 class TreeSum:
     """Σ of dictionaries of tensors over leaves 0…n-1, added in any order; keys starting with ``max:`` take maxima.
 
-    Leaves are owned by the sum once added. ``None`` is a leaf that takes no part.
+    The sum owns a leaf once it is added. ``None`` is a leaf that takes no part.
     """
 
     def __init__(self, n: int) -> None:

@@ -12,7 +12,7 @@ from fl_lightning.errors import UserError, suggest
 
 USAGE = """usage: fl-lightning check CLASS [--OPTION VALUE ...]
 
-Put a method through the contracts that every method has to keep, and print a table (exit status 0: all hold, 1: not).
+Put a method through the contracts that every method has to keep, and print a table (exit status 0: all hold, else 1).
 
   CLASS     one of ours (ControlVariates), or my_module.MyMethod; the current directory is on the path
   --OPTION  an argument of the class, such as --beta 0.2; `fl-lightning check CLASS --help` lists them"""

@@ -70,13 +70,13 @@ def _name_enums(node: Any) -> None:
 
 
 class Parser(LightningArgumentParser):
-    """Raises :class:`UserError` with one paragraph where its parents print the usage."""
+    """Raises a :class:`UserError` of one paragraph where its base classes print the usage."""
 
     command: Command | None = None
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         command = self.command
-        if command is None:  # one that jsonargparse makes for a class within: the outer one words it
+        if command is None:  # a parser for a class within another: the outer one words the message
             raise ValueError(message) from ex
         raise UserError(one_paragraph(message, self, command.config, command.options, _BASES)) from ex
 
@@ -86,7 +86,7 @@ class FederatedCLI(LightningCLI):
 
     Args:
         command: fit, validate, test, predict, export or partition.
-        prepared: its arguments, sorted.
+        prepared: its arguments, as :func:`~fl_lightning.cli.compose.prepare` sorts them.
     """
 
     def __init__(self, command: str, prepared: Command) -> None:
@@ -157,7 +157,7 @@ class FederatedCLI(LightningCLI):
             raise UserError(f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw one.")
 
     def before_instantiate_classes(self) -> None:
-        """Settle folder and checkpoint, so that what is wrong with them is said before anything is made."""
+        """Decide on folder and checkpoint, so that what is wrong with them is said before anything is built."""
         if self.command == "partition":
             return
         for key, value in vars(self.config.model).items():
@@ -206,7 +206,7 @@ class FederatedCLI(LightningCLI):
             check_writable(self.folder)
 
     def _name(self) -> str:
-        """<data>-<method>, by the configs' names where they say it."""
+        """<data>-<method>, by the configs' names where these tell."""
         config, names = self.config, self.prepared.names
         data = class_name(self.config.data.class_path).lower()
         methods = [name.removeprefix("method/") for name in names if name.startswith("method/")]
@@ -245,7 +245,7 @@ class FederatedCLI(LightningCLI):
         return str(self.parser.dump(saved, skip_none=False, skip_validation=True))
 
     def _trainer(self) -> pl.Trainer:
-        """The Trainer, with the run's folder, the method, the standing callbacks and atomic checkpoints."""
+        """The Trainer, with the run's folder, the method, the usual callbacks and atomic checkpoints."""
         settings: dict[str, Any] = vars(self.config_init.trainer).copy()
         users = settings["callbacks"] or []
         users = list(users) if isinstance(users, list) else [users]

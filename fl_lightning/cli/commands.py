@@ -1,4 +1,4 @@
-"""What each command does, and how what goes wrong is said."""
+"""What each command does, and how its errors are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOISE = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
     "No seed found.*",
-    ".*callbacks used to create.*",  # a test needs no RunCheckpoint
+    ".*callbacks used to create.*",  # testing needs no RunCheckpoint
 )
 
 
@@ -101,7 +101,7 @@ def _quiet() -> None:
 
 
 def run(command: str, prepared: Command, debug: bool = False) -> int:
-    """Run ``command`` and give its exit status; a :class:`UserError` is the caller's to print."""
+    """Run ``command`` and give its exit status; the caller prints a :class:`UserError`."""
     _quiet()
     cli: FederatedCLI | None = None
     try:

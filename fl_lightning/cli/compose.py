@@ -1,7 +1,7 @@
 """From ``-c NAME …`` and ``--method…`` to one configuration: a plain dict, made without heavy imports.
 
 Configs merge from left to right. Dicts merge key by key, anything else is replaced, ``key+:`` appends to the
-list ``key``. A later ``class_path`` brings its own ``init_args``: those of the class before it do not linger.
+list ``key``. A later ``class_path`` brings its own ``init_args``; those of the class it replaces are dropped.
 The small learner of base and of the data/ configs gives way to that of any other config, whatever the order.
 """
 
@@ -198,13 +198,13 @@ def class_name(item: Any) -> str:
 
 @dataclass
 class Command:
-    """A command line taken apart: ``config`` from every ``-c``, and the options that go over it."""
+    """A command line, sorted: ``config`` from every ``-c``, and the options that override it."""
 
     config: dict[str, Any] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
     method_options: list[tuple[str, str]] = field(default_factory=list)  # ("beta", "0.1"); "" is the list itself
     names: list[str] = field(default_factory=list)  # of the configs, as given
-    learners: list[tuple[bool, Any]] = field(default_factory=list)  # of the configs; True: a small one, beside data
+    learners: list[tuple[bool, Any]] = field(default_factory=list)  # of the configs; True: a fallback, see _is_fallback
     notes: list[str] = field(default_factory=list)  # lines to tell the user
     run: Path | None = None  # a run's folder, where one was given
     output: str | None = None  # -o
@@ -213,7 +213,7 @@ class Command:
     claims_hash: str | None = None  # of a sweep's claims.yaml
 
     def add_config(self, name: str) -> None:
-        """Merge the config ``name`` over what there is."""
+        """Merge the config ``name`` over those before it."""
         document = read(name)
         before, after = _as_list(self.config.get("method")), _as_list(document.get("method"))
         if "method" in document and before and [*map(class_name, before)] != [*map(class_name, after)]:
@@ -224,7 +224,7 @@ class Command:
             document = {**document, "model": {key: value for key, value in model.items() if key != "learner"}}
             self.learners.append((_is_fallback(name), model["learner"]))
         self.config = merge(self.config, document)
-        if self.learners:  # those that come with data first, so that what was asked for lies over them
+        if self.learners:  # fallbacks first, so that what was asked for overrides them
             self.config["model"] = dict(self.config.get("model") or {})
             ordered = sorted(self.learners, key=lambda item: not item[0])
             self.config["model"]["learner"] = reduce(merge, (learner for _, learner in ordered))
@@ -232,7 +232,7 @@ class Command:
 
 
 def _is_fallback(name: str) -> bool:
-    """Whether the learner of the config called ``name`` is there for want of another: base's, or that of a data/*."""
+    """Whether the learner of the config ``name`` only serves where no other is given: base's, or that of a data/*."""
     name = name.removesuffix(".yaml")
     return not is_file(name) and (name == "base" or name.startswith("data/")) and name in packaged()
 
@@ -246,7 +246,7 @@ def _from_environment(command: str) -> Iterator[str]:
 
 
 def prepare(command: str, argv: list[str]) -> Command:
-    """Sort the arguments of ``command`` into configs, method options and the rest, and read the configs."""
+    """Sort the arguments of ``command`` into configs, method options and the rest; read the configs."""
     prepared = Command(argv=[command, *argv])
     argv = list(argv)
     if argv and not argv[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""``--method…`` applied to the method list, and short class names made whole."""
+"""``--method…`` applied to the method list, and short class names completed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fl_lightning.errors import UserError, suggest
 
 @cache
 def names_of_ours() -> dict[str, str]:
-    """Bare name → class path, of what this package exports."""
+    """Bare name → class path, of the classes that this package exports."""
     modules = (
         fl_lightning.callbacks,
         fl_lightning.datamodules,
@@ -65,7 +65,11 @@ def full_options(options: list[str]) -> list[str]:
 
 
 def method_class(item: Any) -> type[FederatedCallback]:
-    """The class a method is given by; a message with what there is, where it cannot be found."""
+    """The class that a method names.
+
+    Raises:
+        UserError: it cannot be found; says what is accepted.
+    """
     path = item.get("class_path") if isinstance(item, dict) else item
     known = subclasses(FederatedCallback)
     if not isinstance(path, str):
@@ -92,7 +96,7 @@ def method_class(item: Any) -> type[FederatedCallback]:
 
 
 def apply_method_options(command: Command) -> None:
-    """Bring ``command.config["method"]`` to a list of ``class_path`` and ``init_args``, options applied, checked."""
+    """Turn ``command.config["method"]`` into a checked list of ``class_path`` and ``init_args``, options applied."""
     given = command.config.get("method")
     items = [_whole(item) for item in (given if isinstance(given, list) else [given] if given else [])]
     for key, text in command.method_options:

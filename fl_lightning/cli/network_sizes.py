@@ -1,6 +1,6 @@
-"""A network's classes, channels and image size, from the data: what is not given is filled in, what cannot fit refused.
+"""A network's classes, channels and image size follow the data: gaps are filled in, and what cannot fit is refused.
 
-It is done on the configuration, before anything is built, so that the run's config.yaml has plain numbers.
+This is done on the configuration, before anything is built, so that the run's config.yaml has plain numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fl_lightning.models import MLP, ImageClassifier
 
 _AT = "model.learner.network"
 _SIZES = ("num_classes", "in_channels", "input_size", "sizes")
-_PUBLISHED = (3, 32, 32), 10  # what a packaged CNN is built for where the data do not say what they are
+_PUBLISHED = (3, 32, 32), 10  # what a packaged CNN is built for where the data do not tell
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a data module's class says of its samples; None: nothing."""
+    """What a data module's class says about its samples; None: nothing."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -41,7 +41,7 @@ def fit_network_to_data(command: Command) -> None:
     """Complete ``model.learner`` in ``command.config``, where it is an ``ImageClassifier`` around a packaged network.
 
     Raises:
-        UserError: a number that was given, or the network itself, cannot work with the data.
+        UserError: a given number, or the network itself, cannot work with the data.
     """
     model = command.config.get("model")
     chosen = full_paths(_with_options(command.config, command.options))
@@ -49,7 +49,7 @@ def fit_network_to_data(command: Command) -> None:
         return
     facts, guessed = _facts(chosen.get("data")), list[str]()
     target = _complete(chosen["model"]["learner"], facts, guessed)
-    learner = _complete(model.get("learner"), facts, [])  # options may put another class there; this has to parse, too
+    learner = _complete(model.get("learner"), facts, [])  # options may name another class; the config has to parse, too
     if _class(target) is ImageClassifier:
         network = _arguments(target).get("network")
         if _is_ours(network):
@@ -108,7 +108,7 @@ def _put(node: Any, path: list[str], value: Any) -> Any:
 
 
 def _class(node: Any) -> Any:
-    """The class that a node of the configuration names; None where there is none (the parser will say so)."""
+    """The class that a node of the configuration names; None where it names none (the parser will say so)."""
     path = node.get("class_path") if isinstance(node, dict) else node
     module, _, name = str(path).rpartition(".")
     try:
@@ -118,7 +118,7 @@ def _class(node: Any) -> Any:
 
 
 def _arguments(node: Any) -> dict[str, Any]:
-    """Its ``init_args``, made where there are none."""
+    """A node's ``init_args``, added where it has none."""
     if not isinstance(node.get("init_args"), dict):
         node["init_args"] = {}
     found: dict[str, Any] = node["init_args"]
@@ -143,7 +143,7 @@ def _facts(data: Any) -> Facts:
 
 
 def _complete(learner: Any, facts: Facts, guessed: list[str]) -> Any:
-    """A learner whose classes, channels and sizes are there, if it is one of ours; what nobody said is ``guessed``."""
+    """The learner with its classes, channels and sizes filled in, if it is one of ours; adds guesses to ``guessed``."""
     if _class(learner) is not ImageClassifier:
         return learner
     learner = {"class_path": learner} if isinstance(learner, str) else deepcopy(learner)
@@ -177,7 +177,7 @@ def _complete(learner: Any, facts: Facts, guessed: list[str]) -> Any:
 
 
 def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
-    """Refuse what cannot work; ``learners``: the number of classes was given to the learner."""
+    """Refuse what cannot work; ``learners``: whether the number of classes was given to the learner."""
     given, node = _arguments(learner), _arguments(learner)["network"]
     network, cls = _arguments(node), _class(node)
     sizes = network.get("sizes")

@@ -31,7 +31,7 @@ def parameters(cls: type) -> list[str]:
 
 
 def subclasses(base: type) -> dict[str, type]:
-    """Every imported public subclass of ``base`` by its bare name; ours win over others' of the same name."""
+    """Every imported public subclass of ``base`` by its bare name; of one name, this package's class counts."""
     found: dict[str, type] = {}
     waiting: list[type] = list(base.__subclasses__())
     while waiting:
@@ -44,7 +44,7 @@ def subclasses(base: type) -> dict[str, type]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names in a line, as many as a paragraph bears."""
+    """The names in one line, as many as a paragraph can take."""
     line = ", ".join(names)
     return line if len(line) <= 300 else line[:300].rsplit(", ", 1)[0] + ", …"
 
@@ -60,7 +60,7 @@ _PLAIN = {
 
 
 def _types(text: str, known: dict[str, type]) -> str:
-    """The types in one of jsonargparse's lines, in words; of a class with subclasses, their names."""
+    """The types in a line of jsonargparse's, in words; for a class with subclasses, their names."""
     found = []
     for path in re.findall(r"<class '([\w.]+)'>", text):
         name = path.rsplit(".", 1)[-1]
@@ -70,7 +70,7 @@ def _types(text: str, known: dict[str, type]) -> str:
 
 
 def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict[str, type]) -> type | None:
-    """The class that stands at ``path`` in the config or, later, on the command line."""
+    """The class named at ``path`` in the config or, overriding that, on the command line."""
     node: Any = config
     for key in path.split("."):
         if isinstance(node, dict):
@@ -86,7 +86,7 @@ def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict
 def one_paragraph(
     message: str, parser: ArgumentParser, config: dict[str, Any], options: list[str], bases: dict[str, type]
 ) -> str:
-    """Say ``message`` briefly. ``bases``: the type of class that an option named so (its last part) takes."""
+    """Say ``message`` briefly. ``bases``: the base class of what an option takes, by the last part of its name."""
     known = {name: cls for base in bases.values() for name, cls in subclasses(base).items()}
     known |= {base.__name__: base for base in bases.values()}
     keys = [o.removeprefix("--") for o in parser._option_string_actions if o.startswith("--")]
@@ -167,7 +167,7 @@ def one_paragraph(
 
 
 def why_not_built(error: BaseException) -> str | None:
-    """The message of the UserError that jsonargparse wrapped in its own, where there is one."""
+    """The message of a UserError that jsonargparse wrapped in an error of its own; None without one."""
     inner = error.__cause__ or error.__context__
     found = why_not_built(inner) if inner is not None else None
     if found is None and str(error).startswith("Does not validate against any of the Union subtypes"):
@@ -178,7 +178,7 @@ def why_not_built(error: BaseException) -> str | None:
 
 
 def not_an_optimizer(error: Exception) -> str | None:
-    """The paragraph for arguments that an optimizer of torch refuses, else None."""
+    """The paragraph for arguments that one of torch's optimizers refuses; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames[-1].f_globals["__name__"].startswith("torch.optim") or frames[-1].f_code.co_name != "__init__":
         return None
@@ -189,7 +189,7 @@ def not_an_optimizer(error: Exception) -> str | None:
 
 
 def _choices(base: type) -> list[str]:
-    """What to offer where a ``base`` is wanted: of networks and learners only ours, as torch has hundreds."""
+    """What to offer where a ``base`` is wanted; only our own networks and learners, as torch has hundreds."""
     found = subclasses(base)
     if issubclass(base, torch.nn.Module):
         found = {name: cls for name, cls in found.items() if cls.__module__.startswith("fl_lightning.models")}

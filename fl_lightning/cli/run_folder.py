@@ -1,4 +1,4 @@
-"""A run's folder: claimed when training starts, never before; config, loggers, checkpoints in it."""
+"""A run's folder, claimed when training starts and not before; the config, loggers and checkpoints in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numbered(stem: str) -> list[tuple[int, Path]]:
 
 
 def next_free(stem: str) -> Path:
-    """The folder after the last of ``numbered(stem)``; not made."""
+    """The folder after the last of ``numbered(stem)``; it is not created."""
     existing = numbered(stem)
     return Path(f"{stem}-{existing[-1][0] + 1 if existing else 1}")
 
@@ -43,9 +43,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run completed a round in ``folder``; what stopped in round 0 leaves it free to start anew."""
+    """Whether a run completed a round in ``folder``; one that stopped in round 0 leaves it free for another."""
     metrics = folder / "metrics.csv"
-    # without checkpoints (enable_checkpointing=false) the row after round 0's tells that round 0 ended
+    # without checkpoints (enable_checkpointing=false), the row of round 1 shows that round 0 ended
     return bool(checkpoints(folder)) or (metrics.is_file() and metrics.read_bytes().count(b"\n") > 2)
 
 
@@ -63,7 +63,7 @@ def check_name(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that could not be made or written to, without making it."""
+    """Refuse a folder that could not be created or written to, without creating it."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -82,7 +82,7 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
 
 
 class _Events(TensorBoardLogger):
-    """TensorBoard events right in the run's folder, whose config.yaml says what hparams.yaml would."""
+    """TensorBoard events directly in the run's folder, whose config.yaml takes the place of hparams.yaml."""
 
     def save(self) -> None:
         self.experiment.flush()
@@ -96,9 +96,9 @@ class RunFolder(pl.Callback):
 
     Args:
         folder: the run's folder.
-        stem: where the folder was not given: ``<stem>-<number>`` is claimed, the next free one.
-        config: text of config.yaml.
-        tensorboard: write TensorBoard events.
+        stem: where no folder was given: the next free ``<stem>-<number>`` is claimed.
+        config: the text of config.yaml.
+        tensorboard: whether to write TensorBoard events.
     """
 
     def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
@@ -124,7 +124,7 @@ class RunFolder(pl.Callback):
             print(f"→ {self.folder}{going_on}", flush=True)
 
     def _claim(self) -> Path:
-        """Make the folder (the next free one, where two runs start at once)."""
+        """Create the folder (the next free one, where two runs start at once)."""
         folder = self.folder
         try:
             while True:
@@ -139,7 +139,7 @@ class RunFolder(pl.Callback):
             raise _not_writable(folder, error) from None
 
     def write_config(self) -> None:
-        """Write config.yaml, the first time that this is called."""
+        """Write config.yaml, the first time this is called."""
         if self._written:
             return
         self._written = True
@@ -148,18 +148,18 @@ class RunFolder(pl.Callback):
 
 
 class RunCheckpoint(Checkpoint):
-    """``last.ckpt`` after every round; ``best.ckpt`` is the same file, linked, whenever the metric improves.
+    """Writes ``last.ckpt`` after every round, and links it as ``best.ckpt`` whenever the metric improves.
 
     Args:
-        run: tells the folder, known once training starts.
-        monitor: the metric; None: ``val/acc``, where the learner logs it. Lowest is best when it is a loss.
+        run: knows the folder, once training starts.
+        monitor: the metric; None: ``val/acc``, where the learner logs it. The lowest is best if it is a loss.
     """
 
     def __init__(self, run: RunFolder, monitor: str | None = None) -> None:
         self.run, self.given, self.monitor = run, monitor is not None, monitor or "val/acc"
         self.best: float | None = None
         self.best_round = -1
-        self.told = False
+        self.explained = False
 
     @property
     def state_key(self) -> str:
@@ -179,7 +179,7 @@ class RunCheckpoint(Checkpoint):
 
     @property
     def dirpath(self) -> str:
-        """As ModelCheckpoint has it."""
+        """The same, under ModelCheckpoint's name."""
         return str(self.folder)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -194,11 +194,11 @@ class RunCheckpoint(Checkpoint):
         if improved:
             self._link(trainer)
 
-    def _tell(self, trainer: pl.Trainer) -> None:
-        """Once, after a validation without it: why there is no best.ckpt."""
+    def _explain(self, trainer: pl.Trainer) -> None:
+        """Say, once, after a validation without the metric, why there is no best.ckpt."""
         names = [name for name in trainer.callback_metrics if name.startswith("val")]
-        if names and not self.told and trainer.is_global_zero:
-            self.told = True
+        if names and not self.explained and trainer.is_global_zero:
+            self.explained = True
             other = next((name for name in sorted(names) if "acc" in name), sorted(names)[0])
             print(f"no {self.monitor} is logged, so best.ckpt is not kept; --monitor {other} would keep it")
 
@@ -210,7 +210,7 @@ class RunCheckpoint(Checkpoint):
                     f"--monitor {self.monitor}: no metric has this name.{suggest(self.monitor, known)} "
                     f"Logged so far: {', '.join(known)}."
                 )
-            self._tell(trainer)
+            self._explain(trainer)
             return False
         value = float(trainer.callback_metrics[self.monitor])
         better = self.best is None or (value < self.best if "loss" in self.monitor else value > self.best)

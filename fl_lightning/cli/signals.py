@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP end a run after its round: validated, with a checkpoint, and the status says so."""
+"""SIGTERM, SIGINT and SIGHUP end a run after its round: it is validated and saved, and the exit status tells."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 class GracefulStop(pl.Callback):
     """Asks the module to stop after this round; a second Ctrl-C stops at once.
 
-    ``received`` is the signal's number, or None; ``started``: whether there was a round to do. The module agrees with
-    the other processes once a round.
+    ``received``: the signal's number, or None; ``started``: whether there was a round to do. Once a round, the module
+    agrees with the other processes on stopping.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class GracefulStop(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.started = True
-        # here, because Lightning's own handlers are in place by now: they would lose the round
+        # not earlier: this replaces Lightning's own handlers, which would lose the round
         self._module = pl_module
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup

@@ -1,4 +1,4 @@
-"""A federation small enough to run some forty times in a few seconds, and comparing what two runs leave."""
+"""A federation small enough to run some forty times in a few seconds; comparing what two runs leave behind."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Outcome = dict[str, Tensor]
 
 
 class Learner(pl.LightningModule):
-    """Two layers in float64 and a buffer that follows the inputs, not the weights; one class serves all checks.
+    """Two layers in float64, and a buffer that follows the inputs, not the weights; one class serves all checks.
 
     Args:
         frozen: whether the first bias is frozen.
         dead: whether the loss is constant, so that all gradients are zero.
-        embedding: None, or whether the gradient of an embedding before the layers is sparse; the second embedding row
-            and a parameter beside get no gradient at all.
+        embedding: None, or whether the gradient of an embedding before the layers is sparse; that embedding's second
+            row and an extra parameter get no gradient at all.
     """
 
     seen: Tensor
@@ -82,7 +82,7 @@ def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMe
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """One thread, no warnings and no chatter; the caller's settings and random numbers come back."""
+    """One thread, no warnings, no messages; afterwards the caller's settings and random state are as before."""
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric")]
     levels, threads = [logger.level for logger in loggers], torch.get_num_threads()
     torch.set_num_threads(1)
@@ -125,7 +125,7 @@ def fit(
     trainer: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> FederatedModule:
-    """A quiet run on the CPU; with ``folder`` its checkpoint is kept there, ``resume`` goes on from it."""
+    """A run on the CPU; ``folder``: where to keep its checkpoint; ``resume``: go on from that one."""
     arguments = {
         "participation": 3,
         "local_epochs": 2,
@@ -156,7 +156,7 @@ def fit(
 
 
 def outcome(module: FederatedModule) -> Outcome:
-    """All that a run leaves: models, buffers, server states, client rows (of this process), and what was logged."""
+    """All that a run leaves behind: models, buffers, server states, this process's client rows, and what was logged."""
     left = {"the server's model": module.global_vector, "the evaluated model": module.evaluated_vector}
     left |= {f"buffer {name}": buffer for name, buffer in module.learner.named_buffers()}
     left |= {f"server state {name}": value for name, value in module.server_states.items()}
@@ -173,13 +173,13 @@ def outcome(module: FederatedModule) -> Outcome:
 
 
 def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hint: str) -> None:
-    """Compare by the largest difference relative to the largest number, at least 1; 0 is bitwise.
+    """Compare by the largest relative difference (see :func:`distance`); tolerance 0 asks for equal bits.
 
     Raises:
-        Failed: says ``what``, which quantities differ and by how much, with ``hint``.
+        Failed: with ``what``, which quantities differ and by how much, and ``hint``.
     """
     one_sided = sorted(set(ours) ^ set(theirs))
-    differing = [f"{name} exists in one run alone" for name in one_sided]
+    differing = [f"{name} exists in only one of the runs" for name in one_sided]
     for name in ours:
         if name in theirs:
             away = distance(ours[name], theirs[name])
@@ -207,7 +207,7 @@ def require_finite(left: Outcome, what: str, hint: str) -> None:
 
 
 def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
-    """Run ``job`` in ``world`` forked processes joined by gloo; what they leave, taken together.
+    """Run ``job`` in ``world`` forked processes joined by gloo; gives what they leave behind, taken together.
 
     Raises:
         Failed: one of them did not finish.

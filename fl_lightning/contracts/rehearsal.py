@@ -1,4 +1,4 @@
-"""Contracts of the client hooks, called directly: on groups of any size, without a value read, without a trace on self.
+"""Contracts of client hooks, called directly: any size of group, no value read, nothing left on self.
 
 One round is rehearsed on quadratics with filled state: on_local_start, two local steps, on_local_end, transmit.
 """
@@ -77,7 +77,7 @@ class Stage:
         return clients
 
     def rehearse(self, clients: Clients, call: Call) -> Iterator[tuple[str, Outcome]]:
-        """The hooks of one round in order; after each its name and what there is."""
+        """Call the hooks of one round in order; yields each one's name and what there is after it."""
         methods = self.methods
         methods.bind(Ledger(self.round))
         perturb, mix, transmit = (methods.owner(h) for h in ("perturbation", "on_loss_gradient", "transmit"))
@@ -115,7 +115,7 @@ def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tenso
 
 
 def state(clients: Clients) -> Outcome:
-    """Everything of the clients that a hook can have changed, one row a client."""
+    """Everything of the clients that a hook can have changed, one row per client."""
     held = {"clients.x": clients.x}
     held |= {f"the rows of {key}": rows for key, rows in clients._rows.items()}
     held |= {f"the upload {key}": rows for key, rows in clients.uploads.items()}
@@ -128,7 +128,7 @@ def _plainly(hook: str, call: Callable[[], Any]) -> Any:
 
 
 def groups(method: Method) -> None:
-    """Groups of 1, 3 and D clients against the same clients one by one, after each hook."""
+    """Compare groups of 1, 3 and D clients with the same clients one by one, after each hook."""
     callback, module = method.used
     size = module.layout.size
     hint = (
@@ -168,7 +168,7 @@ def untouched_self(method: Method) -> None:
 
 
 def traceable(method: Method) -> None:
-    """Hooks on tensors without data: whatever reads a value, or branches on one, cannot go on."""
+    """Call hooks on tensors without data: whatever reads a value, or branches on one, fails."""
     callback, module = method.used
     stage = Stage(callback, module, 3)
     clients = stage.clients(range(3))

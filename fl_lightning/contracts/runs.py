@@ -1,4 +1,4 @@
-"""Contracts that small runs show: what must not change a result, and what must not break one."""
+"""Contracts checked by small runs: what must not change a result, and what must not break one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUNDING = 1e-10
 
 @dataclass
 class Method:
-    """What makes new instances of the method under check, and the plain run that others are compared with."""
+    """Makes new instances of the method under check; ``plain`` is the run that other runs are compared with."""
 
     factory: Callable[..., FederatedCallback]
 
@@ -89,7 +89,7 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
 
 
 def order_of_clients(method: Method) -> None:
-    """Full batches and full participation: registering the clients in reverse gives each its mirror's number."""
+    """With full batches and full participation: register the clients in reverse, and compare client by client."""
     m, whole = len(SIZES), {"participation": "all"}
     ours = method.run(federation=data(batch_size=None), **whole)
     mirrored = method.run(federation=data(order=range(m)[::-1], batch_size=None), **whole)
@@ -182,7 +182,7 @@ def resume(method: Method) -> None:
 
 
 def declared(method: Method) -> None:
-    """Attributes that change are put back after every round: where that changes the result, they were state."""
+    """Put attributes that change back after every round: where that changes the result, they were state."""
     callback, before, found = method.factory(), {}, set[str]()
     fit(
         [callback],
@@ -252,7 +252,7 @@ def lazy_gradients(method: Method) -> None:
 
 
 def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
-    """A run that has to stay finite, in the model and in all that is kept."""
+    """Require that a run stays finite, in the model and in all that is kept."""
     try:
         left = method.run(**arguments)
     except Diverged as diverged:

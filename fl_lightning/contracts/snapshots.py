@@ -1,4 +1,4 @@
-"""What a callback holds besides its declared state, by value, to see whether a run changes it."""
+"""What a callback holds besides its declared state, copied to see whether a run changes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRAMEWORKS = {"_declared", "_bound_ledger"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:
-    """``{"self.name": value}`` and ``{"Class.name": value}``, values copied as deep as they are data."""
+    """``{"self.name": value}`` and ``{"Class.name": value}``; values are copied as far down as they are data."""
     held = {f"self.{name}": value for name, value in vars(callback).items() if name not in FRAMEWORKS}
     for cls in type(callback).__mro__:
         if cls is FederatedCallback:
@@ -29,7 +29,7 @@ def take(callback: FederatedCallback) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names whose value is new, gone or another."""
+    """Names whose value is new, gone or different."""
     return sorted(
         name
         for name in before.keys() | after.keys()
@@ -38,7 +38,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
-    """The named attributes of those that exist now, copied so that :func:`put_back` can restore them."""
+    """Copies of those of the named attributes that exist now, for :func:`put_back`."""
     kept = {}
     for name in names:
         held = vars(_holder(callback, name))
@@ -48,7 +48,7 @@ def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
 
 
 def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]) -> None:
-    """Make the named attributes what they were; those that did not exist are removed."""
+    """Set the named attributes back to what they were; remove those that did not exist."""
     for name in names:
         holder, attribute = _holder(callback, name), name.split(".")[1]
         if name in kept:

@@ -17,7 +17,7 @@ class Failed(Exception):
 
     Args:
         reason: what was seen.
-        hint: what usually causes it, and the way out.
+        hint: what usually causes it, and what to do.
     """
 
     def __init__(self, reason: str, hint: str = "") -> None:
@@ -26,7 +26,7 @@ class Failed(Exception):
 
 
 class NotApplicable(Exception):
-    """An invariant says nothing about this method, for the reason given."""
+    """An invariant does not apply to this method, for the reason given."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 
 def where(error: BaseException) -> str:
-    """``RuntimeError: … (anchor.py, line 12, on_local_gradient)``: the innermost line of a callback."""
+    """An error with the innermost line of a callback: ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = Path(__file__).parents[1]
     theirs = [Path(str(module.__file__)).parent for module in (torch, pl, lightning_fabric)]

@@ -33,7 +33,7 @@ ELEMENTWISE = [
 class ClientOptimizer:
     """Steps ``x`` ``(1, D)`` with a gradient of that shape, whatever optimizer the user chose.
 
-    Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat vector; others (and
+    Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat vector, all others (and
     those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
     """
 
@@ -101,7 +101,7 @@ class ClientOptimizer:
         self._fused(self._views_of_x, dense)
 
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
-        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel, which takes both in one order in memory."""
+        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel; x and g lie in memory in the same order."""
         torch._fused_sgd_(
             x, gradients, [], weight_decay=self.weight_decay, lr=self.rates[0], momentum=0.0, dampening=0.0,
             nesterov=False, maximize=False, is_first_step=True,
@@ -126,7 +126,7 @@ class ClientOptimizer:
         return rows
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a step changes besides x, by name."""
+        """The tensors that a step changes besides x, by name."""
         if self.plain:
             return {}
         return {
@@ -150,7 +150,7 @@ class ClientOptimizer:
 
 
 def is_flat(optimizer: Optimizer, learner: nn.Module) -> bool:
-    """Whether one flat vector can stand for the parameters: elementwise, one group, all of them."""
+    """Whether it can work on the flat vector: elementwise, with one group that has all parameters."""
     own = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ELEMENTWISE
     if not own or len(optimizer.param_groups) != 1:
         return False
@@ -178,7 +178,7 @@ def weight_decays(optimizer: Optimizer) -> list[float]:
 
 
 def rates(optimizer: Optimizer, device: torch.device) -> ClientRates:
-    """The settings of the first group, before any decay, and in which of them the groups differ."""
+    """The first group's settings, before any decay, and the one in which the groups differ."""
     first, several = optimizer.param_groups[0], ""
     for what in ("lr", "weight_decay"):
         values = sorted({float(g.get(what, 0)) for g in optimizer.param_groups})

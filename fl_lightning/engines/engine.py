@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Train the clients of ``leaves`` (position in the sum, client), each from the round's model and buffers.
 
         Args:
-            collect: takes what a client, which stands alone, brings home; in the thread that trained it.
+            collect: takes each trained client, as a group of one; called in the thread that trained it.
             tell: called in the caller's thread after each client.
         """
 

@@ -25,7 +25,7 @@ class LearnerCopy:
     Args:
         learner: any LightningModule; its parameters are tied to ``x`` by :meth:`tied` or :meth:`attach`.
         forward_context: around each forward pass: gradients on, and autocast where asked for.
-        convert: ``(learner, batch) -> batch``, from the learner's transfer hooks and the precision; None: as it is.
+        convert: ``(learner, batch) -> batch``, by the learner's transfer hooks and the precision; None: unchanged.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LearnerCopy:
                     twin.data = parameter.data
 
     def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
-        """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
+        """∇ℓ(x; batch), one tensor per parameter; zeros where a parameter has no gradient."""
         self.logging = log
         if self.convert is not None:
             batch = self.convert(self.learner, batch)
@@ -177,12 +177,12 @@ class LearnerCopy:
         return gradients
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
-        """∇ℓ(x; batch) ``(1, D)``. The returned storage is reused by the next call."""
+        """∇ℓ(x; batch) ``(1, D)``. The next call reuses the returned storage."""
         fill(self._views_of_g, self.gradients(batch, step, log))
         return self.g
 
     def take_logs(self) -> dict[str, Tensor]:
-        """Means over the steps since the last call, float64 scalars; of a metric that was only updated, its value."""
+        """Means over the steps since the last call, float64 scalars; the value of a metric that was only updated."""
         for name, metric in self._gathering.items():
             together, metric._to_sync = metric._to_sync, False  # other processes train other clients
             self._add(name, [metric.compute().detach()])
@@ -206,10 +206,10 @@ class LearnerCopy:
         self.load_buffers(round.buffers)
 
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Set buffers to copies of values, in the tensors that the learner had at first."""
+        """Copy values into the buffer tensors that the learner had at first, and put those back in their places."""
         for name, places in self._slots.items():
             own, value = self._own_buffers[name], values.get(name)
-            if own is None or value is None or own.shape != value.shape:  # a hook made it anew between rounds
+            if own is None or value is None or own.shape != value.shape:  # a hook replaced it between rounds
                 own = None if value is None else value.clone()
             else:
                 own.copy_(value)

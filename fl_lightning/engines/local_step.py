@@ -1,4 +1,4 @@
-"""One local step, in the order in which each method's rule has its place; the same in every engine."""
+"""One local step, in which every kind of rule has its place; the same in every engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Work:
         data: ``client_batches`` and ``full_batches`` of each client.
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
-        draws: whether learner or data may draw from the process's generators, which are then seeded a client.
+        draws: whether learner or data may draw from the process's generators, which are then seeded for each client.
     """
 
     data: Any
@@ -36,9 +36,9 @@ class Work:
 
 
 class Model(Protocol):
-    """What local steps train: one client's copy of the learner, or several stacked.
+    """What local steps train: one client's copy of the learner, or several clients' models stacked.
 
-    ``per_parameter``: as ``gradient``, one tensor a parameter; None where there are none.
+    ``per_parameter``: like ``gradient``, but one tensor per parameter; None where it cannot be had.
     """
 
     x: Tensor
@@ -59,7 +59,7 @@ class Model(Protocol):
 class LocalStep:
     """Takes the clients' model one step on: ``step(batch, index)``.
 
-    ``clipped`` ``(n,)``: in how many steps the clipping was active; None without clipping.
+    ``clipped`` ``(n,)``: in how many steps clipping was active; None without clipping.
     """
 
     def __init__(self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer) -> None:
@@ -111,7 +111,7 @@ class LocalStep:
     def perturbed(
         self, perturb: Callable[..., Any], batch: Any, index: Any, before: RandomState | None
     ) -> Iterator[None]:
-        """Within, gradients are at x + e, with the random numbers of the first pass; its buffers come back."""
+        """Within, gradients are at x + e, with the first pass's random numbers; afterwards its buffers are back."""
         first = self.model.gradient(batch, index)
         after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         e = checked_rows(perturb, perturb(self.clients, first), first)

@@ -1,4 +1,4 @@
-"""The process's random generators: seeded for each client, kept, and seen whether anything was drawn from them."""
+"""The process's random generators: seeding them for a client, restoring them, seeing whether any was drawn from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_lightning.sampling import generator
 
 
 class RandomState:
-    """The process's generators as they are now: torch's (of the CPU, and of the device of ``x``), NumPy's, Python's.
+    """The process's generators as they are now: torch's (the CPU's, and that of x's device), NumPy's, Python's.
 
     ``torch_alone``: without NumPy's and Python's, which are slow to read.
     """
@@ -36,7 +36,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def drawn_since(self) -> bool:
-        """Whether anything was drawn since; of all generators, where all were read."""
+        """Whether anything was drawn since, from any generator that was read."""
         now = RandomState()
         if self.device is not None and self.cuda is not None:
             now.cuda = torch.cuda.get_rng_state(self.device)

@@ -1,7 +1,7 @@
 """Several clients as one batch of models by ``torch.func``: for small networks, above all on a GPU.
 
-Clients with fewer steps than others of their group neither move nor change a row once they have finished. Batches of
-unequal size are grouped by size. Results agree with the other engines to rounding.
+Clients with fewer steps than the rest of their group neither move nor change a row once they have finished. Batches
+of unequal size are grouped by size. Results agree with the other engines up to rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Group = tuple[list[int], list[Tensor], TreeSpec]
 
 
 class _Step(nn.Module):
-    """A learner's ``training_step`` as a forward, so that parameters can be put in."""
+    """A learner's ``training_step`` as a ``forward``, so that ``functional_call`` can replace its parameters."""
 
     def __init__(self, learner: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class Stacked:
     """Trains ``at_once`` clients of a round together.
 
     Args:
-        worker: of the learner itself, for gradients of one client's whole objective.
+        worker: the one that trains in the learner itself, for gradients of one client's whole objective.
         optimizer_of: makes the client optimizer of a stack.
-        warn: told when a group did not fit in memory and is halved.
+        warn: called with a text when a group does not fit into memory and is halved.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Stacked:
     def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
-            self.copy.x.fill_(torch.nan)  # nobody's model: what reads it all the same must not go unseen
+            self.copy.x.fill_(torch.nan)  # nobody's model: whoever reads it by mistake must not go unnoticed
             while waiting:
                 group = waiting[: self.at_once]
                 try:
@@ -182,7 +182,7 @@ class Stacked:
                     tell()
 
     def train_group(self, round: Round, ids: list[int]) -> list[Clients]:
-        """A group's round, from the server's model to ``on_local_end``; each client then stands alone."""
+        """A group's round, from the server's model to ``on_local_end``; gives each client as a group of one."""
         work, stack = self.work, Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
         clients = Clients(round, ids, stack.x, self._full_gradient)
@@ -213,7 +213,7 @@ class Stacked:
     def _batches(self, stack: Stack, clients: Clients, limit: Tensor | None) -> Iterator[list[Group]]:
         """One step's batches at a time; after each step, clients that had none are put back to where they were.
 
-        Their ``limit`` ``(n, 1)`` of the clipping is lifted, so that it is not counted.
+        Their clipping ``limit`` ``(n, 1)`` is lifted, so that they do not count as clipped.
         """
         round, device = clients._round, stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
@@ -242,7 +242,7 @@ class Stacked:
 
 
 class Kept:
-    """What finished clients have, as it was before a step of the others: models, declared rows, uploads, logs."""
+    """Copies of what finished clients have before the rest takes a step: models, declared rows, uploads, logs."""
 
     def __init__(self, clients: Clients, finished: list[int]) -> None:
         self.clients, self.finished = clients, finished
@@ -269,7 +269,7 @@ class Kept:
 
 
 def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
-    """One client of a group by itself, as views; without what its learner did not log."""
+    """One client of a group as a group of one, as views; without what its learner did not log."""
     own, part = copy.copy(clients), slice(row, row + 1)
     for name, attribute in vars(Clients).items():
         if isinstance(attribute, cached_property):

@@ -1,6 +1,6 @@
 """``concurrent`` on a GPU: several clients side by side, each on a stream of its own, its local step one CUDA graph.
 
-One after the other the clients are set going, each in a copy of the learner, and then collected; on the device they
+The clients are started one after the other, each in a copy of the learner, and then collected; on the device they
 overlap. Each runs the kernels that it would run alone, so that results do not depend on how many there are.
 """
 
@@ -18,7 +18,7 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
-WORTH = 8  # steps of a client, before capturing one has saved what it costs
+WORTH = 8  # steps of a client from which on capturing one saves more than it costs
 
 
 def own_stream(x: Tensor) -> torch.cuda.Stream | None:
@@ -31,7 +31,7 @@ class Streams:
 
     Args:
         workers: with ``draws=False``: numbers drawn on several streams would depend on how these are interleaved.
-        learner: whose attributes, changed by its hooks between rounds, the workers' copies follow.
+        learner: the original; the workers' copies follow what its hooks change between rounds.
     """
 
     def __init__(self, workers: list[Worker], learner: Any) -> None:
@@ -68,6 +68,6 @@ class Streams:
                 worker.copy.reset()
 
     def close(self) -> None:
-        """Give the graphs' memory back, all at once: those of one stream share a workspace."""
+        """Release the graphs' memory, all at once: graphs of one stream share a workspace."""
         for worker in self.workers:
             worker.forget()

@@ -1,7 +1,7 @@
 """``concurrent`` on a CPU: several clients side by side in one process, each worker a thread.
 
 A client is trained on one intra-op thread whatever the number of workers, and the sum over clients does not depend on
-who finished when: same bits for any number of workers, and as the sequential engine on one thread.
+who finished when: the same bits for any number of workers, and as from the sequential engine on one thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.worker import Worker
 from fl_lightning.round.context import Round
 
-WORTH = 20  # steps of a worker in a round, before a recording has saved what it costs
+WORTH = 20  # steps of a worker in a round from which on a recording saves more than it costs
 WAITING_BYTES = 2**28  # so much may wait in the sum, so that the largest clients can go first
 
 
@@ -28,8 +28,8 @@ class Threads:
 
     Args:
         workers: with ``draws=False``: the process has one random generator of each kind, which threads would race for.
-        learner: whose attributes, changed by its hooks between rounds, the workers' copies follow.
-        warn: told when something drew random numbers all the same.
+        learner: the original; the workers' copies follow what its hooks change between rounds.
+        warn: called with a text when something drew random numbers nevertheless.
     """
 
     def __init__(self, workers: list[Worker], learner: Any, warn: Callable[[str], None]) -> None:
@@ -80,7 +80,7 @@ class Threads:
 
 
 def largest_first(round: Round, leaves: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The leaves by number of steps, where what waits in the sum for its turn then fits into memory."""
+    """The leaves by number of steps, if what then waits for its turn in the sum fits into memory."""
     if len(leaves) * round.w.nbytes > WAITING_BYTES:
         return leaves
     return sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])

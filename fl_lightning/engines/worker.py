@@ -23,8 +23,8 @@ class Worker:
     """Trains clients one after the other, each from the server's model.
 
     Args:
-        copy: of the learner; of the sequential engine the learner itself.
-        recorder: replays local steps that it has recorded; None: each runs as it is.
+        copy: of the learner; in the sequential engine, the learner itself.
+        recorder: replays local steps that it has recorded; None: each step runs as it is.
         stream: on a GPU, where it computes; None: where its caller does.
     """
 
@@ -40,7 +40,7 @@ class Worker:
         self.recorder, self.stream = recorder, stream
 
     def train(self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True) -> Clients:
-        """One client's round, to ``on_local_end``; what it brings home holds until the next one begins.
+        """One client's round, up to ``on_local_end``; what is returned is valid until the next client begins.
 
         Raises:
             Stopped: ``stop`` was set meanwhile.
@@ -55,7 +55,7 @@ class Worker:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
             optimizer.begin(round.rates.factor, self.optimizer_rows(round, client))
-            copy.reset()  # what another client, or a full gradient, left in the learner's metrics
+            copy.reset()  # of what another client, or a full gradient, left in the learner's metrics
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:
                 self.recorder.run(step, iter(batches), clients, optimizer, copy)
@@ -97,19 +97,19 @@ class Worker:
         return total + clients.weight_decay * at
 
     def optimizer_rows(self, round: Round, client: int) -> dict[str, Tensor] | None:
-        """The client's optimizer state of its latest round, where it is kept."""
+        """The client's optimizer state from its latest round, where it is kept."""
         if not self.work.keep_optimizer_state:
             return None
         rows = {name: round.read(name, client) for name in round.optimizer_rows}
         return {name: row for name, row in rows.items() if row is not None}
 
     def forget(self) -> None:
-        """A new round: what a recording holds fixed may have changed."""
+        """Drop recordings: in a new round, what they hold fixed may have changed."""
         if self.recorder is not None:
             self.recorder.forget()
 
     def __enter__(self) -> None:
-        """What the caller's stream has been given comes first."""
+        """Compute on the worker's stream, after all that the caller's stream was given so far."""
         self._context: AbstractContextManager[Any] = nullcontext()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -121,7 +121,7 @@ class Worker:
 
 
 def begin(work: Work, clients: Clients) -> None:
-    """From the server's model, and parts that clients keep, to where methods let them start."""
+    """Bring clients from the server's model to their starts: kept parts, then what methods change."""
     clients.take_kept_parts()
     before = clients.x._version
     work.methods.run("on_local_start", clients)
@@ -135,7 +135,7 @@ class Stopped(Exception):
 
 
 class Counted:
-    """Batches, with the number of the present one in ``step``; ends with :class:`Stopped` when ``stop`` is set."""
+    """Batches, with the present one's number in ``step``; raises :class:`Stopped` once ``stop`` is set."""
 
     def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:
         self.batches, self.stop, self.step = batches, stop, 0

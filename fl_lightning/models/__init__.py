@@ -1,7 +1,6 @@
 """Networks, and the learner around them.
 
-What needs torchvision or Lightning is imported when it is first asked for, so that a light command stays
-light.
+What needs torchvision or Lightning is imported at first use, so that light commands start quickly.
 """
 
 from __future__ import annotations

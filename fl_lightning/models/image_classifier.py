@@ -14,7 +14,7 @@ from fl_lightning.errors import UserError
 
 
 class ImageClassifier(pl.LightningModule):
-    """Cross-entropy on batches (x, y); logs ``train/loss``, ``train/acc``, and ``val``'s and ``test``'s.
+    """Cross-entropy on batches (x, y); logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
     Args:
         network: inputs ``(n, …)`` to logits ``(n, num_classes)``.

@@ -10,13 +10,12 @@ from fl_lightning.errors import UserError
 
 
 class LeNet(nn.Module):
-    """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384, 192 and ``num_classes``
-    units.
+    """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384, 192 and ``num_classes`` units.
 
     Inputs ``(n, in_channels, input_size, input_size)``; 797,962 parameters for ten classes of 3x32x32.
     """
 
-    smallest_input = 16  # a side: of fewer pixels nothing is left
+    smallest_input = 16  # pixels a side; of fewer, nothing is left
 
     def __init__(self, num_classes: int, in_channels: int = 3, input_size: int = 32) -> None:
         super().__init__()

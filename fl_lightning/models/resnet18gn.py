@@ -14,8 +14,8 @@ class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
     """torchvision's ResNet-18 with ``GroupNorm(groups)``: 11,181,642 parameters for ten classes of three channels.
 
     Args:
-        live_taps: leave out the taps of convolutions that meet padding alone, which is the same function; a quarter
-            faster on 32x32 images (``python -m benchmarks.variants``).
+        live_taps: leave out taps of convolutions that meet nothing but padding: the same function, a quarter faster
+            on 32x32 images (``python -m benchmarks.variants``).
     """
 
     def __init__(self, num_classes: int, groups: int = 2, live_taps: bool = True, in_channels: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""ResNets for small images (He et al., 2016, § 4.2): ResNet-20 with BatchNorm, as in FedALS, and its kin."""
+"""ResNets for small images (He et al., 2016, § 4.2): ResNet-20 with BatchNorm, as in FedALS, and its relatives."""
 
 from __future__ import annotations
 

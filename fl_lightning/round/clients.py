@@ -1,4 +1,4 @@
-"""What local hooks see of a round: ``n`` clients that train together."""
+"""The clients' side of a round, as local hooks see it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Clients:
     """``n`` clients that train together, as local hooks see them; per-client scalars are columns ``(n, 1)``.
 
     Args:
-        x: ``(n, D)``, where their models are.
-        full_gradient: ``(clients, x)`` → the gradient of their whole objectives there, by whoever trains them.
+        x: their models ``(n, D)``.
+        full_gradient: ``(clients, x)`` → the gradient of their whole objectives at x; given by whoever trains them.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Clients:
         self._ids = ids
         self._full_gradient = full_gradient
         self.looked_up = self.mean_gradient_read = False
-        self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
-        self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
+        self.buffers: dict[str, Tensor] = {}  # the learner's after training, in a group of one
+        self.optimizer_rows: dict[str, Tensor] = {}  # its optimizer's state, where that is kept
         self._rows: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._declared: dict[str, ClientState | Scratch] = {}
@@ -46,13 +46,13 @@ class Clients:
 
     @property
     def client_ids(self) -> list[int]:
-        """Who, as numbers; a local step that asks is not replayed for other clients."""
+        """Their numbers; a local step that asks for them is not replayed for other clients."""
         self.looked_up = True
         return self._ids
 
     @cached_property
     def ids(self) -> Tensor:
-        """Who: ``(n,)`` int64."""
+        """Their numbers ``(n,)``, int64."""
         return to_device(self._ids, self._x.device)
 
     @property
@@ -77,7 +77,7 @@ class Clients:
 
     @property
     def evaluated(self) -> Tensor:
-        """What was evaluated last ``(D,)``: w^t, but under partial averaging."""
+        """What was evaluated last ``(D,)``: w^t, except under partial averaging."""
         return self._round.evaluated
 
     @property
@@ -109,7 +109,7 @@ class Clients:
 
     @property
     def momentum(self) -> float:
-        """Of the client optimizer; 0 where it has none."""
+        """The client optimizer's momentum; 0 where it has none."""
         return self._round.rates.momentum
 
     @property
@@ -165,11 +165,11 @@ class Clients:
         return self._full_gradient(self, x)
 
     def log(self, name: str, values: Tensor) -> None:
-        """Log a value a client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under ``name``."""
+        """Log one value per client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under ``name``."""
         self.logs[name] = values.detach().reshape(len(self._ids))
 
     def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
-        """Say how much ``transmit`` sends, each client, in place of D parameters."""
+        """Say how much each client sends by ``transmit``, in place of D parameters."""
         self.transmitted = (parameters, bytes)
 
     def rows(self, key: str, declaration: ClientState | Scratch) -> Tensor:
@@ -205,7 +205,7 @@ class Clients:
         self.uploads[key] = torch.as_tensor(value).to(kind).expand(len(self._ids), *shape)
 
     def step_tensors(self) -> dict[str, Tensor]:
-        """What a local step may read or change, x aside, by name: columns, starts and rows of states."""
+        """What a local step may read or change besides x, by name: columns, starts and rows of states."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "_x"}
         return {**own, **self._rows}
 
@@ -214,7 +214,7 @@ class Clients:
         return [*self.logs.values(), *self.uploads.values()]
 
     def take_kept_parts(self) -> None:
-        """Put the parts that they keep into ``x``, where these are newer than the server's; note since when."""
+        """Put the clients' own copies of parts into ``x``, where newer than the last average; note since when."""
         round, parts, x = self._round, self._round.parts, self._x
         if parts is None:
             return
@@ -238,7 +238,7 @@ class Clients:
         self.kept_origin, self.kept_elapsed, self.kept_mask = origin, elapsed, mask
 
     def kept_parts(self) -> dict[str, Tensor]:
-        """The rows of parts that a client, which stands alone, keeps after the round."""
+        """The rows in which a client (of a group of one) keeps its copies of parts after the round."""
         parts = self._round.parts
         if parts is None or not parts.masks:
             return {}
@@ -251,7 +251,7 @@ class Clients:
         }
 
     def begin(self, own_starts: bool) -> None:
-        """Starts are final: remember them; ``own_starts``: a method may have moved them from w."""
+        """The starts are final: remember them; ``own_starts``: a method may have moved them away from w."""
         own = own_starts or self.kept_mask is not None
         self._start = self._x.clone() if own else self._round.w.expand_as(self._x)
         if self.kept_mask is not None and self.kept_origin is not None:

@@ -1,4 +1,4 @@
-"""Who takes part in a round and how much each client does: functions of (seed, round), known before the round."""
+"""Who takes part in a round, and how many steps each client takes: functions of (seed, round), known beforehand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fl_lightning.sampling import generator
 
 
 class Cohort:
-    """The registered clients, and who of them works how much in a round.
+    """The registered clients, which of them take part in a round, and how many steps each takes.
 
     Args:
-        data: of the run: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
-        seed: the run's, of which all draws are functions.
+        data: the run's: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
+        seed: the run's.
 
-    The other arguments are :class:`~fl_lightning.FederatedModule`'s.
+    The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Cohort:
 
     @property
     def n(self) -> int:
-        """Clients a round; with Bernoulli sampling on average."""
+        """Clients a round; on average, with Bernoulli sampling."""
         return count_participants(self.participation, self.m)
 
     @property

@@ -1,4 +1,4 @@
-"""The facts of one round: fixed before the first client trains, and the same to the last line of it."""
+"""The facts of one round: fixed before the first client trains, the same until the round ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClientRates:
         factor: what every group's learning rate is multiplied by, this round.
         lr: the first group's learning rate, ``factor`` included, a scalar tensor.
         plain_sgd: whether a step is lr times the gradient, weight decay included.
-        several: in which setting the groups differ, with the values; empty where they have one.
+        several: the setting in which parameter groups differ, with its values; empty where they agree.
     """
 
     factor: float
@@ -34,7 +34,7 @@ class ClientRates:
     several: str = ""
 
     def decayed(self, factor: float) -> ClientRates:
-        """With learning rates × ``factor``."""
+        """The same with learning rates × ``factor``."""
         return replace(self, factor=factor, lr=self.lr * factor)
 
     def require_one(self) -> None:
@@ -52,9 +52,9 @@ class Round:
 
     Args:
         ids: the participants, ascending.
-        steps, sizes, weights: K_i, N_i and aggregation weights (not normalised) by client.
+        steps, sizes, weights: K_i, N_i and the aggregation weights (not normalised), by client.
         num_clients: registered clients m.
-        w, w0, evaluated: w^t, w^0 (where a method asked for it) and what was evaluated last, each ``(D,)``.
+        w, w0, evaluated: w^t, w^0 (where a method needs it) and what was evaluated last, each ``(D,)``.
         buffers: the server's, by name.
         read: ``(key, client)`` → a committed row, or None.
         server_states: committed, by key.

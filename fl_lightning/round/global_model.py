@@ -1,4 +1,4 @@
-"""The learner's weights as the server's vector w, by name for everybody else; what is evaluated; and exporting it."""
+"""The learner's weights as the server's vector w, what is evaluated, and exporting it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
 
 
 class GlobalModel:
-    """The learner, whose parameters are views into one vector, which is evaluated and saved.
+    """The learner, whose parameters are views into one vector: the one that is evaluated and saved.
 
     ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own hyper-parameters.
     """
@@ -52,7 +52,7 @@ class GlobalModel:
 
     @property
     def evaluated(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        """What is evaluated and exported ``(D,)``: w itself, except under partial averaging."""
         return self.w if self._evaluated is None else self._evaluated
 
     @property
@@ -61,7 +61,7 @@ class GlobalModel:
         return self._evaluated is None
 
     def build(self, again: bool = False) -> None:
-        """Lay the learner's parameters out in one vector and tie them to it; ``again``: after it may have moved."""
+        """Lay the learner's parameters out in one vector and tie them to it; ``again``: they may lie elsewhere now."""
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
@@ -98,18 +98,18 @@ class GlobalModel:
                 buffer.copy_(values[name])
 
     def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
-        """Take up w, what is evaluated (None: w) and buffers, by value."""
+        """Set w, what is evaluated (None: w) and buffers, by value."""
         with torch.no_grad():
             self.w.copy_(w)
         self.evaluate_at(evaluated)
         self.set_buffers(buffers)
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """What ``load_from_checkpoint`` gives to the learner's class, as far as it is plain data."""
+        """What ``load_from_checkpoint`` passes to the learner's class, as far as it is plain data."""
         return dict(self.config) or {k: v for k, v in dict(self.learner.hparams).items() if is_plain(v)}
 
     def export(self, path: str | Path | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
+        """A copy of the learner with the evaluated weights and buffers; ``path``: also write it, as a checkpoint."""
         attached = [(part, part._trainer) for part in lightning_modules(self.learner)]
         try:
             for part, _ in attached:

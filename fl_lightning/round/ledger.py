@@ -1,4 +1,4 @@
-"""What a round stages: client rows, server state, sums. Nothing of it is the run's state before the commit."""
+"""What a round stages: client rows, server states, sums. None of it is the run's state before the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fl_lightning.storage.rows import Rows
 
 
 class Ledger:
-    """Of one round: ``rows`` and ``server`` as staged, the ``total`` over clients, and who ``finished``.
+    """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who ``finished``.
 
     ``mean_gradient_read``: whether a method took a client's displacement for its mean gradient.
     """
@@ -36,7 +36,7 @@ class Ledger:
 
     @contextmanager
     def server_hooks(self) -> Iterator[None]:
-        """Within, server states are copies to change; outside they are as the round began."""
+        """Within, server states are copies that may be changed; outside they are what the round began with."""
         self._at_server = True
         try:
             yield
@@ -71,7 +71,7 @@ class Ledger:
         return self._uploaded("sum:" + key, declaration), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
-        """Σ p_i over the clients that finished."""
+        """The p_i-weighted mean over the clients that finished."""
         weighted = "weighted:" + key if "weighted:" + key in self.total else "sum:" + key
         return self._uploaded(weighted, declaration) / self.total["weight"].to(self.round.wide)
 
@@ -96,7 +96,7 @@ class Ledger:
         return settled
 
     def settled_rows(self, declared: Mapping[str, Declaration]) -> Rows:
-        """The client rows to commit, of methods and the framework's own; as :meth:`settled_server`."""
+        """The client rows to commit, those of methods and the framework's own; as in :meth:`settled_server`."""
         averaged = self.round.averaged
         mask = None if averaged is None else averaged.cpu()
         settled: Rows = {}

@@ -1,7 +1,7 @@
 """Parts of the model with averaging periods of their own (FedALS, Gholami & Seferoglu 2024; FedPer: never).
 
-A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise client i keeps its own copy and
-starts from it, if it was written since the part was last averaged.
+A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise each client keeps its own copy,
+and starts from it if it was written since the part was last averaged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Parts:
     """The run's parts: ``masks`` ``(D,)`` bool, disjoint, each with its period in rounds (None: never).
 
     Raises:
-        UserError: a period below 1, masks that overlap or of another shape.
+        UserError: a period below 1, or masks that overlap or have another shape.
     """
 
     def __init__(self, parts: list[tuple[Tensor, int | None]], size: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What server hooks see of a round."""
+"""The server's side of a round, as server hooks see it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Server:
     """The server's side of a round. Means and sums are over the clients that finished.
 
     ``w`` is w^t until the server optimizer's step, w^{t+1} in ``on_round_end``; ``w_before`` is w^t; ``evaluated`` is
-    what will be evaluated, w but under partial averaging; ``update`` the aggregated update; each ``(D,)``.
+    what will be evaluated, w except under partial averaging; ``update`` is the aggregated update; each ``(D,)``.
     """
 
     def __init__(self, round: Round, ledger: Ledger) -> None:

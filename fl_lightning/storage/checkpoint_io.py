@@ -26,14 +26,18 @@ from fl_lightning.storage.files import written_aside
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files on a local disk, written aside and renamed; damage is found on loading.
 
-    Give it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's own writer goes through /tmp, does not
-    fsync, and flipped bits load silently.
+    Use it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's own writer goes through /tmp and does not
+    fsync; its reader loads flipped bits silently.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write ``checkpoint``; UserError where the folder cannot be written, or what could not be read back."""
+        """Write ``checkpoint``.
+
+        Raises:
+            UserError: the folder cannot be written to, or the checkpoint could not be read back.
+        """
         target = Path(path)
         if where := _not_plain(checkpoint):
             raise UserError(
@@ -52,10 +56,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint, loaded with ``weights_only=True`` whatever is asked.
+        """The checkpoint, loaded with ``weights_only=True`` whatever is asked for.
 
-        Raises UserError when the file is missing, damaged (each of its checksums is verified) or not a
-        Lightning checkpoint of plain data.
+        Raises:
+            UserError: the file is missing, damaged (each of its checksums is verified) or not a Lightning checkpoint of
+                plain data.
         """
         source = Path(path)
         if not source.is_file():
@@ -76,7 +81,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _not_plain(value: Any, where: str = "checkpoint") -> str:
-    """Where something lies that ``weights_only=True`` refuses, and what it is; empty if nowhere."""
+    """Where something lies that ``weights_only=True`` refuses, and its type; empty if nowhere."""
     if isinstance(value, dict):
         return next(filter(None, (_not_plain(v, f"{where}[{k!r}]") for k, v in value.items())), "")
     if type(value) in (list, tuple, set):
@@ -119,6 +124,6 @@ def is_plain(value: object) -> bool:
 
 
 def use_atomic_checkpoints(trainer: Any) -> None:
-    """Checkpoints are written aside and renamed, unless the user chose an own CheckpointIO."""
+    """Write the Trainer's checkpoints aside and rename them, unless the user chose another CheckpointIO."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()

@@ -13,10 +13,12 @@ from fl_lightning.errors import UserError
 
 @contextmanager
 def written_aside(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that becomes ``path`` whole and at once when the block ends; after an error nothing changed.
+    """A file that becomes ``path``, whole and at once, when the block ends; after an error nothing has changed.
 
     What a killed process leaves behind is ``.<name>.tmp``, which the next write of the same name replaces.
-    Raises UserError where the folder cannot be written.
+
+    Raises:
+        UserError: the folder cannot be written to.
     """
     aside = path.with_name(f".{path.name}.tmp")
     try:

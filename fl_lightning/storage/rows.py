@@ -15,7 +15,7 @@ Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
 
 
 class ClientRows:
-    """The store of this process, and what it fetched from others for the present round."""
+    """The store of this process, and the rows it fetched from other processes for the present round."""
 
     def __init__(self, store: ClientStore, rank: int = 0, world: int = 1) -> None:
         self.store, self.rank, self.world = store, rank, world
@@ -23,17 +23,17 @@ class ClientRows:
         self._group: Any = None
 
     def read(self, key: str, client: int) -> Tensor | None:
-        """A committed row, or None; during a round only of clients that this process trains or owns."""
+        """A committed row, or None; during a round, only for clients that this process trains or owns."""
         if client % self.world == self.rank:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
 
     def names(self) -> list[str]:
-        """Names of which this process can read rows at present."""
+        """Names of states of which this process can read rows at present."""
         return sorted({*self.store.names(), *self._fetched})
 
     def fetch(self, ids: list[int]) -> None:
-        """Before a round: bring the rows of the participants to who trains them (participant j to j mod W)."""
+        """Before a round: send the participants' rows to the processes that train them (participant j to j mod W)."""
         if self.world == 1:
             return
         outgoing: list[Rows] = [{} for _ in range(self.world)]
@@ -47,7 +47,7 @@ class ClientRows:
         self._fetched = merged(self._exchange(outgoing))
 
     def bring_home(self, rows: Rows) -> Rows:
-        """After a round: send rows to their owners; gives those that this process owns. Nothing is committed yet."""
+        """After a round: send rows to the processes that own them; gives this one's. Nothing is committed yet."""
         if self.world == 1:
             return rows
         outgoing: list[Rows] = [{} for _ in range(self.world)]
@@ -87,10 +87,10 @@ class ClientRows:
         return [_unpack(incoming[other]) for other in sorted(incoming)]
 
 
-def merged(parts: list[Rows]) -> Rows:
+def merged(several: list[Rows]) -> Rows:
     rows: Rows = {}
-    for part in parts:
-        for key, by_client in part.items():
+    for one in several:
+        for key, by_client in one.items():
             rows.setdefault(key, {}).update(by_client)
     return rows
 

@@ -1,4 +1,4 @@
-"""What a run is between its rounds, besides the model: how far it is, server states, client rows and w^0."""
+"""A run's state between rounds, besides the model: rounds done, server states, client rows and w^0."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fl_lightning.storage.rows import ClientRows, Rows
 
 @dataclass
 class RunState:
-    """Changed by :meth:`commit` alone, at the end of each round.
+    """Only :meth:`commit` changes it, at the end of each round.
 
     Args:
         rows: client rows, of all processes.
         server: server states by key.
-        initial_vector: w^0 ``(D,)`` where a method asked for it.
+        initial_vector: w^0 ``(D,)``, where a method needs it.
         rounds: how many are committed.
     """
 

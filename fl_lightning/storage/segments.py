@@ -1,7 +1,7 @@
 """One segment: an immutable, checksummed file of client rows in the safetensors format.
 
-Rows of one name, dtype and shape lie stacked as one tensor; the header's metadata says whose they are and has
-a checksum for each, over its bytes and its identity, so that a row can be read and proven alone.
+Rows of one name, dtype and shape are stacked as one tensor; the header's metadata says whose they are and has a
+checksum for each, over its bytes and its identity, so that a row can be read and verified by itself.
 """
 
 from __future__ import annotations
@@ -108,7 +108,11 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
 
 
 def read_header(path: Path) -> Header:
-    """Whose rows a segment holds and where; UserError naming the file when it is missing or damaged."""
+    """Whose rows a segment holds, and where.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -135,7 +139,11 @@ def read_header(path: Path) -> Header:
 
 
 def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
-    """One row, read alone and checked; raises UserError naming file, client and what is wrong."""
+    """One row, read and verified by itself.
+
+    Raises:
+        UserError: with the file, the client and what is wrong.
+    """
     for group in header.get(name, []):
         position = int(np.searchsorted(group.clients, client))
         if position < len(group.clients) and group.clients[position] == client:
@@ -168,7 +176,7 @@ def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
 
 
 def damaged(path: Path, name: str, client: int, why: str) -> UserError:
-    """The error for a row that cannot be had."""
+    """The error for a row that cannot be read."""
     return UserError(f"Cannot read {name!r} of client {client} from {path}: {why}. {WAY_OUT}")
 
 
@@ -179,12 +187,12 @@ def _checksum(name: str, client: int, dtype: str, shape: tuple[int, ...], block:
 
 def merge_indices(indices: Iterable[Index]) -> Index:
     """The indices of several processes as one; where two have the same row, the newer segment counts."""
-    parts: dict[str, list[dict[str, Tensor]]] = {}
+    by_name: dict[str, list[dict[str, Tensor]]] = {}
     for index in indices:
         for name, entry in index.items():
-            parts.setdefault(name, []).append(entry)
+            by_name.setdefault(name, []).append(entry)
     merged: Index = {}
-    for name, entries in sorted(parts.items()):
+    for name, entries in sorted(by_name.items()):
         clients = np.concatenate([entry["clients"].numpy() for entry in entries])
         where = np.concatenate([entry["segments"].numpy() for entry in entries])
         order = np.lexsort((where, clients))

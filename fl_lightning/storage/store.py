@@ -1,8 +1,8 @@
 """Rows of client state: in memory up to a budget, on disk as immutable segments that checkpoints share.
 
-A commit is all or nothing. A flush writes what changed since the last one as one new segment; an index says
-in which segment each row lies, and is all that a checkpoint holds. So a checkpoint costs what changed, and
-an older one stays loadable as long as its segments are kept.
+A commit is all or nothing. A flush writes what changed since the last one as one new segment; an index says in which
+segment each row lies, and is all that a checkpoint holds. So a checkpoint costs as much as has changed, and an older
+one stays loadable as long as its segments are kept.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
 _SPARSE = 0.25  # a segment with a smaller share of rows still needed is rewritten
-_NEW = 1 / 32  # share of new segments at which all are looked through again
+_NEW = 1 / 32  # share of new segments from which on all are looked through again
 
 
 class ClientStore:
     """Client state rows by (name, client).
 
-    ``budget_bytes``: memory for rows; what is over it lies on disk. ``rank``, ``world_size``: of several
-    processes each has a store of its own, writes its own files and, after ``load``, owns the clients with
-    ``client % world_size == rank``. Reads may run in several threads, also beside one writer.
+    ``budget_bytes``: memory for rows; what exceeds it lies on disk. ``rank``, ``world_size``: each of several processes
+    has a store of its own, writes its own files and, after ``load``, owns the clients with
+    ``client % world_size == rank``. Several threads may read, also while another one writes.
     """
 
     def __init__(self, budget_bytes: int = 2 << 30, rank: int = 0, world_size: int = 1) -> None:
@@ -50,7 +50,7 @@ class ClientStore:
 
     def _reset(self) -> None:
         self._dirty: dict[tuple[str, int], Tensor] = {}  # not on disk yet
-        self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # copies of what is, by use
+        self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # copies of what is, by latest use
         self._dirty_bytes = self._clean_bytes = 0
         self._where: dict[str, tuple[IntArray, IntArray]] = {}  # name -> clients ascending, their segments
         self._home: Path | None = None  # where the segments lie …
@@ -60,14 +60,18 @@ class ClientStore:
         self._rows: dict[int, int] = {}  # segment -> rows in its file
         self._number = 0  # of the newest segment
         self._scanned: Path | None = None
-        self._collected: tuple[Path, int, int] | None = None  # last: where, the newest segment, how many there were
+        self._collected: tuple[Path, int, int] | None = None  # last time
         self._header.cache_clear()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
 
     def read(self, name: str, client: int) -> Tensor | None:
-        """The client's row on the CPU, not to be changed; None without one. UserError if it is damaged."""
+        """The client's row on the CPU, not to be changed; None where it has none.
+
+        Raises:
+            UserError: it is damaged.
+        """
         key = (name, int(client))
         while True:
             with self._lock:
@@ -84,7 +88,7 @@ class ClientStore:
                 with self._lock:
                     if self._locate(key) == segment and self._path(segment) == path:
                         raise
-                continue  # it was moved while we read
+                continue  # another thread moved it meanwhile
             with self._lock:
                 if self._locate(key) == segment and key not in self._dirty:
                     self._remember(key, row)
@@ -98,10 +102,10 @@ class ClientStore:
             raise UserError(f"Cannot read {key[0]!r} of client {key[1]}. {error}") from error
 
     def commit(self, rows: Mapping[str, Mapping[int, Tensor]], make_room: bool = True) -> None:
-        """Make {name: {client: row}} the clients' state, all or nothing; the tensors are ours from now on.
+        """Make {name: {client: row}} the clients' state, all or nothing; the store owns the tensors from now on.
 
-        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written,
-        and so cannot fail, until :meth:`make_room` is called.
+        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written
+        to disk, so that nothing can fail, until :meth:`make_room` is called.
         """
         flat = ((name, int(client), row) for name, of in rows.items() for client, row in of.items())
         new = {(name, client): _owned(name, client, row) for name, client, row in flat}
@@ -113,7 +117,7 @@ class ClientStore:
                 self._shrink()
 
     def make_room(self) -> None:
-        """Bring what is over the budget to disk."""
+        """Write what exceeds the budget to disk."""
         with self._lock:
             self._shrink()
 
@@ -132,7 +136,7 @@ class ClientStore:
     def flush(self, folder: Path | str) -> Path | None:
         """Write the rows that changed since the last flush as one segment in ``folder``; its path, if any.
 
-        A flush to another folder than before also brings there what this store needs of the old one.
+        A flush to another folder than before also copies there what this store needs from the old one.
         """
         folder = Path(folder)
         with self._lock:
@@ -183,8 +187,9 @@ class ClientStore:
     def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
         """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
 
-        ``keep``: the (merged) indices of all checkpoints that shall stay loadable. Where segments are many, this does
-        nothing, and does not look at ``keep``, until one in 32 is new: so a checkpoint's cost does not grow with them.
+        ``keep``: the (merged) indices of all checkpoints that have to stay loadable. With many segments, this does
+        nothing, and does not look at ``keep``, until one in 32 is new, so that the cost of a checkpoint does not
+        grow with their number.
         """
         with self._lock:
             if self._collected is not None:
@@ -245,7 +250,7 @@ class ClientStore:
         return self._number * RANKS + self.rank
 
     def _write(self, folder: Path, durable: bool) -> Path:
-        """Dirty rows become a segment; where it fails, nothing has changed in memory."""
+        """Write the dirty rows as one segment; if that fails, nothing has changed in memory."""
         segment = self._new_segment(folder)
         path = folder / segment_name(segment)
         segments.write(path, self._dirty, durable)

@@ -1,4 +1,4 @@
-"""Which engine trains the clients: the one asked for, the one a resumed run began with, or the faster one, measured."""
+"""Which engine trains the clients: the one asked for, a resumed run's own, or the faster by measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 
-CLEARLY = 1.1  # how much faster something unusual has to be, so that the choice is stable where it matters little
+CLEARLY = 1.1  # how much faster the unusual has to be, so that the choice is stable where it matters little
 NOT_CAPTURED = "local steps are not captured, and run one by one: "
 Tell = Callable[[str], None]
 
@@ -28,9 +28,9 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
     """The run's engine and its plan.
 
     Args:
-        held: of the run that is resumed.
-        note: told what the user should know, such as that another engine trains than was asked for.
-        uncaptured: told why, when a later round turns out not to be captured.
+        held: the plan of the run that is resumed.
+        note: takes what the user should know, such as that an engine trains that was not asked for.
+        uncaptured: called with the reason when a later round turns out not to be captured.
 
     Raises:
         UserError: the engine asked for cannot train this learner.
@@ -138,7 +138,7 @@ def measured(workshop: Workshop) -> EnginePlan:
 
 
 def measured_on_cpu(workshop: Workshop, workers: int) -> EnginePlan:
-    """Side by side unless one after the other is clearly faster; both on one thread a client, so with the same bits."""
+    """Side by side unless one after the other is clearly faster; the same bits, as both use one thread a client."""
     setting = workshop.setting
     if workers < 2:  # on a thread of its own all the same, where local steps are captured
         return EnginePlan("concurrent", "one at a time, as asked or one core", workers=1)

@@ -1,4 +1,4 @@
-"""What was decided of who trains the clients; kept in each checkpoint, so that a resumed run goes on alike."""
+"""Which engine trains the clients, and how; kept in each checkpoint, so that a resumed run goes on in the same way."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class EnginePlan:
         engine: ``"sequential"``, ``"concurrent"`` or ``"stacked"``.
         why: the reason, for a reader.
         workers: clients side by side in a process; 0: as many as there is room for.
-        at_once: clients of a group of the stacked engine; 0: as fit into a gigabyte.
-        threads: intra-op threads of a client; ``server_threads``: of everything else.
+        at_once: how many clients the stacked engine stacks; 0: as many as fit into a gigabyte.
+        threads: intra-op threads for a client; ``server_threads``: for everything else.
         captured: whether local steps are recorded and replayed; ``not_captured``: why not, for a reader.
         channels_last: whether images lie in channels-last memory.
     """
@@ -55,7 +55,7 @@ class EnginePlan:
         )
 
     def facts(self) -> dict[str, str]:
-        """What a reader of the run's card is told."""
+        """What the run's card says of it."""
         facts = {"engine": self.engine, "threads": str(self.threads), "server_threads": str(self.server_threads)}
         if self.engine == "concurrent":
             facts["workers"] = str(self.workers)

@@ -1,4 +1,4 @@
-"""A few real steps of real clients in copies of the learner, leaving no trace: what works, and how long it takes."""
+"""A few real steps of real clients in copies of the learner, without a trace: what works, and how long it takes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fl_lightning.engines.streams import own_stream
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import buffer_values
 
-TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
+TRIED_STEPS = 6  # one as it is, one recorded, the rest replayed
 SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
 CHANNELS_LAST = ", channels last"
 MEASURED_SECONDS = 0.03  # of each kind, each time
 TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
-AGREEING, WITHIN = 3, 1.1  # so many of the shortest times have to lie within this factor before they decide
+AGREEING, WITHIN = 3, 1.1  # how many of the shortest times have to lie within which factor before they decide
 MOST_TIMES, MOST_SECONDS = 40, 3.0  # of one kind, after which the shortest decide as they are
 
 
 class Settled:
-    """Times of one thing, until the shortest agree: others on the machine can only add to a time."""
+    """Times of one thing, measured until the shortest agree: a busy machine can only add to a time."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -83,7 +83,7 @@ class Trial:
         self.buffers = buffer_values(self.setting.learner)
 
     def run(self, client: int, steps: int) -> list[Tensor]:
-        """So many steps of a client from the server's model: where it ends, its buffers, and what was logged."""
+        """Take ``steps`` steps of a client from the server's model; gives its end, its buffers and what it logged."""
         with torch.no_grad(), self.worker:
             clients = self.worker.train(self.setting.round({client: steps}, self.buffers), client)
             logs = [value for _, value in sorted(clients.logs.items())]
@@ -92,14 +92,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why clients cannot train side by side; ``in_attributes``: the learner keeps something, which a buffer could."""
+    """Why clients cannot train side by side; ``in_attributes``: the learner keeps something outside of buffers."""
 
     reason: str
     in_attributes: bool = False
 
 
 def obstacle_beside(workshop: Workshop) -> Obstacle | None:
-    """What one step draws from the process's random generators, or changes; these are left as they were."""
+    """What stands in the way: a draw from the process's random generators (undone here), or a changed attribute."""
     setting, trial = workshop.setting, Trial(workshop)
     before = RandomState(setting.w)
     client = setting.participants(0)[0]
@@ -202,7 +202,7 @@ def why_not_stacked(workshop: Workshop) -> str:
 
 
 def makespan(lengths: Iterable[float], workers: int) -> float:
-    """How long the busiest of the workers is busy, longest first."""
+    """How long the busiest worker is busy, if the longest jobs are given out first."""
     busy = [0.0] * workers
     for length in sorted(lengths, reverse=True):
         heapq.heappush(busy, heapq.heappop(busy) + length)
@@ -210,11 +210,11 @@ def makespan(lengths: Iterable[float], workers: int) -> float:
 
 
 def step_seconds(workshop: Workshop, number: int, captured: bool) -> dict[str, float] | None:
-    """Seconds of a local step on one thread: one client ``alone``, or ``beside`` as many others as ``number`` allows.
+    """Seconds of a local step on one thread: one client ``alone``, and ``number`` clients ``beside`` each other.
 
-    Beside others, steps are replayed where ``captured`` says that they will be; what methods do is left out.
-    Both also with channels-last images where the learner has convolutions. None where a round's steps take less than
-    ``TINY_SECONDS``.
+    Side by side, steps are replayed where ``captured`` says that they will be; what methods do is left out.
+    Both are also measured with channels-last images where the learner has convolutions. None where a round's steps take
+    less than ``TINY_SECONDS``.
     """
     setting = workshop.setting
     ids, in_round = setting.participants(0), sum(setting.lengths())

@@ -1,4 +1,4 @@
-"""What is to be trained, where, and the workers for it; shared by trials and the engine that is built after them."""
+"""What is to be trained, where, and the workers that do it; shared by the trials and the engine built after them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Setting:
     """A run, as far as its engine depends on it.
 
     Args:
-        engine, workers, capture, clients_at_once: as they were asked for.
+        engine, workers, capture, clients_at_once: as the user gave them.
         w: the server's model ``(D,)``.
         optimizer: of the clients, over the learner's parameters.
-        rank, world_size, processes_here: this process's, of the run, and of the run on this machine.
+        rank, world_size, processes_here: of this process; processes of the run; those of them on this machine.
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
-        convert: ``(learner, batch) -> batch``; None: as it is.
+        convert: ``(learner, batch) -> batch``; None: unchanged.
     """
 
     engine: str
@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def usable_cores(self) -> int:
-        """Cores of this process, which shares the machine's with the run's other processes there."""
+        """This process's share of the machine's cores, which it shares with the run's other processes there."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // self.processes_here)
 
@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def most_beside(self) -> int:
-        """Clients side by side: the process's cores; on a GPU as many as fit into its memory, up to ``STREAMS``."""
+        """The most clients side by side: the process's cores; on a GPU, as fit into its memory, up to ``STREAMS``."""
         device = self.w.device
         if device.type == "cpu":
             return self.usable_cores
@@ -96,7 +96,7 @@ class Setting:
         return max(self.participants(0), key=self.cohort.data.batches_per_epoch)
 
     def round(self, steps: Mapping[int, int], buffers: Mapping[str, Tensor]) -> Round:
-        """A round 0 for trials: clients with numbers of steps of their own, and no state."""
+        """A round 0 for trials: these clients, each with its number of steps, and no state."""
         w = self.w.detach()
         group = self.optimizer.param_groups[0]
         return Round(
@@ -127,7 +127,7 @@ def setting_of(
     participants: Callable[[int], tuple[int, ...]],
     transfers: Sequence[str],
 ) -> Setting:
-    """The setting of a run on a Trainer; ``transfers``: the learner's own hooks on its batches."""
+    """The setting of a Trainer's run; ``transfers``: names of the hooks by which the learner transfers its batches."""
     check_trainable(model.learner, model.layout)
     mixed = trainer.precision == "bf16-mixed"
     return Setting(
@@ -196,7 +196,7 @@ class Workshop:
         return Worker(self.setting.work, self.original, self.optimizer(self.original.x, self.original.g))
 
     def copies(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
-        """So many copies of the learner, with their optimizers."""
+        """``number`` copies of the learner, each with its optimizer."""
         while len(self._copies) < number:
             copy = self.original.another()
             self._copies.append((copy, self.optimizer(copy.x, copy.g)))
@@ -213,7 +213,7 @@ class Workshop:
 
 
 def channels_last(convert: Convert | None) -> Convert:
-    """With images (four dimensions, floating point) in channels-last memory, which some convolutions prefer."""
+    """``convert``, and then images (four dimensions, floating point) go into channels-last memory."""
 
     def change(leaf: Any) -> Any:
         image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()

@@ -1,4 +1,4 @@
-"""Whether anything that Python keeps on a learner's modules has changed."""
+"""Whether any Python attribute of a learner's modules has changed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchmetrics import Metric, MetricCollection
 
 
 class Attributes:
-    """What a learner's modules hold besides parameters, buffers and, unless ``metrics``, states of metrics.
+    """What a learner's modules hold besides parameters, buffers and, unless ``metrics``, the states of metrics.
 
-    Without ``in_place`` a tensor whose values changed is still what it was.
+    Without ``in_place`` a tensor whose values changed counts as unchanged.
     """
 
     SKIPPED = ("_parameters", "_buffers", "_trainer", "training")
-    ITEMS = 100  # of longer containers the length alone is compared
+    ITEMS = 100  # of longer containers only the length is compared
 
     def __init__(self, learner: nn.Module, metrics: bool = False, in_place: bool = True) -> None:
         self.learner, self.metrics, self.in_place = learner, metrics, in_place

@@ -1,8 +1,8 @@
 """A local step recorded once and replayed: the same kernels on the same memory, without the learner's Python.
 
-On a GPU a CUDA graph; on a CPU its ATen calls, one after the other, without the interpreter's lock. The first step of
-each client runs as it is: it brings in rows and makes what optimizers and methods need. The second is recorded, the
-others are replayed.
+On a GPU it is a CUDA graph; on a CPU its ATen calls, one after the other, without the interpreter's lock. The first
+step of each client runs as it is: it loads rows and makes what optimizers and methods need. The second is recorded,
+the rest are replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class IndexUsed(RuntimeError):
 
 
 class NoIndex:
-    """Stands for ``batch_idx`` while a step is recorded: whatever is done with it is refused."""
+    """Takes the place of ``batch_idx`` while a step is recorded: any use of it is refused."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise IndexUsed("training_step uses batch_idx")
@@ -45,8 +45,8 @@ class Capture:
     """Replays steps of the clients that one worker trains one after the other.
 
     Args:
-        warn: told why a step cannot be replayed, when it turns out that it cannot.
-        stream: on a GPU, of the worker; recordings are CUDA graphs there.
+        warn: called with the reason when a step turns out not to be replayable.
+        stream: the worker's, on a GPU; recordings are CUDA graphs there.
         shared: whether a recording of one client may be replayed for others.
     """
 
@@ -61,7 +61,7 @@ class Capture:
         self._pool = None if stream is None else torch.cuda.graph_pool_handle()
 
     def forget(self) -> None:
-        """A new round: what a recording holds fixed may have changed."""
+        """Drop the recording: in a new round, what it holds fixed may have changed."""
         self._recorded = None
 
     def run(
@@ -97,7 +97,7 @@ class Capture:
     def _record(
         self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, copy: LearnerCopy
     ) -> bool:
-        """Take this step, and hold it for the next ones; False if it cannot be repeated."""
+        """Take this step and record it for the next ones; False if it cannot be repeated."""
         made: Recording | Graph
         self._recorded, before = None, dict(copy.numbers)
         leaves, numbers = tree_leaves(batch), copy.numbers
@@ -153,7 +153,7 @@ class Capture:
 
 
 class ValueReads(TorchFunctionMode):
-    """Notes in ``seen`` when the values of a tensor are read where no ATen call shows it."""
+    """Notes in ``seen`` that the values of a tensor are read in a way that no ATen call shows."""
 
     seen = ""
 
@@ -169,7 +169,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def flat(batch: Any) -> tuple[list[Any], Any]:
-    """A batch's leaves and how they are put together; quick for the usual pair of tensors."""
+    """A batch's leaves and its structure; quick for the usual pair of tensors."""
     if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
         return list(batch), len(batch)
     return tree_flatten(batch)
@@ -179,7 +179,7 @@ class Graph:
     """A step as a CUDA graph on a stream of its own.
 
     Raises:
-        RuntimeError: something in it cannot be captured; nothing was computed.
+        RuntimeError: something in it cannot be captured; nothing has been computed.
     """
 
     def __init__(self, step: Step, batch: Any, stream: torch.cuda.Stream, pool: Any) -> None:

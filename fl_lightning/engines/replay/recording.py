@@ -1,7 +1,7 @@
-"""The ATen calls of a piece of code, recorded once, as a function that makes them again without that code's Python.
+"""The ATen calls of a piece of code, recorded once, as a function that repeats them without that code's Python.
 
-Runs of calls become TorchScript functions, which do not hold the interpreter's lock; where that is not to be had,
-Python makes the calls. Either way they are the same calls on the same memory, so the same bits.
+Sequences of calls become TorchScript functions, which do not hold the interpreter's lock; where that is not possible,
+Python makes the calls. Either way they are the same calls on the same memory, and so give the same bits.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Call:
 
 
 class Recording(TorchDispatchMode):
-    """The ATen calls within, as a function of the batch's leaves and of the tensors that were there before.
+    """The ATen calls within, as a function of the batch's leaves and of tensors that existed before.
 
-    ``refused`` says why the calls may be others the next time, and is empty where they are not.
+    ``refused`` says why the calls may differ the next time; it is empty where they cannot.
 
     Args:
-        leaves: of the batch.
-        own: tensors that :meth:`bind` replaces by others of the same layout.
+        leaves: the batch's tensors.
+        own: tensors that :meth:`bind` replaces by another client's, of the same layout.
     """
 
     def __init__(self, leaves: list[Tensor], own: dict[str, Tensor]) -> None:
@@ -76,7 +76,7 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         try:
             return out if func.namespace == "profiler" else self._note(func, args, kwargs, out)
-        except Exception as error:  # of taking notes: the step itself goes on
+        except Exception as error:  # in recording: the step itself goes on
             self.refused = f"{func} cannot be recorded ({type(error).__name__})"
             return out
 
@@ -88,7 +88,7 @@ class Recording(TorchDispatchMode):
         if func in SAME or (func.is_view and not made):
             if made:
                 self._names[id(out)] = self._names[id(given[0])]
-            return out  # of a tensor that stays, a view stays
+            return out  # a view of a tensor that stays is fixed, too
         if func in FRESH:
             func, args, kwargs = aten.clone.default, (args[0],), {}
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
@@ -103,7 +103,7 @@ class Recording(TorchDispatchMode):
                 names.append("_")
         alone = isinstance(out, (list, tuple)) and len(names) == 1
         known = all(name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses)
-        scripted = known and not alone and not changes_lists(func)  # such changes TorchScript takes for no effect
+        scripted = known and not alone and not changes_lists(func)  # TorchScript would not see such a change
         self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone, given, out))
         return out
 
@@ -116,7 +116,7 @@ class Recording(TorchDispatchMode):
                 self.refused = f"the shape of {func}'s result may differ from step to step"
 
     def _text(self, value: Any, uses: list[str]) -> str:
-        """How code names a value; tensors and numbers with a fraction are given to it."""
+        """How the code names a value; tensors and floats are passed in under a name."""
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self._text(v, uses) for v in value)}]"
         if isinstance(value, torch.device):
@@ -129,7 +129,7 @@ class Recording(TorchDispatchMode):
         return name
 
     def _there(self, tensor: Tensor) -> str:
-        """A tensor that was there before; parameters may be tied elsewhere later, so where it lies now counts."""
+        """A tensor that existed before; parameters may be tied elsewhere later, so it is named by where it lies now."""
         key = id(tensor), tensor.data_ptr()
         if key not in self._fixed:
             self._fixed[key] = self._constant(tensor.detach())
@@ -141,7 +141,7 @@ class Recording(TorchDispatchMode):
         return name
 
     def _compiled(self) -> Callable[..., None]:
-        """The calls as one function; each tensor is given free after its last use."""
+        """The calls as one function; each tensor is freed after its last use."""
         self._save_copies()
         pieces: list[Call] = []
         start = 0
@@ -171,7 +171,7 @@ class Recording(TorchDispatchMode):
         return replay
 
     def _save_copies(self) -> None:
-        """Matrix products that are only copied elsewhere, as gradients are, are written there at once."""
+        """Write matrix products that are only copied elsewhere, as gradients are, there in the first place."""
         if any(t.layout is not torch.strided for call in self._calls for t in call.given):
             return
         made_by = {name: j for j, call in enumerate(self._calls) for name in call.names}
@@ -204,7 +204,7 @@ class Recording(TorchDispatchMode):
         self._calls = [call for j, call in enumerate(self._calls) if j not in unneeded]
 
     def _script(self, start: int, end: int) -> Call | None:
-        """Some calls in a row as one TorchScript function; None where it cannot be compiled."""
+        """Consecutive calls as one TorchScript function; None where it cannot be compiled."""
         calls = self._calls[start:end]
         made = {name for call in calls for name in call.names}
         later = {name for call in self._calls[end:] for name in call.uses}
@@ -218,7 +218,7 @@ class Recording(TorchDispatchMode):
         return None if function is None else Call(given, needed, function, ", ".join(needed), False)
 
     def bind(self, own: dict[str, Tensor]) -> bool:
-        """From here on with these tensors; False if some are missing, or it holds for one client alone."""
+        """Use these tensors from here on; False if some are missing, or the recording is good for one client only."""
         if self._run is None:
             self._run = self._compiled()
         if self.one_client or not {whose for whose, *_ in self._fixed_own.values()} <= own.keys():
@@ -239,7 +239,7 @@ class Recording(TorchDispatchMode):
 
 
 def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
-    """Whether all of the product, in its order in memory, is what is written, and its bits will be those of a copy."""
+    """Whether the copy takes the whole product in its order in memory, so that writing it there gives the same bits."""
     whole = copied.data_ptr() == product.data_ptr() and there.shape == copied.shape
     in_order = all(t.is_contiguous() and t.numel() == product.numel() for t in (there, copied, product))
     aligned = there.data_ptr() % ALIGNED == 0  # a product's last bits depend on it
@@ -247,7 +247,7 @@ def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
 
 
 def reach(tensor: Tensor) -> tuple[int, int]:
-    """From the first byte to past the last."""
+    """The address of its first byte, and that after its last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
