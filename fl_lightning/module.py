@@ -194,7 +194,8 @@ class FederatedModule(LearnerHooks):
     def configure_model(self) -> None:
         self.learner.configure_model()
         self.model.build()
-        if self.trainer.state.fn == "fit" and self.settings.init_from is not None:
+        starts = self.trainer.state.fn == "fit" and not self.run.goes_on(self.trainer)
+        if starts and self.settings.init_from is not None:
             weights = checkpoint.load_weights(self.settings.init_from)
             checkpoint.check_weights(self.learner, weights)
             self.learner.load_state_dict(weights)
@@ -222,7 +223,7 @@ class FederatedModule(LearnerHooks):
         self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):
-                logger.resume(self.current_epoch)
+                logger.resume(self.run.state.rounds)
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

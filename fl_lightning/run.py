@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, sampling
@@ -56,6 +57,7 @@ class FederatedRun:
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
+        self._modes: list[tuple[nn.Module, bool]] = []  # of the learner's parts while it trains
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -105,6 +107,8 @@ class FederatedRun:
 
     def restore(self, trainer: Any) -> None:
         """The state from which rounds go on: of this run so far, of a checkpoint, or a new one."""
+        for part, training in self._modes:  # an exception in validation leaves them as validation has them
+            part.training = training
         if self.goes_on(trainer):
             return
         rank, world, held = trainer.global_rank, trainer.world_size, self.held
@@ -163,6 +167,7 @@ class FederatedRun:
             world_size=trainer.world_size,
         )
         self.held, self._trainer, self._fitted_by = None, trainer, id(trainer)
+        self._modes = [(part, part.training) for part in model.learner.modules()]
 
     def identity(self, trainer: Any) -> Identity:
         """What has to be the same when this run is resumed."""
@@ -170,10 +175,12 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def run_round(self, t: int) -> Metrics:
-        """Round t, unless it was committed before training was interrupted; gives what was logged."""
+        """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
         assert self.loop is not None
+        self._modes = [(part, part.training) for part in self.model.learner.modules()]
         if t < self.state.rounds:
-            return {}
+            self.report(self.state.logged, t)
+            return self.state.logged
         with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
             return self.loop.run_round(t)
 
@@ -186,6 +193,7 @@ class FederatedRun:
         saved[checkpoint.KEY] = checkpoint.content(
             self.identity(trainer), self.state, self.model, named, self.plan, self.disk
         )
+        checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
         checkpoint.plain_hyper_parameters(saved, self.model.hyper_parameters())
         for logger in trainer.loggers:
             logger.save()
@@ -198,6 +206,7 @@ class FederatedRun:
 
     def close(self) -> None:
         """Give back what the engine holds."""
+        self._modes = []
         if self.engine is not None:
             self.engine.close()
             self.engine = None

@@ -58,7 +58,7 @@ class ClientRows:
         return merged([own, *self._exchange(outgoing)])
 
     def commit(self, rows: Rows) -> None:
-        """Make rows that are at home the clients' state, all at once."""
+        """Make rows that are at home the clients' state, all at once; again is the same as once."""
         self._fetched = {}
         if rows:
             self.store.commit(rows, make_room=False)
