@@ -57,7 +57,7 @@ class FederatedRun:
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
-        self._modes: list[tuple[nn.Module, bool]] = []  # of the learner's parts while it trains
+        self._modes: list[tuple[nn.Module, bool]] = []  # while training, of the module and its parts
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -167,7 +167,7 @@ class FederatedRun:
             world_size=trainer.world_size,
         )
         self.held, self._trainer, self._fitted_by = None, trainer, id(trainer)
-        self._modes = [(part, part.training) for part in model.learner.modules()]
+        self._modes = modes(trainer.lightning_module)
 
     def identity(self, trainer: Any) -> Identity:
         """What has to be the same when this run is resumed."""
@@ -177,7 +177,7 @@ class FederatedRun:
     def run_round(self, t: int) -> Metrics:
         """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
         assert self.loop is not None
-        self._modes = [(part, part.training) for part in self.model.learner.modules()]
+        self._modes = modes(self._trainer.lightning_module)
         if t < self.state.rounds:
             self.report(self.state.logged, t)
             return self.state.logged
@@ -221,3 +221,8 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
+
+
+def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Which of a module's parts are in training mode."""
+    return [(part, part.training) for part in module.modules()]

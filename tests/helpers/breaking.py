@@ -1,28 +1,40 @@
-"""Runs that are broken off by an exception at a chosen place, once, and then go on; and what a run leaves."""
+"""Runs that are broken off by an exception at a chosen place, once, and then go on; and all that a run leaves."""
 
 from __future__ import annotations
 
 import copy
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 from torch import Tensor, nn
 
+import fl_lightning
 from fl_lightning.callback import FederatedCallback
 from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 
 ROUNDS, BROKEN_IN = 4, 2
-FEDERATED = ("on_round_start", "on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end", "transmit")
-AT_SERVER = ("aggregate", "on_server_update", "on_round_end")
-BEFORE = ("on_train_epoch_start", "on_train_batch_start", "on_client_end", "on_before_optimizer_step")
-AFTER = ("on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end",
-         "on_validation_end", "on_train_epoch_end")  # fmt: skip
-OTHERS = ("training_step", "validation_step", "first logger", "second logger", "server optimizer", "make_room")
+LOCAL = ("on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end", "transmit")
+AT_SERVER = ("on_round_start", "aggregate", "on_server_update", "on_round_end")
+OF_LIGHTNING = (
+    "on_train_epoch_start", "on_train_batch_start", "on_client_end", "on_before_optimizer_step", "on_train_batch_end",
+    "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end",
+    "on_train_epoch_end",
+)  # fmt: skip
+OTHERS = ("training_step", "validation_step", "first logger", "second logger", "spilling")
+PLACES = (*AT_SERVER, *LOCAL, *OF_LIGHTNING, *OTHERS)
+LINES = {f"{Path(fl_lightning.__file__).parent}/{name}.py" for name in (
+    "loop", "aggregation/server_update", "round/global_model", "round/ledger", "storage/rows", "storage/run_state",
+    "storage/store",
+)}  # fmt: skip
 
 
 class Broken(Exception):
@@ -30,15 +42,48 @@ class Broken(Exception):
 
 
 class Fuse:
-    """Raises at one place of round ``BROKEN_IN``, the first time that it is reached."""
+    """Raises at a place of round ``round``, the first time that it is reached."""
 
     def __init__(self, place: str, kind: type[BaseException] = Broken, round: int = BROKEN_IN) -> None:
         self.place, self.kind, self.round, self.now, self.blown = place, kind, round, 0, False
+
+    def __deepcopy__(self, memo: Any) -> Fuse:
+        return self
 
     def at(self, place: str) -> None:
         if place == self.place and self.now == self.round and not self.blown:
             self.blown = True
             raise self.kind(place)
+
+
+class Interrupt(Fuse):
+    """Ctrl-C at the n-th line that runs at the server, once the clients of a round are trained."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__("", KeyboardInterrupt)
+        self.line = line
+
+    def at(self, place: str) -> None:
+        if place == "on_client_end" and self.now == self.round and not self.blown and sys.gettrace() is None:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None:
+                if frame.f_code.co_filename in LINES:
+                    frame.f_trace = self._trace
+                frame = frame.f_back
+            sys.settrace(self._trace)
+        if place == "on_train_batch_end":
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in LINES:
+            return None
+        if event == "line" and not self.blown:
+            self.line -= 1
+            if self.line == 0:
+                self.blown = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
 
 
 class Method(FederatedCallback):
@@ -50,83 +95,71 @@ class Method(FederatedCallback):
         super().__init__()
         self._fuse = fuse
 
-    def on_round_start(self, server: Any) -> None:
-        self._fuse.at("on_round_start")
-
-    def on_local_start(self, clients: Any) -> None:
-        self._fuse.at("on_local_start")
-
-    def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
-        self._fuse.at("on_local_gradient")
-
-    def on_local_step_end(self, clients: Any) -> None:
-        self._fuse.at("on_local_step_end")
-
-    def on_local_end(self, clients: Any) -> None:
-        self._fuse.at("on_local_end")
-
     def transmit(self, clients: Any, update: Tensor) -> Tensor:
         self._fuse.at("transmit")
         return update
 
     def aggregate(self, server: Any) -> Tensor:
         self._fuse.at("aggregate")
-        value: Tensor = server.update
-        return value
-
-    def on_server_update(self, server: Any) -> None:
-        self._fuse.at("on_server_update")
-
-    def on_round_end(self, server: Any) -> None:
-        self._fuse.at("on_round_end")
+        update: Tensor = server.update
+        return update
 
 
 class Watcher(Callback):
-    """Lightning's hooks; knows the round."""
+    """All of Lightning's hooks that may raise; knows the round."""
 
     def __init__(self, fuse: Fuse) -> None:
-        self.fuse = fuse
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.fuse.now = trainer.current_epoch
+        self._fuse = fuse
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.fuse.now = trainer.current_epoch
-        self.fuse.at("on_train_epoch_start")
+        self._fuse.now = trainer.current_epoch
+        self._fuse.at("on_train_epoch_start")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self._fuse.at("on_train_batch_start")
+        if self._fuse.place == "spilling" and self._fuse.now == self._fuse.round and not self._fuse.blown:
+            self._fuse.blown, pl_module.client_rows.store.budget_bytes = True, 0
+            tempfile.tempdir = "/nowhere"
 
 
 def _raising(hook: str) -> Callable[..., None]:
-    def raising(self: Watcher, *_: Any) -> None:
-        self.fuse.at(hook)
+    def raising(self: Any, *_: Any) -> None:
+        self._fuse.at(hook)
 
     return raising
 
 
-for _hook in (*BEFORE[1:], *AFTER):
-    setattr(Watcher, _hook, _raising(_hook))
+for _hook in (*AT_SERVER, *LOCAL):
+    if _hook not in vars(Method):
+        setattr(Method, _hook, _raising(_hook))
+for _hook in OF_LIGHTNING:
+    if _hook not in vars(Watcher):
+        setattr(Watcher, _hook, _raising(_hook))
 
 
 class Logged(Logger):
     """Keeps what was logged by step, times aside; what is logged again has to be the same."""
+
+    name = version = "logged"  # type: ignore[assignment]  # properties of the base class
 
     def __init__(self, fuse: Fuse, place: str) -> None:
         super().__init__()
         self.fuse, self.place = fuse, place
         self.table: dict[int, dict[str, float]] = {}
 
-    name = version = property(lambda self: "logged")  # type: ignore[assignment]
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        assert step is not None
-        if not all(name.startswith("time/") for name in metrics):
-            self.fuse.at(self.place)
         values = {n: float(v) for n, v in metrics.items() if not n.startswith("time/") and n != "epoch"}
-        row = self.table.setdefault(step, {})
-        assert all(row.get(n, v) == v for n, v in values.items()), (step, row, values)
-        row.update(values)
+        if values:
+            self.fuse.at(self.place)
+        self.add({step or 0: values})
+
+    def add(self, table: dict[int, dict[str, float]]) -> None:
+        for step, values in table.items():
+            row = self.table.setdefault(step, {})
+            assert all(row.get(n, v) == v for n, v in values.items()), (step, row, values)
+            row.update(values)
 
 
 class Learner(Lit):
@@ -134,22 +167,22 @@ class Learner(Lit):
 
     def __init__(self, fuse: Fuse, normed: bool) -> None:
         super().__init__()
-        self.fuse = [fuse]
+        self.fuse = fuse
         if normed:
             self.net.insert(1, nn.BatchNorm1d(8))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            self.fuse[0].at("training_step")
+        if self.fuse.place == "training_step":  # a captured step would be refused for its index
+            self.fuse.at("training_step")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.fuse[0].at("validation_step")
+        self.fuse.at("validation_step")
         super().validation_step(batch, batch_idx)
 
 
 class SavedOnException(Callback):
-    """An own way of keeping what there is."""
+    """A user's own way of keeping what there is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -158,20 +191,20 @@ class SavedOnException(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def leavings(module: Any, run: pl.Trainer, table: dict[int, dict[str, float]]) -> dict[str, Any]:
+def leavings(module: Any, run: pl.Trainer, logged: Logged) -> dict[str, Any]:
     """All that a run leaves, by name."""
-    (state,) = module.run.server.state.values() or [{}]
+    (optimizer,) = module.run.server.state.values() or [{}]
     return {
         "w": module.global_vector.detach().clone(),
         "evaluated": module.evaluated_vector.detach().clone(),
         **{f"buffer {name}": value.clone() for name, value in module.learner.named_buffers()},
         **{f"server {name}": value.clone() for name, value in module.server_states.items()},
         **{f"row {name}": value.clone() for name, value in client_rows(module).items()},
-        **{f"optimizer {name}": copy.deepcopy(value) for name, value in state.items()},
+        **{f"optimizer {name}": copy.deepcopy(value) for name, value in optimizer.items()},
+        **{f"logged in round {t}": dict(sorted(row.items())) for t, row in logged.table.items()},
+        "monitored": {k: float(v) for k, v in run.callback_metrics.items() if not k.startswith("time/")},
         "global_step": run.global_step,
         "rounds": module.run.state.rounds,
-        "logged": {t: dict(sorted(row.items())) for t, row in sorted(table.items())},
-        "callback_metrics": {k: float(v) for k, v in run.callback_metrics.items() if not k.startswith("time/")},
     }
 
 
@@ -185,54 +218,57 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 class Case:
-    """A run of four rounds: ``settings`` of the module, ``methods`` made anew for each fit."""
+    """A run of four rounds with these settings of the module; ``methods`` are made anew for each Trainer."""
 
-    def __init__(
-        self, settings: dict[str, Any], methods: Callable[[], list[Any]], normed: bool = True, device: str = "cpu"
-    ) -> None:
-        self.settings, self.methods, self.normed = settings, methods, normed
+    def __init__(self, methods: Callable[[], list[Any]], normed: bool = True, **settings: Any) -> None:
+        self.methods, self.normed, self.settings = methods, normed, settings
 
-    def begin(self, fuse: Fuse, *callbacks: Callback, **given: Any) -> tuple[Any, pl.Trainer, list[Logged]]:
+    def begun(self, fuse: Fuse, *callbacks: Callback, **given: Any) -> tuple[Any, pl.Trainer, Logged]:
         torch.manual_seed(0)
-        module = federated(Learner(fuse, self.normed), **{"participation": 0.4, "local_epochs": 1.5, **self.settings})
+        settings = {"participation": 0.4, "local_epochs": 1.5, **self.settings}
+        module = federated(Learner(fuse, self.normed), **settings)
         loggers = [Logged(fuse, "first logger"), Logged(fuse, "second logger")]
-        quiet = {"logger": loggers, "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks)}
-        methods = [*self.methods(), Method(fuse), Watcher(fuse)]
-        return module, trainer(ROUNDS, [*methods, *callbacks], **{**quiet, **given}), loggers
+        watching = [*self.methods(), Method(fuse), Watcher(fuse), *callbacks]
+        checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        return module, trainer(ROUNDS, watching, logger=loggers, enable_checkpointing=checkpoints, **given), loggers[0]
 
     def uninterrupted(self) -> dict[str, Any]:
-        module, run, loggers = self.begin(Fuse(""))
+        module, run, logged = self.begun(Fuse(""))
         run.fit(module, blobs())
-        return leavings(module, run, loggers[0].table)
+        return leavings(module, run, logged)
 
-    def fitted_again(self, fuse: Fuse) -> dict[str, Any]:
-        """Broken, then fitted again with the same objects."""
-        module, run, loggers = self.begin(fuse)
-        self.broken(module, run, fuse)
+    def fitted_again(self, fuse: Fuse, **given: Any) -> dict[str, Any]:
+        """Broken, then fitted again by the same Trainer."""
+        module, run, logged = self.begun(fuse, **given)
+        broken(module, run, fuse)
         run.fit(module, blobs())
-        return leavings(module, run, loggers[0].table)
+        return leavings(module, run, logged)
 
     def resumed(self, fuse: Fuse, folder: Path, lightnings: bool) -> dict[str, Any]:
-        """Broken, saved as the exception passes (by Lightning's callback, or by an own one), and resumed anew."""
+        """Broken, saved as the exception passes, by Lightning's callback or by an own one; and resumed by others."""
         keep: Callback = SavedOnException(folder / "own.ckpt")
         if lightnings:
-            keep = ModelCheckpoint(folder, "last", enable_version_counter=False, save_on_exception=True, save_top_k=1,
-                                   monitor=None, save_on_train_epoch_end=True)  # fmt: skip
-        module, run, (logged, _) = self.begin(fuse, keep, default_root_dir=folder)
-        self.broken(module, run, fuse)
-        del module, run
+            keep = ModelCheckpoint(
+                folder, "last", save_top_k=1, enable_version_counter=False, save_on_exception=True,
+                save_on_train_epoch_end=True,
+            )  # fmt: skip
+        module, run, before = self.begun(fuse, keep, default_root_dir=folder)
+        broken(module, run, fuse)
         (path,) = folder.glob("*.ckpt")
-        module, run, (after, _) = self.begin(Fuse(""), default_root_dir=folder)
+        module, run, logged = self.begun(Fuse(""), default_root_dir=folder)
         run.fit(module, blobs(), ckpt_path=path)
-        for t, row in after.table.items():
-            before = logged.table.setdefault(t, {})
-            assert all(before.get(n, v) == v for n, v in row.items()), (t, before, row)
-            before.update(row)
-        return leavings(module, run, logged.table)
+        logged.add(before.table)
+        return leavings(module, run, logged)
 
-    def broken(self, module: Any, run: pl.Trainer, fuse: Fuse) -> None:
-        try:
+
+def broken(module: Any, run: pl.Trainer, fuse: Fuse) -> None:
+    """Fit until the fuse blows."""
+    kind = SystemExit if fuse.kind is KeyboardInterrupt else OSError if fuse.place == "spilling" else fuse.kind
+    folder = tempfile.tempdir
+    try:
+        with pytest.raises(kind):
             run.fit(module, blobs())
-        except (fuse.kind, SystemExit):
-            pass
-        assert fuse.blown, f"{fuse.place} was never reached"
+    finally:
+        sys.settrace(None)
+        tempfile.tempdir = folder
+    assert fuse.blown
