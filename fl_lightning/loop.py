@@ -87,6 +87,7 @@ class FederatedLoop:
             metrics["time/round"] = time.perf_counter() - began
             self.report(metrics, t)
             self.state.commit(t, rows, server_states, metrics)
+            ledger.rows = {}  # the store has them, in memory or on disk
         except BaseException:
             if not self.state.settle(t):
                 undo()

@@ -100,7 +100,7 @@ def _pack(rows: Rows) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     buffer = io.BytesIO()
     torch.save(rows, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _unpack(blob: Tensor) -> Rows:

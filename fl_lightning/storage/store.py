@@ -108,6 +108,8 @@ class ClientStore:
             before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
             self._dirty.update(new)  # one step: nothing can interrupt it half-way
             self._dirty_bytes += sum(row.nbytes for row in new.values()) - before
+            for key in new:  # of what is on disk, and no longer the state
+                self._forget(key)
             if make_room:
                 self._shrink()
 
