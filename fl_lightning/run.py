@@ -21,6 +21,7 @@ from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
+from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
 from fl_lightning.round.cohort import Cohort
@@ -188,6 +189,11 @@ class FederatedRun:
         """Put what the run needs beside Lightning's own into a checkpoint; before training, nothing."""
         if self.loop is None or self.plan is None:
             return
+        if trainer.interrupted and trainer.world_size > 1:
+            raise UserError(
+                "a run of several processes cannot save a checkpoint as an exception passes: the other processes are "
+                "elsewhere. Resume from the last checkpoint of a round."
+            )
         self.disk = self.disk or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
         saved[checkpoint.KEY] = checkpoint.content(

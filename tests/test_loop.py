@@ -10,10 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from fl_lightning.callbacks import ControlVariates, PartialAveraging, RelaxedInitialization
+from fl_lightning.checks import check_trainer
+from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdam
-from tests.helpers.breaking import LOCAL, OF_LIGHTNING, PLACES, Broken, Case, Fuse, Interrupt, different
+from tests.helpers.breaking import (
+    LOCAL,
+    OF_LIGHTNING,
+    PLACES,
+    Case,
+    Fuse,
+    Interrupt,
+    SavedOnException,
+    broken,
+    different,
+    leavings,
+)
+from tests.helpers.learners import blobs
+from tests.helpers.processes import launched
 
 
 def kept(parameters: Any) -> torch.optim.Optimizer:
@@ -119,3 +135,77 @@ def test_interrupted_by_ctrl_c_at_any_line_of_the_end(case: str) -> None:
 def test_what_validation_left_in_a_first_check_does_not_stay() -> None:
     fuse = Fuse("validation_step", round=0)
     assert not different(CASES["sequential"].fitted_again(fuse, num_sanity_val_steps=1), uninterrupted("sequential"))
+
+
+def test_what_a_fit_starts_from_is_not_loaded_again(tmp_path: Path) -> None:
+    CASES["partial"].begun(Fuse(""))[0].export(tmp_path / "start.ckpt")
+    case = Case(moving, engine="sequential", init_from=str(tmp_path / "start.ckpt"))
+    assert not different(case.fitted_again(Fuse("on_validation_start")), case.uninterrupted())
+
+
+def test_weights_that_were_moved_between_fits_leave_w_as_it_is() -> None:
+    case, fuse = CASES["partial"], Fuse("on_round_end", round=1)
+    module, run, logged = case.begun(fuse)
+    broken(module, run, fuse)
+    assert not torch.equal(module.global_vector, module.evaluated_vector)
+    for parameter in module.learner.parameters():  # as when Lightning takes a model from a GPU and back
+        parameter.data = parameter.data.clone()
+    run.fit(module, blobs())
+    assert not different(leavings(module, run, logged), uninterrupted("partial"))
+
+
+@pytest.mark.parametrize("hook", [*OF_LIGHTNING[:2], *OF_LIGHTNING[4:]])
+@pytest.mark.parametrize("given", [{}, {"limit_val_batches": 0}])
+def test_resumed_from_a_checkpoint_that_was_saved_within_a_round(tmp_path: Path, hook: str, given: Any) -> None:
+    case, path = CASES["partial"], tmp_path / "within.ckpt"
+
+    def save(run: Any, *_: Any) -> None:
+        if run.current_epoch == 1:
+            run.save_checkpoint(path)
+
+    saving = Callback()
+    setattr(saving, hook, save)
+    module, run, before = case.begun(Fuse(""), saving, default_root_dir=tmp_path, **given)
+    run.fit(module, blobs())
+    if path.exists():
+        expected = leavings(module, run, before)
+        module, run, logged = case.begun(Fuse(""), default_root_dir=tmp_path, **given)
+        run.fit(module, blobs(), ckpt_path=path)
+        logged.add(before.table)
+        assert not different(leavings(module, run, logged), expected)
+    else:
+        assert "validation" in hook and given
+
+
+def on_two(folder: Path, failing: int, place: str, rank: int, world: int) -> None:
+    """A run with a checkpoint a round; one process fails, the other finds out."""
+    fuse = Fuse(place if rank == failing else "")
+    last = ModelCheckpoint(folder, "last", save_top_k=1, enable_version_counter=False, save_on_train_epoch_end=True)
+    module, run, logged = CASES["partial"].begun(
+        fuse, last, SavedOnException(folder / "never.ckpt"), default_root_dir=folder, strategy="federated", devices=2
+    )
+    run.fit(module, blobs(), ckpt_path="last")
+    torch.save(leavings(module, run, logged), folder / f"left-{rank}.pt")
+
+
+def test_one_of_two_processes_fails(tmp_path: Path) -> None:
+    def left(folder: Path) -> list[dict[str, Any]]:
+        assert launched(on_two, 2, folder, -1, "") == [0, 0]
+        return [torch.load(folder / f"left-{rank}.pt") for rank in (0, 1)]
+
+    whole = left(tmp_path / "whole")
+    for failing, place in ((0, "second logger"), (1, "on_round_end"), (1, "on_train_batch_end")):
+        folder = tmp_path / f"{failing} {place}"
+        assert 0 not in launched(on_two, 2, folder, failing, place)
+        assert not (folder / "never.ckpt").exists()
+        for resumed, expected in zip(left(folder), whole, strict=True):
+            logged_before = {name for name in expected if name.startswith("logged in round") and name not in resumed}
+            assert not set(different(resumed, expected)) - logged_before
+
+
+def test_several_processes_save_nothing_as_an_exception_passes(tmp_path: Path) -> None:
+    _, run, _ = CASES["partial"].begun(
+        Fuse(""), ModelCheckpoint(tmp_path, save_on_exception=True), strategy="federated", devices=2
+    )
+    with pytest.raises(UserError, match="save_on_exception"):
+        check_trainer(run)
