@@ -89,6 +89,7 @@ def content(
         "version": 1,
         "seed": identity.seed,
         "rounds": state.rounds,
+        "logged": state.logged,
         "w": None if model.evaluates_w else model.w.detach().clone(),
         "w0": state.initial_vector,
         "buffers": {name: value for name, value in model.buffers().items() if name not in named},
@@ -119,7 +120,34 @@ def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_pa
         server={k: v.to(w.device) for k, v in held["server"].items()},
         initial_vector=None if held["w0"] is None else held["w0"].to(w.device),
         rounds=held.get("rounds", 0),
+        logged=held.get("logged", {}),
     )
+
+
+def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> None:
+    """Let a checkpoint that is written within a round resume at its beginning: a committed one is not trained again.
+
+    Lightning resumes in the middle, which leaves out the round (saved in ``on_train_epoch_start``) or its validation.
+    Only where validation is over, and nothing failed, there is nothing to repeat.
+
+    Args:
+        loops: the state of Lightning's loops, changed in place.
+        rounds: how many are committed.
+        interrupted: whether this is the checkpoint of an exception.
+    """
+    if "fit_loop" not in loops:
+        return
+    fit = loops["fit_loop"]
+    epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+    t = epochs["current"]["processed"]
+    validated = fit["epoch_loop.val_loop.batch_progress"]
+    total = validated["total"]
+    over = validated["is_last_batch"] and total["completed"] == total["ready"] > 0
+    if epochs["current"]["ready"] == t or (rounds > t and over and not interrupted):
+        return
+    for count in (epochs["total"], epochs["current"], batches["total"]):
+        count.update(dict.fromkeys(count, t))
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] = t
 
 
 class RowsOnDisk:

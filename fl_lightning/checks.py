@@ -147,6 +147,13 @@ def check_trainer(trainer: Any) -> None:
             f"{type(trainer.strategy).__name__}, which would average gradients of different clients. "
             "Use --trainer.strategy federated (in Python: strategy='federated')."
         )
+    for callback in trainer.callbacks if trainer.world_size > 1 else ():
+        if getattr(callback, "save_on_exception", False) or type(callback).__name__ == "OnExceptionCheckpoint":
+            raise UserError(
+                f"callback {type(callback).__name__} saves as an exception passes (save_on_exception), which several "
+                "processes cannot do together: where one fails, the others are elsewhere. Set save_on_exception=False; "
+                "the checkpoint of the last round is what to resume from."
+            )
 
 
 def check_fixed_parameters(trainer: Any) -> None:

@@ -71,22 +71,28 @@ class FederatedLoop:
         ledger.total, diverged = self.train(round, ledger)
         ledger.finished = self.finished(round, diverged)
 
-        with self.server_step.undone_on_failure(self.model, round) as w_before, ledger.server_hooks():
-            server = Server(round, ledger)
-            server.w_before = w_before
-            self.update(ledger, server)
-            self.step(server)
-            self.evaluate(ledger, server)
-            server.communication = traffic.of_round(ledger, self.methods)
-            if ledger.finished:
-                self.methods.run("on_round_end", server)
+        server = Server(round, ledger)
+        server.w_before, undo = self.server_step.undoing(self.model, round)
+        try:
+            with ledger.server_hooks():
+                self.update(ledger, server)
+                self.step(server)
+                self.evaluate(ledger, server)
+                server.communication = traffic.of_round(ledger, self.methods)
+                if ledger.finished:
+                    self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
             rows = self.state.rows.bring_home(ledger.settled_rows(self.methods.declared) if ledger.finished else {})
             server_states = ledger.settled_server(self.methods.declared) if ledger.finished else {}
             metrics["time/round"] = time.perf_counter() - began
             self.report(metrics, t)
-            self.state.commit(t, rows, server_states)
-        self.state.rows.store.make_room()  # it may fail: the round is over by now
+            self.state.commit(t, rows, server_states, metrics)
+            ledger.rows = {}  # the store has them, in memory or on disk
+        except BaseException:
+            if not self.state.settle(t):
+                undo()
+            raise
+        self.state.rows.store.make_room()  # may fail, when the round is over
         return metrics
 
     def begin(self, t: int) -> Round:

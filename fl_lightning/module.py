@@ -184,6 +184,7 @@ class FederatedModule(LearnerHooks):
     def setup(self, stage: str) -> None:
         trainer: Any = self.trainer
         if stage == "fit":
+            self.run.held = None  # of a fit that did not come to its start
             checks.check_data(trainer.datamodule)
             checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
             self.run.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -194,7 +195,11 @@ class FederatedModule(LearnerHooks):
     def configure_model(self) -> None:
         self.learner.configure_model()
         self.model.build()
-        if self.trainer.state.fn == "fit" and self.settings.init_from is not None:
+        if (
+            self.trainer.state.fn == "fit"
+            and self.settings.init_from is not None
+            and not self.run.goes_on(self.trainer)
+        ):
             weights = checkpoint.load_weights(self.settings.init_from)
             checkpoint.check_weights(self.learner, weights)
             self.learner.load_state_dict(weights)
@@ -222,7 +227,7 @@ class FederatedModule(LearnerHooks):
         self.run.state.rounds = self.run.state.rounds or self.current_epoch  # for a checkpoint that does not say
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):
-                logger.resume(self.current_epoch)
+                logger.resume(self.run.state.rounds)
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks, sampling
@@ -20,6 +21,7 @@ from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
+from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
 from fl_lightning.round.cohort import Cohort
@@ -56,6 +58,7 @@ class FederatedRun:
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
+        self._modes: list[tuple[nn.Module, bool]] = []  # while training, of the module and its parts
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -107,6 +110,8 @@ class FederatedRun:
 
     def restore(self, trainer: Any) -> None:
         """Set the state from which rounds go on: this run's so far, a checkpoint's, or a new one."""
+        for part, training in self._modes:  # an exception in validation leaves them as validation has them
+            part.training = training
         if self.goes_on(trainer):
             return
         rank, world, held = trainer.global_rank, trainer.world_size, self.held
@@ -167,6 +172,7 @@ class FederatedRun:
             world_size=trainer.world_size,
         )
         self.held, self._trainer, self._fitted_by = None, trainer, id(trainer)
+        self._modes = modes(trainer.lightning_module)
 
     def identity(self, trainer: Any) -> Identity:
         """What has to be the same when this run is resumed."""
@@ -174,26 +180,35 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def run_round(self, t: int) -> Metrics:
-        """Round t, unless it was committed before training was interrupted; gives what was logged."""
+        """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
         assert self.loop is not None
+        self._modes = modes(self._trainer.lightning_module)
         if t < self.state.rounds:
-            return {}
+            self.report(self.state.logged, t)
+            return self.state.logged
         try:
             with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
                 return self.loop.run_round(t)
         except BaseException:
-            self.close()  # Lightning calls no teardown after an exception
+            if self.engine is not None:
+                self.engine.close()  # Lightning calls no teardown after an exception
             raise
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
         """Add what the run needs, besides Lightning's own, to a checkpoint; before training, nothing."""
         if self.loop is None or self.plan is None:
             return
+        if trainer.interrupted and trainer.world_size > 1:
+            raise UserError(
+                "a run of several processes cannot save a checkpoint as an exception passes: the other processes are "
+                "elsewhere. Resume from the last checkpoint of a round."
+            )
         self.disk = self.disk or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
         saved[checkpoint.KEY] = checkpoint.content(
             self.identity(trainer), self.state, self.model, named, self.plan, self.disk
         )
+        checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
         checkpoint.plain_hyper_parameters(saved, self.model.hyper_parameters())
         for logger in trainer.loggers:
             logger.save()
@@ -206,6 +221,7 @@ class FederatedRun:
 
     def close(self) -> None:
         """Release what the engine holds."""
+        self._modes = []
         if self.engine is not None:
             self.engine.close()
             self.engine = None
@@ -220,3 +236,8 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
+
+
+def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Which of a module's parts are in training mode."""
+    return [(part, part.training) for part in module.modules()]

@@ -42,11 +42,13 @@ class Contributions:
         counts = traffic.of_client(clients, round.buffers)
         update = clients.x - round.w
         values: Leaf = {"traffic": counts}
+        lent: set[str] = set()
         rows: dict[str, Tensor] = {}
         buffers = self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
         finished = buffers is not None
         if buffers is not None:
-            values.update(self._finished(clients, client, update, counts), **buffers)
+            lent = self._finish(values, clients, client, update, counts)
+            values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
             rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts()})
         with self._lock:
@@ -55,31 +57,36 @@ class Contributions:
             self.ledger.mean_gradient_read |= clients.mean_gradient_read
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
-            self._sum.add(leaf, values)
+            self._sum.add(leaf, values, lent)
 
     def total(self) -> tuple[Leaf, list[int]]:
         """The sum over the clients of all processes that finished, and who diverged; the same everywhere."""
         diverged = sorted(client for each in gathered(self.diverged) for client in each)
         return sum_over_processes(self._sum.total) or {}, diverged
 
-    def _finished(self, clients: Clients, client: int, update: Tensor, counts: Tensor) -> Leaf:
+    def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: Tensor) -> set[str]:
+        """Put what a client that finished gives into ``values``; the names of those that a method may still hold."""
         round, weight = self.ledger.round, self.ledger.round.weights[client]
-        values: Leaf = {"weight": torch.tensor(float(weight), dtype=torch.float64)}
+        lent: set[str] = set()
+        values["weight"] = torch.tensor(float(weight), dtype=torch.float64)
         if round.parts is not None:
             values["copies"] = update[0].to(round.wide) * weight
         transmit = self.methods.owner("transmit")
         if transmit is not None:
-            update = checked_rows(transmit, transmit(clients, update), update).clone()
+            update = checked_rows(transmit, transmit(clients, update), update)
+            lent |= {"update", "weighted"}
+        clients.drop_scratch()
         self._add_row(values, "", update[0].to(round.wide), weight)
         for key, value in clients.uploads.items():
             declared = self.methods.declared[key]
             assert isinstance(declared, Upload)
-            self._add_row(values, key, value[0].to(declared.summed_as(update.dtype), copy=True), weight)
+            self._add_row(values, key, value[0].to(declared.summed_as(update.dtype)), weight)
+            lent.add("sum:" + key)
         traffic.add_upload(counts, clients, self.methods.sent_by_clients())
         for name, per_client in clients.logs.items():
             values["log:" + name] = per_client[0].to(torch.float64, copy=True)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
-        return values
+        return lent
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
         """Changes of floating-point and complex buffers, values of other ones; None if a change is not finite."""
@@ -108,7 +115,7 @@ class Contributions:
         return values
 
     def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
-        """Add a row, which the sum then owns, uniformly and by weight (where they differ); ``key`` "": the update."""
+        """A row, uniformly and by weight (where these differ); ``key`` "": the update."""
         uniform, weighted = ("sum:" + key, "weighted:" + key) if key else ("update", "weighted")
         if self.uniform:
             values[uniform if key else weighted] = row

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,26 +83,26 @@ class ServerStep:
         state: dict[str, Any] = self.optimizer.state.get(w, {})
         return state
 
-    @contextmanager
-    def undone_on_failure(self, model: GlobalModel, round: Round) -> Iterator[Tensor]:
-        """Within, w and all that goes with it may change; after an error they are as the round found them.
-
-        Yields:
-            w^t ``(D,)``, a copy.
-        """
-        w, evaluated = model.w, None if model.evaluates_w else model.evaluated
-        before = w.detach().clone()
-        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state(w).items()}
+    def undoing(self, model: GlobalModel, round: Round) -> tuple[Tensor, Callable[[], None]]:
+        """w^t ``(D,)``, a copy; and what takes w, and all that goes with it, back to how the round found them."""
+        w, evaluated = model.w.detach().clone(), None if model.evaluates_w else model.evaluated
+        state = {of: {k: _copied(v) for k, v in values.items()} for of, values in self.optimizer.state.items()}
+        groups = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         counted = self.progress.state_dict()
-        try:
-            yield before
-        except BaseException:
-            model.move_to(before, evaluated, round.buffers)
-            self.optimizer.state.pop(w, None)
-            if state:
-                self.optimizer.state[w] = state
+
+        def undo() -> None:
+            model.move_to(w, evaluated, round.buffers)
+            self.optimizer.state.clear()
+            self.optimizer.state.update(state)
+            for group, before in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update(before)
             self.progress.load_state_dict(counted)
-            raise
+
+        return w, undo
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:

@@ -6,6 +6,8 @@ ones, and so on by the low bits of j. Process r of 2^k owns the leaves j ≡ r (
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,7 +33,7 @@ def visiting_order(n: int) -> list[int]:
 class TreeSum:
     """Σ of dictionaries of tensors over leaves 0…n-1, added in any order; keys starting with ``max:`` take maxima.
 
-    The sum owns a leaf once it is added. ``None`` is a leaf that takes no part.
+    ``None`` is a leaf that takes no part.
     """
 
     def __init__(self, n: int) -> None:
@@ -39,7 +41,8 @@ class TreeSum:
         self._waiting: dict[tuple[int, int], Leaf | None] = {}
         self.total: Leaf | None = None
 
-    def add(self, leaf: int, values: Leaf | None) -> None:
+    def add(self, leaf: int, values: Leaf | None, lent: Collection[str] = ()) -> None:
+        """Take a leaf; its tensors are the sum's from now on, but for those under ``lent``, of which it keeps none."""
         stride = 1
         while leaf >= stride or leaf + stride < self.n:
             stride *= 2
@@ -49,19 +52,24 @@ class TreeSum:
             sibling = residue ^ half
             if sibling < self.n:
                 if (sibling, stride) not in self._waiting:
-                    self._waiting[residue, stride] = values
+                    self._waiting[residue, stride] = _kept(values, lent)
                     return
-                values = _merge(values, self._waiting.pop((sibling, stride)))
+                values, lent = _merge(self._waiting.pop((sibling, stride)), values, lent), ()
             residue, stride = residue % half, half
-        self.total = values
+        self.total = _kept(values, lent)
 
 
-def _merge(a: Leaf | None, b: Leaf | None) -> Leaf | None:
+def _kept(values: Leaf | None, lent: Collection[str]) -> Leaf | None:
+    return values and {key: value.clone() if key in lent else value for key, value in values.items()}
+
+
+def _merge(a: Leaf | None, b: Leaf | None, lent: Collection[str]) -> Leaf | None:
+    """a + b, in a's memory; ``lent``: what of b is not to be kept."""
     if a is None or b is None:
-        return a if b is None else b
+        return _kept(b, lent) if a is None else a
     for key, value in b.items():
         if key not in a:
-            a[key] = value
+            a[key] = value.clone() if key in lent else value
         elif key.startswith("max:"):
             torch.maximum(a[key], value, out=a[key])
         else:

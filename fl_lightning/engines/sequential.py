@@ -19,10 +19,12 @@ class Sequential:
     def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
         copy = self.worker.copy
         with intra_op_threads(self.threads), copy.tied(round.evaluated), random_state_kept(copy.x):
-            for leaf, client in leaves:
-                collect(leaf, self.worker.train(round, client))
-                tell()
-            copy.load_buffers(round.buffers)
+            try:
+                for leaf, client in leaves:
+                    collect(leaf, self.worker.train(round, client))
+                    tell()
+            finally:
+                copy.load_buffers(round.buffers)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -263,6 +263,10 @@ class Clients:
             if isinstance(self._declared[key], ClientState) and rows._version != self._versions[key]:
                 yield key, rows
 
+    def drop_scratch(self) -> None:
+        """Forget the rows that nobody reads any more."""
+        self._rows = {key: rows for key, rows in self._rows.items() if isinstance(self._declared[key], ClientState)}
+
     def _column(self, values: dict[int, int] | dict[int, float]) -> Tensor:
         column = [[values[i]] for i in self._ids]
         return to_device(column, self._x.device, self._round.wide)

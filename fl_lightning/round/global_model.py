@@ -73,11 +73,12 @@ class GlobalModel:
         tied = bool(views) and all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
         if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
             flat = flatten([p.detach() for p in parameters])
-            if self._w is None:
-                self._w = flat.clone().requires_grad_(True)
+            if self._w is not None and self._evaluated is not None and torch.equal(flat, self._evaluated.to(flat)):
+                self._w.data, self._evaluated = self._w.detach().to(flat), flat  # moved, to a GPU or from it
+            elif self._w is not None:
+                self._w.data, self._evaluated = flat, None
             else:
-                self._w.data = flat
-            self._evaluated = None
+                self._w = flat.clone().requires_grad_(True)
         tie(parameters, self._layout.views(self.evaluated.detach()))
 
     def evaluate_at(self, vector: Tensor | None) -> None:

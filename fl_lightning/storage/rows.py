@@ -58,7 +58,7 @@ class ClientRows:
         return merged([own, *self._exchange(outgoing)])
 
     def commit(self, rows: Rows) -> None:
-        """Make rows that are at home the clients' state, all at once."""
+        """Make rows that are at home the clients' state, all at once; again is the same as once."""
         self._fetched = {}
         if rows:
             self.store.commit(rows, make_room=False)
@@ -100,7 +100,7 @@ def _pack(rows: Rows) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     buffer = io.BytesIO()
     torch.save(rows, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _unpack(blob: Tensor) -> Rows:

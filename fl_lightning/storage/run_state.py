@@ -9,6 +9,16 @@ from torch import Tensor
 from fl_lightning.storage.rows import ClientRows, Rows
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What round t leaves besides the model: rows at home (see :meth:`ClientRows.bring_home`), states, metrics."""
+
+    t: int
+    rows: Rows
+    server: dict[str, Tensor]
+    logged: dict[str, float]
+
+
 @dataclass
 class RunState:
     """Only :meth:`commit` changes it, at the end of each round.
@@ -18,15 +28,27 @@ class RunState:
         server: server states by key.
         initial_vector: w^0 ``(D,)``, where a method needs it.
         rounds: how many are committed.
+        logged: the metrics of the last of them.
     """
 
     rows: ClientRows
     server: dict[str, Tensor] = field(default_factory=dict)
     initial_vector: Tensor | None = None
     rounds: int = 0
+    logged: dict[str, float] = field(default_factory=dict)
+    _outcome: Outcome | None = None
 
-    def commit(self, t: int, rows: Rows, server: dict[str, Tensor]) -> None:
-        """Round t is over: its rows (at home, see :meth:`ClientRows.bring_home`) and server states become the state."""
-        self.rows.commit(rows)
-        self.server.update(server)
-        self.rounds = t + 1
+    def commit(self, t: int, rows: Rows, server: dict[str, Tensor], logged: dict[str, float]) -> None:
+        """Round t is over: what it leaves becomes the state."""
+        rows = self.rows.store.owned(rows)  # may fail
+        self._outcome = Outcome(t, rows, server, logged)  # from here on the round counts, whatever happens
+        self.settle(t)
+
+    def settle(self, t: int) -> bool:
+        """Finish the commit of round t where it was interrupted; whether the round is committed."""
+        if self._outcome is not None:
+            done = self._outcome
+            self.rows.commit(done.rows)
+            self.server.update(done.server)
+            self.logged, self.rounds, self._outcome = done.logged, done.t + 1, None
+        return t < self.rounds

@@ -107,14 +107,20 @@ class ClientStore:
         A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written
         to disk, so that nothing can fail, until :meth:`make_room` is called.
         """
-        flat = ((name, int(client), row) for name, of in rows.items() for client, row in of.items())
-        new = {(name, client): _owned(name, client, row) for name, client, row in flat}
+        new = {(name, int(client)): row for name, of in self.owned(rows).items() for client, row in of.items()}
         with self._lock:
             before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
             self._dirty.update(new)  # one step: nothing can interrupt it half-way
             self._dirty_bytes += sum(row.nbytes for row in new.values()) - before
+            for key in new:  # of what is on disk, and no longer the state
+                self._forget(key)
             if make_room:
                 self._shrink()
+
+    @staticmethod
+    def owned(rows: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
+        """The rows as they can be committed: on the CPU, each with memory of its own, copied where it is not so."""
+        return {name: {i: _owned(name, int(i), row) for i, row in of.items()} for name, of in rows.items()}
 
     def make_room(self) -> None:
         """Write what exceeds the budget to disk."""
