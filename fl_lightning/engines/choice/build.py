@@ -23,7 +23,7 @@ from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 
-CLEARLY = 1.1  # how much faster something unusual has to be, so that the choice is stable where it matters little
+CLEARLY = 1.2  # how much faster something unusual has to be, so that the choice is stable where it matters little
 PYTHON_SECONDS = 0.002  # a step that is not captured and takes less is mostly Python, which one thread runs at a time
 TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 NOT_CAPTURED = "local steps are not captured, and run one by one: "
@@ -219,7 +219,7 @@ def measured(workshop: Workshop, seen: Rehearsal) -> tuple[EnginePlan, Obstacle 
 
 def tiny(workshop: Workshop) -> bool:
     """Whether a round is over before a choice would pay."""
-    return sum(workshop.setting.lengths()) * trial.one_step(workshop) < TINY_SECONDS
+    return sum(workshop.setting.lengths()) * trial.step_when_quiet(workshop) < TINY_SECONDS
 
 
 def measured_on_cpu(workshop: Workshop, workers: int, reason: str) -> EnginePlan:
@@ -236,7 +236,7 @@ def measured_on_cpu(workshop: Workshop, workers: int, reason: str) -> EnginePlan
         return EnginePlan(
             "concurrent", f"one at a time, as asked or one core; {takes}{told}", 1, channels_last=images < 1
         )
-    if reason and once < PYTHON_SECONDS:
+    if reason and trial.step_when_quiet(workshop) < PYTHON_SECONDS:
         why = f"{takes}, and is not captured: clients side by side would wait for Python's lock{told}"
         return EnginePlan("sequential", why, channels_last=images < 1)
     how = "it is captured, so without Python's lock" if not reason else "of which Python's lock holds a smaller part"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -19,13 +20,16 @@ from fl_lightning.engines.streams import own_stream
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import buffer_values
 
+if sys.platform == "linux":
+    import resource
+
 TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
 SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
 CHANNELS_LAST = ", channels last"
 MEASURED_SECONDS = 0.02  # of each kind, each time
 AGREEING, WITHIN = 3, 1.1  # so many of the shortest times have to lie within this factor before they decide
 MOST_TIMES, MOST_SECONDS = 20, 1.0  # after which the shortest decide as they are
-WAITING = 4  # times what its processor takes, and a step does not compute alone
+CALL_SECONDS = 2e-6  # of a small call of PyTorch, where the thresholds were chosen
 AHEAD = 5  # so many more ratios on one side are clear
 LEAST_ALLOWED, SHARE_OF_ROUND = 0.3, 0.05  # seconds for comparing, or this share of round 0's steps where it is more
 REHEARSED_SECONDS, GPU_STEPS = 2.0, 100  # as much of a client's round is rehearsed
@@ -117,18 +121,37 @@ def one_step(workshop: Workshop) -> float:
     """Seconds of a local step on one thread, without the time in which others had the processor; measured once."""
     if workshop.step_seconds is None:
         trial, client = Trial(workshop), workshop.setting.participants(0)[0]
-        by_clock = Settled()
+        by_clock, of_calls, waits = Settled(), Settled(), []
+        small = torch.ones(8)
 
         def used() -> float:
-            began = time.thread_time()
+            of_calls.add(timed(lambda: [small.add(1) for _ in range(100)], time.thread_time) / 100)
+            switches, began = voluntary_switches(), time.thread_time()
             by_clock.add(timed(lambda: trial.run(client, 1)))
+            waits.append(voluntary_switches() > switches)
             return time.thread_time() - began
 
         with intra_op_threads(1):
             of_processor = settled(used)
-        waits = by_clock.seconds > WAITING * of_processor  # for a disk, say; beside others it goes on meanwhile
-        workshop.step_seconds = by_clock.seconds if waits else of_processor
+        # one that waits each time, for a disk, say: beside others it goes on meanwhile
+        workshop.step_seconds = by_clock.seconds if all(waits) else of_processor
+        workshop.slowness = of_calls.seconds / CALL_SECONDS
     return workshop.step_seconds
+
+
+def step_when_quiet(workshop: Workshop) -> float:
+    """Seconds of a local step where a small call of PyTorch takes ``CALL_SECONDS``.
+
+    Neighbours that share a core's caches and units stretch both, so that thresholds are met alike beside them.
+    """
+    return one_step(workshop) / workshop.slowness
+
+
+def voluntary_switches() -> int:
+    """How often this thread waited; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def real_steps(workshop: Workshop, client: int) -> int:
@@ -149,17 +172,15 @@ def why_not_captured(workshop: Workshop) -> str:
     if foreign and setting.capture == "auto":
         return f"{foreign} is not a packaged method; capture=True captures it too"
     client = setting.largest()
-    if not setting.w.is_cuda and setting.capture == "auto":
-        once = one_step(workshop)
-        if once > SHORT_SECONDS:
-            return f"a local step takes {once:.2g} s, of which Python's share is small"
-    steps = real_steps(workshop, client)
     reasons: list[str] = []
     found: list[list[Tensor]] = []
     stream = own_stream(setting.w)
     recorder = Capture(reasons.append, stream)
     trial = Trial(workshop, recorder=recorder)
     try:
+        if not setting.w.is_cuda and setting.capture == "auto" and step_when_quiet(workshop) > SHORT_SECONDS:
+            return "a local step takes long, and Python's share of it is small"
+        steps = real_steps(workshop, client)
         for how in (None, recorder):
             trial.worker.recorder = how
             attributes = Attributes(trial.copy.learner, metrics=True, in_place=False)

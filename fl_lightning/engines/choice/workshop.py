@@ -199,6 +199,7 @@ class Workshop:
         )
         self.written: tuple[str, ...] = ()
         self.step_seconds: float | None = None  # once it was measured
+        self.slowness = 1.0  # of this machine at that time
         self._tried: list[tuple[LearnerCopy, ClientOptimizer]] = []
 
     def optimizer(self, x: Tensor, gradient: Tensor) -> ClientOptimizer:

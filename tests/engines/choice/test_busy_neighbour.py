@@ -45,13 +45,13 @@ def layers(width):
 
 CASES = (
     (lambda: convolutions(32), torch.optim.SGD), (lambda: layers(256), torch.optim.SGD),
-    (lambda: layers(64), torch.optim.Adam), (lambda: convolutions(64), torch.optim.Adam),
+    (lambda: layers(16), torch.optim.Adam), (lambda: convolutions(64), torch.optim.Adam),
 )
 x, y = torch.randn(960, 3, 16, 16), torch.randint(0, 10, (960,))
 for start in range({STARTS}):
     for case, (network, optimizer) in enumerate(CASES):
         data = InMemoryDataModule((x, y), clients=[range(80 * i, 80 * i + 80) for i in range(12)], batch_size=10)
-        module = federated(Learner(network(), optimizer).float(), participation=4, workers=2).float()
+        module = federated(Learner(network(), optimizer).float(), participation=6, local_epochs=2, workers=2).float()
         trainer(1).fit(module, data)
         facts = {{k: v for k, v in module.engine_facts.items() if k not in ("why", "server_threads", "threads")}}
         print("chose", case, sorted(facts.items()), flush=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.engines.choice import build
+from fl_lightning.engines.choice import build, trial
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -129,6 +129,7 @@ def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: p
         return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
 
     monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "LEAST_ALLOWED", 60)
     monkeypatch.setattr(build, "CLEARLY", 1e-9)  # whatever was measured last is taken
     fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
     trainer(1).fit(fast, data())
