@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,9 +114,10 @@ def buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, st
     return slots, tensors
 
 
-def buffer_values(learner: nn.Module) -> dict[str, Tensor]:
-    """Copies of a learner's buffers by name."""
-    return {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
+def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str, Tensor]:
+    """Copies of a learner's buffers by name, and of the parameters ``written`` by its steps."""
+    values = {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
+    return values | {n: p.detach().clone() for n, p in learner.named_parameters() if n in written}
 
 
 def layers_of(learner: nn.Module) -> list[list[str]]:

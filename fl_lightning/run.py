@@ -149,6 +149,7 @@ class FederatedRun:
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
+        model.written = self.plan.written
         if before is not None and before.engine != self.plan.engine:
             now = self.plan.engine
             self.note(f"engine='{now}' goes on with what '{before.engine}' began: alike to rounding, not to the bit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ class LearnerCopy:
         self._second: tuple[Tensor, list[Tensor]] | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
+        self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}  # frozen parameters, and where they lie
         self.forward_context, self.convert = forward_context, convert
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
@@ -70,22 +71,41 @@ class LearnerCopy:
     def buffers(self) -> dict[str, Tensor]:
         """The learner's buffers as they are now: ``training_step`` may assign a new tensor to one."""
         now = {name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()}
-        return {name: buffer for name, buffer in now.items() if buffer is not None}
+        written = {name: parameter.data for name, (parameter, _) in self._written.items()}
+        return {name: buffer for name, buffer in now.items() if buffer is not None} | written
 
-    def another(self) -> LearnerCopy:
-        """One with its own copy of the learner and its own x, for another thread."""
+    def treat_as_buffers(self, names: Iterable[str]) -> None:
+        """From here on these frozen parameters, which the learner's steps write, are its buffers too."""
+        named = dict(self.learner.named_parameters())
+        self._written = {name: (named[name], named[name].data) for name in names}
+
+    def another(self, aliased: bool = True) -> LearnerCopy:
+        """One with its own copy of the learner and its own x, for another thread.
+
+        ``aliased``: frozen parameters that are not written, and plain tensors, stay the learner's.
+        """
         learner = self.learner
+        memo: dict[int, Any] = {}
+        for parameter in learner.parameters() if aliased else ():
+            if type(parameter) is nn.Parameter and not parameter.requires_grad:
+                memo[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
+        for parameter, _ in self._written.values():
+            memo.pop(id(parameter), None)
         trainers = [(part, part._trainer) for part in lightning_modules(learner)]
         for part, _ in trainers:
             part._trainer = None
         try:
-            copied = copy.deepcopy(learner)
+            copied = copy.deepcopy(learner, memo)
         finally:
             for part, trainer in trainers:
                 part._trainer = trainer
         another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
+        another.treat_as_buffers(self._written)
         another.attach()
-        another.follow(learner)
+        if aliased:
+            another.follow(learner)
+        for part, (_, trainer) in zip(lightning_modules(copied), trainers, strict=True):
+            part._trainer = trainer
         return another
 
     def attach(self) -> None:
@@ -139,6 +159,7 @@ class LearnerCopy:
     def follow(self, learner: nn.Module) -> None:
         """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
         check_trainable(learner, self.layout)
+        written = {id(parameter) for parameter, _ in self._written.values()}
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
             if isinstance(own, (Metric, MetricCollection)):
                 continue
@@ -149,7 +170,9 @@ class LearnerCopy:
                     own.__dict__[name] = value.detach()
             for name, parameter in theirs._parameters.items():
                 twin = own._parameters.get(name)
-                if parameter is not None and twin is not None and not parameter.requires_grad:
+                if parameter is None or twin is None or parameter.requires_grad:
+                    continue
+                if id(twin) not in written:
                     twin.data = parameter.data
 
     def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
@@ -215,6 +238,9 @@ class LearnerCopy:
                 own.copy_(value)
             for module, leaf in places:
                 module._buffers[leaf] = own
+        for name, (parameter, data) in self._written.items():
+            data.copy_(values[name])
+            parameter.data = data  # to which the learner may have assigned
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self.logging:

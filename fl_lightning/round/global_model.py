@@ -26,12 +26,14 @@ from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
 class GlobalModel:
     """The learner, whose parameters are views into one vector: the one that is evaluated and saved.
 
+    ``written``: frozen parameters that the learner's steps write, which are buffers to the run.
     ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own hyper-parameters.
     """
 
     def __init__(self, learner: Any) -> None:
         self.learner: Any = learner
         self.config: dict[str, Any] = {}
+        self.written: tuple[str, ...] = ()
         self._layout: Layout | None = None
         self._w: Tensor | None = None
         self._evaluated: Tensor | None = None
@@ -90,13 +92,16 @@ class GlobalModel:
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the learner's buffers by name."""
-        return buffer_values(self.learner)
+        return buffer_values(self.learner, self.written)
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the learner's buffers of these names."""
         for name, buffer in self.learner.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
+        for name, parameter in self.learner.named_parameters() if self.written else ():
+            if name in self.written and name in values:
+                parameter.data.copy_(values[name])
 
     def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
         """Set w, what is evaluated (None: w) and buffers, by value."""

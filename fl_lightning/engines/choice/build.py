@@ -1,16 +1,20 @@
-"""Which engine trains the clients: the one asked for, a resumed run's own, or the faster by measurement."""
+"""Which engine trains the clients: the one asked for, the one a resumed run began with, or the faster one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 
 from fl_lightning.engines.choice import trial
 from fl_lightning.engines.choice.plan import EnginePlan
+from fl_lightning.engines.choice.rehearsal import Obstacle, Rehearsal, rehearse, unproven
+from fl_lightning.engines.choice.traces import traces_undone
 from fl_lightning.engines.choice.workshop import Setting, Workshop
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.replay.capture import Capture
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.stacked import Stacked
@@ -19,9 +23,20 @@ from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 
-CLEARLY = 1.1  # how much faster the unusual has to be, so that the choice is stable where it matters little
+CLEARLY = 1.2  # how much faster something unusual has to be, so that the choice is stable where it matters little
+PYTHON_SECONDS = 0.002  # a step that is not captured and takes less is mostly Python, which one thread runs at a time
+TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
 NOT_CAPTURED = "local steps are not captured, and run one by one: "
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the first process found, for all: a plan, what speaks against side by side, or why nothing can start."""
+
+    plan: EnginePlan
+    obstacle: Obstacle | None = None
+    failure: str = ""
 
 
 def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Tell) -> tuple[Engine, EnginePlan]:
@@ -33,35 +48,103 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
         uncaptured: called with the reason when a later round turns out not to be captured.
 
     Raises:
-        UserError: the engine asked for cannot train this learner.
+        UserError: the engine asked for cannot train this learner, or a packaged network does not fit the data.
+        Exception: of the learner's first step, where a copy of the learner meets one.
     """
     workshop = Workshop(setting)
-    asked = False
-    if held is not None and setting.engine in ("auto", held.engine):
-        plan = held
-        if plan.server_threads not in (0, torch.get_num_threads()):
-            torch.set_num_threads(plan.server_threads)
-    elif setting.engine == "auto":
-        plan = setting.broadcast(measured(workshop) if setting.rank == 0 else None)
+    resumed = held is not None and setting.engine in ("auto", held.engine)
+    if held is not None and resumed:
+        decision = Decision(held)
+        if held.server_threads not in (0, torch.get_num_threads()):
+            torch.set_num_threads(held.server_threads)
     else:
-        plan, asked = EnginePlan(setting.engine, "asked for", threads=torch.get_num_threads()), True
-    plan = replace(plan, server_threads=torch.get_num_threads())
+        decision = decided(workshop, () if held is None else held.written)
+    plan, obstacle = replace(decision.plan, server_threads=torch.get_num_threads()), decision.obstacle
+    workshop.treat_as_buffers(plan.written)
     if plan.channels_last:
         workshop.use_channels_last()
     if plan.engine == "stacked":
-        plan, asked = stackable(workshop, plan, note), False
-    if plan.engine == "stacked":
-        return Stacked(workshop.on_learner(), workshop.optimizer, plan.at_once, note), plan
+        with nothing_left(setting):
+            plan = stackable(workshop, plan, obstacle, note)
+        if plan.engine == "stacked":
+            return Stacked(workshop.on_learner(), workshop.optimizer, plan.at_once, note), plan
+    elif plan.engine == "concurrent" and setting.engine == "concurrent" and not resumed:
+        check_beside(setting, obstacle, note)
     if plan.engine == "concurrent":
-        return concurrent(workshop, plan, asked, note, uncaptured)
+        return concurrent(workshop, plan, note, uncaptured)
+    if obstacle is not None and obstacle.keeps:
+        note(
+            f"{type(setting.learner).__name__} keeps state outside its buffers ({obstacle.reason}): under "
+            "engine='sequential' it runs on from client to client, and no checkpoint holds it. In a buffer "
+            "(register_buffer) it would start at the server's for each client, and be averaged"
+        )
     if setting.capture is True:
         note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
     return Sequential(workshop.on_learner(), plan.threads), plan
 
 
-def concurrent(
-    workshop: Workshop, plan: EnginePlan, asked: bool, note: Tell, uncaptured: Tell
-) -> tuple[Engine, EnginePlan]:
+def nothing_left(setting: Setting) -> ExitStack:
+    """Within, steps may be tried: what these change outside of copies of the learner is put back."""
+    stack = ExitStack()
+    stack.enter_context(random_state_kept(setting.w))
+    stack.enter_context(traces_undone([setting.learner, setting.work.data]))
+    return stack
+
+
+def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
+    """By the first process, for all; ``written``: frozen parameters known to be written."""
+    setting, failure, decision = workshop.setting, None, None
+    if setting.rank == 0:
+        try:
+            with nothing_left(setting):
+                seen = rehearse(workshop)
+                workshop.treat_as_buffers(tuple(dict.fromkeys((*written, *seen.written))))
+                decision = planned(workshop, seen)
+        except Exception as error:
+            failure = error
+            first = (str(error).strip().splitlines() or [""])[0]
+            decision = Decision(EnginePlan(""), failure=f"the first process could not start: {first}")
+    agreed: Decision = setting.broadcast(decision)
+    if failure is not None:
+        raise failure
+    if agreed.failure:
+        raise UserError(agreed.failure)
+    return agreed
+
+
+def planned(workshop: Workshop, seen: Rehearsal) -> Decision:
+    """The engine asked for, or the faster one that is proven to work."""
+    setting = workshop.setting
+    plan, obstacle = EnginePlan(setting.engine, "asked for", threads=torch.get_num_threads()), seen.obstacle
+    if seen.untried and obstacle is None and setting.engine != "auto":
+        obstacle = Obstacle(seen.untried) if "cannot be copied" in seen.untried else None
+    if setting.engine == "auto":
+        plan, obstacle = measured(workshop, seen)
+    return Decision(replace(plan, written=workshop.written), obstacle)
+
+
+def check_beside(setting: Setting, obstacle: Obstacle | None, note: Tell) -> None:
+    """Refuse what one step showed not to work side by side; say what it cannot show.
+
+    Raises:
+        UserError: with the reason, and the way out.
+    """
+    name = type(setting.learner).__name__
+    if obstacle is not None:
+        way_out = ", or keep such state in a buffer" if obstacle.keeps else ""
+        raise UserError(
+            f"engine='concurrent' cannot train {name}: {obstacle.reason}. Clients side by "
+            "side share the process's random generators and each has its own copy of the learner, so results would "
+            f"depend on which copy trained which client. Use engine='sequential' (or 'auto'){way_out}."
+        )
+    note(
+        f"engine='concurrent' was asked for: one step of {name} was looked at, and it is not proven, as under "
+        "engine='auto', that a client leaves the same bits whichever copy trains it; state that it keeps outside its "
+        "buffers (an own generator, a counter) would make results depend on chance"
+    )
+
+
+def concurrent(workshop: Workshop, plan: EnginePlan, note: Tell, uncaptured: Tell) -> tuple[Engine, EnginePlan]:
     """Clients side by side, on threads of a CPU or streams of a GPU."""
     setting = workshop.setting
     device = setting.w.device
@@ -70,16 +153,13 @@ def concurrent(
             f"engine='concurrent' on {device.type}: it trains clients on threads of a CPU or streams of a CUDA GPU. "
             "Use engine='sequential', or trainer.accelerator=cpu."
         )
-    if asked and (obstacle := trial.obstacle_beside(workshop)):
-        way_out = ", or keep such state in a buffer" if obstacle.in_attributes else ""
-        raise UserError(
-            f"engine='concurrent' cannot train {type(setting.learner).__name__}: {obstacle.reason}. Clients side by "
-            "side share the process's random generators and each has its own copy of the learner, so results would "
-            f"depend on which copy trained which client. Use engine='sequential' (or 'auto'){way_out}."
-        )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    reason = trial.why_not_captured(workshop)
+    if plan.captured or plan.not_captured:
+        reason = plan.not_captured
+    else:
+        with nothing_left(setting):
+            reason = trial.why_not_captured(workshop)
     if reason and setting.capture is True:
         note(NOT_CAPTURED + reason)
     wanted = plan.workers if setting.workers == "auto" else int(setting.workers)
@@ -96,72 +176,71 @@ def concurrent(
     return Streams(workers, setting.learner), plan
 
 
-def stackable(workshop: Workshop, plan: EnginePlan, note: Tell) -> EnginePlan:
+def stackable(workshop: Workshop, plan: EnginePlan, obstacle: Obstacle | None, note: Tell) -> EnginePlan:
     """The plan with the size of a stack, or the next best engine where the learner cannot be stacked."""
     setting = workshop.setting
     if not (reason := trial.why_not_stacked(workshop)):
         at_once = plan.at_once if setting.clients_at_once == "auto" else int(setting.clients_at_once)
         gigabyte = max(1, 2**30 // (8 * setting.w.nbytes))  # eight vectors of D a client
         return replace(plan, at_once=min(at_once or gigabyte, setting.most_at_once), threads=torch.get_num_threads())
-    try:
-        beside = setting.w.device.type in ("cpu", "cuda") and trial.obstacle_beside(workshop) is None
-    except Exception:  # it cannot be copied, or its step fails, which the first round will say
-        beside = False
+    beside = setting.w.device.type in ("cpu", "cuda") and obstacle is None
     instead = "concurrent" if beside else "sequential"
     name = type(setting.learner).__name__
     note(f"engine='stacked' cannot train {name} ({reason}); engine='{instead}' does")
     return replace(plan, engine=instead, why=f"it cannot be stacked: {reason}")
 
 
-def measured(workshop: Workshop) -> EnginePlan:
-    """``"auto"``: time a few real steps of real clients in copies of the learner, one by one and side by side."""
+def measured(workshop: Workshop, seen: Rehearsal) -> tuple[EnginePlan, Obstacle | None]:
+    """``"auto"``: side by side where a rehearsal proves that it may be, and where that is the faster way."""
     setting = workshop.setting
     alone = EnginePlan("sequential", threads=torch.get_num_threads())
     kind = setting.w.device.type
     if kind not in ("cpu", "cuda"):
-        return replace(alone, why="clients train side by side on CPUs and CUDA GPUs")
+        return replace(alone, why="clients train side by side on CPUs and CUDA GPUs"), seen.obstacle
     workers = setting.usable_cores if setting.workers == "auto" else int(setting.workers)
     workers = min(workers, setting.most_at_once)
     if kind == "cpu" and workers < 2 and setting.usable_cores > 1 and setting.workers != 1:
-        return replace(alone, why="one client for each process")
+        return replace(alone, why="one client for each process"), seen.obstacle
+    if seen.untried:
+        return replace(alone, why=seen.untried), None
     try:
-        workshop.copies(workers if kind == "cpu" else 1)
-    except Exception as error:
-        name = type(setting.learner).__name__
-        return replace(alone, why=f"{name} cannot be copied ({type(error).__name__}: {error})")
-    try:
-        if obstacle := trial.obstacle_beside(workshop):
-            return replace(alone, why=f"{obstacle.reason}, so clients train one after the other")
-        return measured_on_gpu(workshop) if kind == "cuda" else measured_on_cpu(workshop, workers)
+        obstacle = seen.obstacle
+        if obstacle is None and kind == "cpu" and tiny(workshop):
+            why = f"a round's local steps take less than {1000 * TINY_SECONDS:g} ms"
+            return EnginePlan("sequential", why), None
+        if obstacle := obstacle or unproven(workshop):
+            return replace(alone, why=f"{obstacle.reason}, so clients train one after the other"), obstacle
+        reason = trial.why_not_captured(workshop)
+        plan = measured_on_gpu(workshop) if kind == "cuda" else measured_on_cpu(workshop, workers, reason)
+        return replace(plan, captured=not reason, not_captured=reason), None
     except Exception as error:  # the first round will meet it, and say where
-        return replace(alone, why=f"not measured ({type(error).__name__})")
+        return replace(alone, why=f"not measured ({type(error).__name__}: {error})"), seen.obstacle
 
 
-def measured_on_cpu(workshop: Workshop, workers: int) -> EnginePlan:
-    """Side by side unless one after the other is clearly faster; the same bits, as both use one thread a client."""
-    setting = workshop.setting
+def tiny(workshop: Workshop) -> bool:
+    """Whether a round is over before a choice would pay."""
+    return sum(workshop.setting.lengths()) * trial.step_when_quiet(workshop) < TINY_SECONDS
+
+
+def measured_on_cpu(workshop: Workshop, workers: int, reason: str) -> EnginePlan:
+    """Side by side but for steps that would wait for Python; on one thread a client, so with the same bits either way.
+
+    Args:
+        reason: why steps are not captured; empty where they are.
+    """
+    once = trial.one_step(workshop)
+    takes = f"a local step takes {1000 * once:.3g} ms on one thread, measured"
+    images = trial.images_ratio(workshop, not reason, CLEARLY)
+    told = f"; with images in channels-last memory {images:.2f} of that" if images < 1 else ""
     if workers < 2:  # on a thread of its own all the same, where local steps are captured
-        return EnginePlan("concurrent", "one at a time, as asked or one core", workers=1)
-    captured = not trial.why_not_captured(workshop)
-    seconds = trial.step_seconds(workshop, workers, captured)
-    if seconds is None:
-        return EnginePlan("sequential", f"a round's local steps take less than {1000 * trial.TINY_SECONDS:g} ms")
-    lengths = setting.lengths()
-    one_by_one = sum(lengths) * seconds["alone"]
-    side_by_side = trial.makespan(lengths, workers) * seconds["beside"]
-    why = (
-        f"measured, on one thread a client: a round's local steps take {one_by_one:.3g} s one client after the other, "
-        f"{side_by_side:.3g} s with {workers} side by side{' and captured' if captured else ''}"
-    )
-    together = side_by_side < one_by_one * CLEARLY
-    kind = "beside" if together else "alone"
-    images = seconds.get(kind + trial.CHANNELS_LAST)
-    prefers = images is not None and images * CLEARLY < seconds[kind]
-    if images is not None and prefers:
-        why += f", and images in channels-last memory {images / seconds[kind]:.2f} of that"
-    if together:
-        return EnginePlan("concurrent", why, workers=workers, channels_last=prefers)
-    return EnginePlan("sequential", why, channels_last=prefers)
+        return EnginePlan(
+            "concurrent", f"one at a time, as asked or one core; {takes}{told}", 1, channels_last=images < 1
+        )
+    if reason and trial.step_when_quiet(workshop) < PYTHON_SECONDS:
+        why = f"{takes}, and is not captured: clients side by side would wait for Python's lock{told}"
+        return EnginePlan("sequential", why, channels_last=images < 1)
+    how = "it is captured, so without Python's lock" if not reason else "of which Python's lock holds a smaller part"
+    return EnginePlan("concurrent", f"{takes}, {how}{told}", workers=workers, channels_last=images < 1)
 
 
 def measured_on_gpu(workshop: Workshop) -> EnginePlan:

@@ -21,6 +21,7 @@ class EnginePlan:
         threads: intra-op threads for a client; ``server_threads``: for everything else.
         captured: whether local steps are recorded and replayed; ``not_captured``: why not, for a reader.
         channels_last: whether images lie in channels-last memory.
+        written: frozen parameters that the learner's steps write, by name: buffers to the run.
     """
 
     engine: str
@@ -32,6 +33,7 @@ class EnginePlan:
     captured: bool = False
     not_captured: str = ""
     channels_last: bool = False
+    written: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""
@@ -52,6 +54,7 @@ class EnginePlan:
             threads=number["threads"] or number["server_threads"] or 1,
             server_threads=number["server_threads"],
             channels_last=bool(held.get("channels_last")) or held.get("memory") == "channels_last",
+            written=tuple(held.get("written") or ()),
         )
 
     def facts(self) -> dict[str, str]:
@@ -64,6 +67,8 @@ class EnginePlan:
             facts["clients"] = str(self.at_once)
         if self.channels_last:
             facts["memory"] = "channels_last"
+        if self.written:
+            facts["as buffers"] = ", ".join(self.written)
         return {**facts, "why": self.why}
 
     def __str__(self) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
+import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from torch import Tensor
 from fl_lightning.engines.choice.workshop import Workshop, channels_last
 from fl_lightning.engines.client_optimizer import is_flat, is_plain_sgd
 from fl_lightning.engines.engine import intra_op_threads
-from fl_lightning.engines.learner_copy import Convert
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.replay.attributes import Attributes
 from fl_lightning.engines.replay.capture import Capture
@@ -23,13 +20,19 @@ from fl_lightning.engines.streams import own_stream
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import buffer_values
 
-TRIED_STEPS = 6  # one as it is, one recorded, the rest replayed
+if sys.platform == "linux":
+    import resource
+
+TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
 SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
 CHANNELS_LAST = ", channels last"
-MEASURED_SECONDS = 0.03  # of each kind, each time
-TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
-AGREEING, WITHIN = 3, 1.1  # how many of the shortest times have to lie within which factor before they decide
-MOST_TIMES, MOST_SECONDS = 40, 3.0  # of one kind, after which the shortest decide as they are
+MEASURED_SECONDS = 0.02  # of each kind, each time
+AGREEING, WITHIN = 3, 1.1  # so many of the shortest times have to lie within this factor before they decide
+MOST_TIMES, MOST_SECONDS = 20, 1.0  # after which the shortest decide as they are
+CALL_SECONDS = 2e-6  # of a small call of PyTorch, where the thresholds were chosen
+AHEAD = 5  # so many more ratios on one side are clear
+LEAST_ALLOWED, SHARE_OF_ROUND = 0.3, 0.05  # seconds for comparing, or this share of round 0's steps where it is more
+REHEARSED_SECONDS, GPU_STEPS = 2.0, 100  # as much of a client's round is rehearsed
 
 
 class Settled:
@@ -45,15 +48,40 @@ class Settled:
     def enough(self) -> bool:
         shortest = sorted(self.times)[:AGREEING]
         agree = len(shortest) == AGREEING and shortest[-1] <= WITHIN * shortest[0]
-        return (
-            agree or len(self.times) >= MOST_TIMES or (len(self.times) >= AGREEING and sum(self.times) > MOST_SECONDS)
-        )
+        return agree or len(self.times) >= MOST_TIMES or sum(self.times) > MOST_SECONDS
 
     @property
     def seconds(self) -> float:
         """The median of the shortest."""
         shortest = sorted(self.times)[:AGREEING]
         return shortest[len(shortest) // 2]
+
+
+class Compared:
+    """Whether one thing takes over ``times`` as long as another, from their ratios, each of two times in a row.
+
+    A ratio feels what else runs on the machine far less than a time; it is undecided where they do not clearly agree.
+    """
+
+    def __init__(self, times: float) -> None:
+        self.times, self.ratios = times, list[float]()
+
+    def add(self, ratio: float) -> None:
+        self.ratios.append(ratio)
+
+    @property
+    def over(self) -> int:
+        """How many more ratios lie above than below."""
+        return sum(1 if ratio > self.times else -1 for ratio in self.ratios)
+
+    @property
+    def clear(self) -> bool:
+        return abs(self.over) >= AHEAD
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return sorted(self.ratios)[len(self.ratios) // 2]
 
 
 def settled(measure: Callable[[], float]) -> float:
@@ -65,10 +93,10 @@ def settled(measure: Callable[[], float]) -> float:
     return times.seconds
 
 
-def timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
     call()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 class Trial:
@@ -76,11 +104,10 @@ class Trial:
 
     def __init__(self, workshop: Workshop, j: int = 0, recorder: Capture | None = None) -> None:
         self.setting = workshop.setting
-        copy, optimizer = workshop.copies(j + 1)[j]
+        copy, optimizer = workshop.tried(j + 1)[j]
         stream = None if recorder is None else recorder.stream
         self.copy, self.worker = copy, Worker(workshop.trial_work, copy, optimizer, recorder, stream)
-        copy.follow(self.setting.learner)
-        self.buffers = buffer_values(self.setting.learner)
+        self.buffers = buffer_values(self.setting.learner, workshop.written)
 
     def run(self, client: int, steps: int) -> list[Tensor]:
         """Take ``steps`` steps of a client from the server's model; gives its end, its buffers and what it logged."""
@@ -90,34 +117,48 @@ class Trial:
             return [self.copy.x.clone(), *(b.clone() for b in clients.buffers.values()), *logs]
 
 
-@dataclass(frozen=True)
-class Obstacle:
-    """Why clients cannot train side by side; ``in_attributes``: the learner keeps something outside of buffers."""
+def one_step(workshop: Workshop) -> float:
+    """Seconds of a local step on one thread, without the time in which others had the processor; measured once."""
+    if workshop.step_seconds is None:
+        trial, client = Trial(workshop), workshop.setting.participants(0)[0]
+        by_clock, of_calls, waits = Settled(), Settled(), []
+        small = torch.ones(8)
 
-    reason: str
-    in_attributes: bool = False
+        def used() -> float:
+            of_calls.add(timed(lambda: [small.add(1) for _ in range(100)], time.thread_time) / 100)
+            switches, began = voluntary_switches(), time.thread_time()
+            by_clock.add(timed(lambda: trial.run(client, 1)))
+            waits.append(voluntary_switches() > switches)
+            return time.thread_time() - began
+
+        with intra_op_threads(1):
+            of_processor = settled(used)
+        # one that waits each time, for a disk, say: beside others it goes on meanwhile
+        workshop.step_seconds = by_clock.seconds if all(waits) else of_processor
+        workshop.slowness = of_calls.seconds / CALL_SECONDS
+    return workshop.step_seconds
 
 
-def obstacle_beside(workshop: Workshop) -> Obstacle | None:
-    """What stands in the way: a draw from the process's random generators (undone here), or a changed attribute."""
-    setting, trial = workshop.setting, Trial(workshop)
-    before = RandomState(setting.w)
-    client = setting.participants(0)[0]
-    try:
-        list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device))
-        if before.drawn_since():
-            return Obstacle("its data set draws random numbers when a batch is read")
-        attributes = Attributes(trial.copy.learner)
-        trial.run(client, 1)
-        if before.drawn_since():
-            return Obstacle("its training_step draws random numbers (dropout, say)")
-        changed = attributes.changed()
-        if not changed:
-            return None
-        return Obstacle(f"its training_step changes {changed}, which goes on from client to client", in_attributes=True)
-    finally:
-        before.restore()
-        trial.copy.reset()
+def step_when_quiet(workshop: Workshop) -> float:
+    """Seconds of a local step where a small call of PyTorch takes ``CALL_SECONDS``.
+
+    Neighbours that share a core's caches and units stretch both, so that thresholds are met alike beside them.
+    """
+    return one_step(workshop) / workshop.slowness
+
+
+def voluntary_switches() -> int:
+    """How often this thread waited; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def real_steps(workshop: Workshop, client: int) -> int:
+    """A client's local steps in a round, or as many as are rehearsed where these take long."""
+    setting = workshop.setting
+    affordable = int(REHEARSED_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else GPU_STEPS
+    return min(setting.cohort.steps(client), max(TRIED_STEPS, affordable))
 
 
 def why_not_captured(workshop: Workshop) -> str:
@@ -131,21 +172,19 @@ def why_not_captured(workshop: Workshop) -> str:
     if foreign and setting.capture == "auto":
         return f"{foreign} is not a packaged method; capture=True captures it too"
     client = setting.largest()
-    if not setting.w.is_cuda and setting.capture == "auto":
-        trial = Trial(workshop)
-        once = settled(lambda: timed(lambda: trial.run(client, 1)))
-        if once > SHORT_SECONDS:
-            return f"a local step takes {once:.2g} s, of which Python's share is small"
     reasons: list[str] = []
     found: list[list[Tensor]] = []
     stream = own_stream(setting.w)
     recorder = Capture(reasons.append, stream)
     trial = Trial(workshop, recorder=recorder)
     try:
+        if not setting.w.is_cuda and setting.capture == "auto" and step_when_quiet(workshop) > SHORT_SECONDS:
+            return "a local step takes long, and Python's share of it is small"
+        steps = real_steps(workshop, client)
         for how in (None, recorder):
             trial.worker.recorder = how
             attributes = Attributes(trial.copy.learner, metrics=True, in_place=False)
-            found.append(trial.run(client, TRIED_STEPS))
+            found.append(trial.run(client, steps))
             if stream is not None:
                 stream.synchronize()
             if changed := attributes.changed():
@@ -172,12 +211,14 @@ def why_not_stacked(workshop: Workshop) -> str:
         return f"{type(setting.optimizer).__name__} does not treat every coordinate alike"
     if setting.work.keep_optimizer_state and not is_plain_sgd(setting.optimizer):
         return "keep_optimizer_state"
+    if workshop.written:
+        return f"its training_step changes the frozen parameter {workshop.written[0]}"
     if workshop.original.has_batch_hooks:
         return "its on_train_batch hooks take one client's batch"
     before = RandomState(setting.w)
     ids = setting.participants(0)
     try:
-        copy = workshop.original.another()  # so that the learner keeps its attributes
+        copy = workshop.original.another(aliased=False)  # so that the learner keeps its attributes
         stack = Stack(copy, 2)
         stack.x.copy_(setting.w.detach().expand_as(stack.x))
         copy.x.fill_(torch.nan)  # where only a learner that reads parameters past the stack would look
@@ -201,81 +242,46 @@ def why_not_stacked(workshop: Workshop) -> str:
     return ""
 
 
-def makespan(lengths: Iterable[float], workers: int) -> float:
-    """How long the busiest worker is busy, if the longest jobs are given out first."""
-    busy = [0.0] * workers
-    for length in sorted(lengths, reverse=True):
-        heapq.heappush(busy, heapq.heappop(busy) + length)
-    return max(busy)
+def images_ratio(workshop: Workshop, captured: bool, clearly: float) -> float:
+    """What a local step with channels-last images takes of the time of one without; 1 where none is clearly faster.
 
-
-def step_seconds(workshop: Workshop, number: int, captured: bool) -> dict[str, float] | None:
-    """Seconds of a local step on one thread: one client ``alone``, and ``number`` clients ``beside`` each other.
-
-    Side by side, steps are replayed where ``captured`` says that they will be; what methods do is left out.
-    Both are also measured with channels-last images where the learner has convolutions. None where a round's steps take
-    less than ``TINY_SECONDS``.
+    Of one client on one thread, in turns, by the processor's time; replayed where ``captured`` says that they will be.
     """
-    setting = workshop.setting
-    ids, in_round = setting.participants(0), sum(setting.lengths())
-    trials = [Trial(workshop, j) for j in range(number)]
-    plain = [trial.copy.convert for trial in trials]
-    formats: dict[str, list[Convert | None]] = {"": plain}
-    if setting.convolutions:
-        formats[CHANNELS_LAST] = [channels_last(convert) for convert in plain]
-    times: dict[str, Settled] = {}
-    with ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        recorders = {name: [Capture(lambda why: None) if captured else None for _ in trials] for name in formats}
+    setting, once = workshop.setting, one_step(workshop)
+    if not setting.convolutions:
+        return 1.0
+    client, trial = setting.participants(0)[0], Trial(workshop)
+    plain = trial.copy.convert
+    formats = {"": plain, CHANNELS_LAST: channels_last(plain)}
+    recorders = {name: Capture(lambda why: None) if captured else None for name in formats}
+    steps = max(TRIED_STEPS if captured else 1, min(50, int(MEASURED_SECONDS / once)))
+    began, allowed = time.perf_counter(), max(LEAST_ALLOWED, sum(setting.lengths()) * once * SHARE_OF_ROUND)
+    compared = Compared(1 / clearly)
 
-        def use(name: str) -> None:
-            for trial, convert in zip(trials, formats[name], strict=True):
-                trial.copy.convert = convert
+    def run(name: str, steps: int) -> float:
+        trial.copy.convert, trial.worker.recorder = formats[name], recorders[name]
+        return timed(lambda: trial.run(client, steps), time.thread_time)
 
-        def alone(name: str, steps: int) -> float:
-            trials[0].worker.recorder = None
-            with intra_op_threads(1):
-                return timed(lambda: trials[0].run(ids[0], steps)) / steps
-
-        def beside(name: str, steps: int) -> float:
-            for trial, recorder in zip(trials, recorders[name], strict=True):
-                trial.worker.recorder = recorder
-            jobs = [(trial, ids[j % len(ids)]) for j, trial in enumerate(trials)]
-            return timed(lambda: list(pool.map(lambda job: job[0].run(job[1], steps), jobs))) / steps
-
-        try:
-            once = settled(lambda: alone("", 1))
-            if once * in_round < TINY_SECONDS:
-                return None
-            steps = max(1, min(50, int(MEASURED_SECONDS / once)))
-            kinds = {"alone": alone, "beside": beside}
-            for name in list(formats):
-                use(name)
-                try:
-                    for measure in kinds.values():
-                        measure(name, 3 if captured else 1)  # a warm-up; of three the second is recorded
-                except RuntimeError:
-                    if not name:
-                        raise
-                    del formats[name]  # a learner that asks for a view of contiguous memory
-                else:
-                    times.update({kind + name: Settled() for kind in kinds})
-            while not all(of.enough for of in times.values()):
-                for name in formats:
-                    use(name)
-                    for kind, measure in kinds.items():
-                        times[kind + name].add(measure(name, steps))
-        finally:
-            for trial, convert in zip(trials, plain, strict=True):
-                trial.copy.convert = convert
-                trial.copy.reset()
-    return {kind: of.seconds for kind, of in times.items()}
+    try:
+        with intra_op_threads(1):
+            for name in formats:
+                run(name, 3 if captured else 1)  # a warm-up; of three the second is recorded
+            while not compared.clear and time.perf_counter() - began < allowed:
+                one = run("", steps)
+                compared.add(run(CHANNELS_LAST, steps) / one)
+    except RuntimeError:  # a learner that asks for a view of contiguous memory
+        return 1.0
+    finally:
+        trial.copy.convert = plain
+        trial.copy.reset()
+    return compared.ratio if compared.clear and compared.over < 0 else 1.0
 
 
 def replayed_seconds(workshop: Workshop) -> dict[str, float]:
     """Seconds of one client's local step on a GPU, replayed where it can be, with images in each memory format."""
     setting, client = workshop.setting, workshop.setting.largest()
     stream = own_stream(setting.w)
-    copy = workshop.copies(1)[0][0]
+    copy = workshop.tried(1)[0][0]
     plain = copy.convert
     formats = {"": plain, CHANNELS_LAST: channels_last(plain)} if setting.convolutions else {"": plain}
 

@@ -40,7 +40,8 @@ class Setting:
         rank, world_size, processes_here: of this process; processes of the run; those of them on this machine.
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
-        convert: ``(learner, batch) -> batch``; None: unchanged.
+        convert: ``(learner, batch) -> batch``; None: as it is.
+        hooks_first: whether hooks that run later, at the start of training or of a round, may ready the learner.
     """
 
     engine: str
@@ -60,6 +61,7 @@ class Setting:
     broadcast: Callable[[Any], Any]
     forward_context: Callable[[], AbstractContextManager[Any]]
     convert: Convert | None
+    hooks_first: bool = False
 
     @property
     def usable_cores(self) -> int:
@@ -150,7 +152,17 @@ def setting_of(
         broadcast=trainer.strategy.broadcast,
         forward_context=partial(in_bfloat16, model.w.device.type) if mixed else torch.enable_grad,
         convert=conversion(trainer.precision_plugin, trainer.strategy.root_device, transfers),
+        hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
     )
+
+
+def begins_rounds(hooked: Any) -> bool:
+    """Whether a learner or callback of the user's does something at the start of training or of a round."""
+    for hook in ("on_train_start", "on_train_epoch_start"):
+        where = getattr(getattr(type(hooked), hook, None), "__module__", "lightning").split(".")[0]
+        if hook in vars(hooked) or where not in ("lightning", "pytorch_lightning", "fl_lightning"):
+            return True
+    return False
 
 
 def in_bfloat16(device: str) -> AbstractContextManager[Any]:
@@ -185,7 +197,10 @@ class Workshop:
         self.trial_work = replace(
             setting.work, methods=Methods([]), clip_norm=None, keep_optimizer_state=False, draws=False
         )
-        self._copies: list[tuple[LearnerCopy, ClientOptimizer]] = []
+        self.written: tuple[str, ...] = ()
+        self.step_seconds: float | None = None  # once it was measured
+        self.slowness = 1.0  # of this machine at that time
+        self._tried: list[tuple[LearnerCopy, ClientOptimizer]] = []
 
     def optimizer(self, x: Tensor, gradient: Tensor) -> ClientOptimizer:
         """The clients' optimizer for models ``x`` ``(n, D)``."""
@@ -195,21 +210,29 @@ class Workshop:
         """The worker that trains in the learner itself."""
         return Worker(self.setting.work, self.original, self.optimizer(self.original.x, self.original.g))
 
-    def copies(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
-        """``number`` copies of the learner, each with its optimizer."""
-        while len(self._copies) < number:
+    def copies(self, number: int) -> Iterator[tuple[LearnerCopy, ClientOptimizer]]:
+        """So many new copies of the learner, with their optimizers; those of trials are let go."""
+        self._tried.clear()
+        for _ in range(number):
             copy = self.original.another()
-            self._copies.append((copy, self.optimizer(copy.x, copy.g)))
-        return self._copies[:number]
+            yield copy, self.optimizer(copy.x, copy.g)
+
+    def tried(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
+        """So many copies for trials, always the same; the first shares no tensor with the learner."""
+        while len(self._tried) < number:
+            copy = self.original.another(aliased=bool(self._tried))
+            self._tried.append((copy, self.optimizer(copy.x, copy.g)))
+        return self._tried[:number]
+
+    def treat_as_buffers(self, written: tuple[str, ...]) -> None:
+        """Frozen parameters that the learner's steps write are buffers from here on."""
+        self.written = written
+        for copy in (self.original, *(copy for copy, _ in self._tried)):
+            copy.treat_as_buffers(written)
 
     def use_channels_last(self) -> None:
         """From here on with images in channels-last memory."""
-        for copy in self.everywhere():
-            copy.convert = channels_last(copy.convert)
-
-    def everywhere(self) -> Iterator[LearnerCopy]:
-        yield self.original
-        yield from (copy for copy, _ in self._copies)
+        self.original.convert = channels_last(self.original.convert)
 
 
 def channels_last(convert: Convert | None) -> Convert:

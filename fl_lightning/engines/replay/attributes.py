@@ -1,23 +1,42 @@
-"""Whether any Python attribute of a learner's modules has changed."""
+"""Whether anything that Python keeps on a learner's modules, or can reach from them, has changed."""
 
 from __future__ import annotations
 
-from collections import deque
+import marshal
+from collections import OrderedDict
+from hashlib import blake2b
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from fl_lightning.engines.replay.reachable import (
+    CONTAINERS,
+    LIBRARIES,
+    MOST,
+    PLAIN,
+    children,
+    class_data,
+    state_of_generator,
+)
+
+EMPTY = (OrderedDict, dict, list, tuple, set)
+
+
+class TooMuch(Exception):
+    """More objects than can be looked through."""
+
 
 class Attributes:
-    """What a learner's modules hold besides parameters, buffers and, unless ``metrics``, the states of metrics.
+    """What a learner's modules and their classes hold besides parameters, buffers and, unless ``metrics``, metrics.
 
-    Without ``in_place`` a tensor whose values changed counts as unchanged.
+    Without ``in_place`` a tensor whose values changed is still what it was, and classes are left out.
     """
 
-    SKIPPED = ("_parameters", "_buffers", "_trainer", "training")
-    ITEMS = 100  # of longer containers only the length is compared
+    SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", "log", "log_dict")
 
     def __init__(self, learner: nn.Module, metrics: bool = False, in_place: bool = True) -> None:
         self.learner, self.metrics, self.in_place = learner, metrics, in_place
@@ -27,31 +46,80 @@ class Attributes:
     def changed(self) -> str:
         """The name of the first attribute that is no longer what it was, or an empty string."""
         now = self._now()
+        if now is None or self.before is None:
+            return "one of more objects than can be looked through"
         names = [*self.before, *(name for name in now if name not in self.before)]
-        return next((n for n in names if (self.before.get(n, ""),) != (now.get(n, ""),)), "")
+        return next((n for n in names if self.before.get(n) != now.get(n)), "")
 
-    def _now(self) -> dict[str, Any]:
-        return {
-            f"{prefix}.{name}" if prefix else name: self._state(value, 3)
-            for prefix, module in self.learner.named_modules()
-            if self.metrics or not isinstance(module, (Metric, MetricCollection))
-            for name, value in vars(module).items()
-            if name not in self.SKIPPED
-        }
+    def _now(self) -> dict[str, bytes] | None:
+        self._seen: dict[int, int] = {}
+        modules = dict(self.learner.named_modules())
+        self._own = {id(module) for module in modules.values()}
+        tensors = [*self.learner.parameters(), *self.learner.buffers()]
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided}
+        found = {}
+        try:
+            for prefix, module in modules.items():
+                if not self.metrics and isinstance(module, (Metric, MetricCollection)):
+                    continue
+                for name, value in vars(module).items():
+                    if name not in self.SKIPPED:
+                        found[f"{prefix}.{name}" if prefix else name] = self._digest(value)
+            kinds = dict.fromkeys(kind for module in modules.values() for kind in type(module).__mro__)
+            for kind in kinds if self.in_place else ():
+                if kind.__module__.split(".")[0] not in LIBRARIES:
+                    for name, value in class_data(kind).items():
+                        found[f"{kind.__name__}.{name}"] = self._digest(value)
+        except TooMuch:
+            return None
+        return found
 
-    def _state(self, value: Any, depth: int) -> Any:
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-            return value
+    def _digest(self, value: Any) -> bytes:
+        digest, waiting = blake2b(digest_size=16), [value]
+        while waiting:
+            value = waiting.pop()
+            told, inside = self._look(value)
+            digest.update(told)
+            waiting += reversed(inside)
+        return digest.digest()
+
+    def _look(self, value: Any) -> tuple[bytes, list[Any]]:
+        """An object as bytes, and what it holds that these bytes do not tell."""
+        if type(value) in EMPTY and not value:  # most of what a module holds
+            return type(value).__qualname__.encode(), []
+        if isinstance(value, PLAIN) or (isinstance(value, (list, tuple, dict)) and not self._mixed(value)):
+            try:
+                return marshal.dumps(value, 2), []  # version 2: by value alone
+            except ValueError:  # something else inside
+                pass
+        if id(value) in self._seen:
+            return b"again %d" % self._seen[id(value)], []
+        if len(self._seen) >= MOST:
+            raise TooMuch
+        self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
+        kind = type(value).__qualname__.encode()
         if isinstance(value, Tensor):
-            return id(value), value._version if self.in_place and not value.is_inference() else 0
+            return kind + self._of_tensor(value), []
         if isinstance(value, np.ndarray):
-            return id(value), value.tobytes()
-        if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-            items = value.values() if isinstance(value, dict) else value
-            short = depth > 0 and len(value) <= self.ITEMS and not isinstance(value, (set, frozenset))
-            return len(value), [self._state(item, depth - 1) for item in items] if short else None
-        own = type(value).__module__.split(".")[0] not in ("torch", "pytorch_lightning", "lightning", "torchmetrics")
-        if depth > 0 and own and not callable(value) and hasattr(value, "__dict__"):  # an average meter, say
-            return id(value), [(name, self._state(item, depth - 1)) for name, item in vars(value).items()]
-        return id(value)
+            return (kind, value.ravel().tolist()) if value.dtype == object else (kind + value.tobytes(), [])
+        if id(value) in self._own or isinstance(value, ModuleType):
+            return b"%d" % id(value), []
+        if (state := state_of_generator(value)) is not None:
+            return kind, [state]
+        inside = children(value) if self.in_place or not isinstance(value, (FunctionType, type)) else []
+        fixed = inside or isinstance(value, CONTAINERS)
+        return (kind + b"%d" % len(inside) if fixed else b"%d" % id(value)), inside
+
+    @staticmethod
+    def _mixed(value: Any) -> bool:
+        first = next(iter(value.values() if isinstance(value, dict) else value), None)
+        return not isinstance(first, (*PLAIN, list, tuple, dict))
+
+    def _of_tensor(self, tensor: Tensor) -> bytes:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return b"%d" % id(tensor)
+        if not self.in_place or tensor.untyped_storage().data_ptr() in self._storages:
+            return b"%d" % id(tensor)
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return str((tensor.shape, tensor.dtype)).encode() + blake2b(values, digest_size=16).digest()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.engines.choice import build, trial
-from fl_lightning.engines.choice.trial import makespan
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -26,11 +25,6 @@ class Waiting(Lit):
         return super().training_step(batch, batch_idx)
 
 
-def test_makespan_is_that_of_the_busiest_worker() -> None:
-    assert makespan([5, 3, 3, 2, 2], 2) == 8
-    assert makespan([4], 3) == 4
-
-
 def test_auto_takes_what_is_faster_and_says_why() -> None:
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
     trainer(1).fit(slow, blobs())
@@ -40,16 +34,17 @@ def test_auto_takes_what_is_faster_and_says_why() -> None:
     assert tiny.engine_facts["engine"] == "sequential"
 
 
-def test_auto_times_replayed_steps_where_steps_will_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+def test_short_steps_train_side_by_side_where_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
     for capture in (True, False):
         module = federated(Lit(), workers=2, capture=capture, local_epochs=4)
         trainer(1).fit(module, blobs())
-        assert ("and captured" in module.engine_facts["why"]) == capture
+        assert module.engine_facts["engine"] == ("concurrent" if capture else "sequential")
+        assert ("it is captured" in module.engine_facts["why"]) == capture
 
 
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
     monkeypatch.setattr(build, "CLEARLY", 1e9)
     torch.manual_seed(3)
     one = federated(Normed(), engine="sequential")
@@ -133,7 +128,8 @@ def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: p
     def data() -> Any:
         return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
 
-    monkeypatch.setattr(trial, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "LEAST_ALLOWED", 60)
     monkeypatch.setattr(build, "CLEARLY", 1e-9)  # whatever was measured last is taken
     fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
     trainer(1).fit(fast, data())

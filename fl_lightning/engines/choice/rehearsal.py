@@ -1,0 +1,171 @@
+"""A client's steps on copies of the learner before round 0: does it fit the data, what does it write and keep.
+
+Nobody can find all state of a Python object. So that clients may train side by side is proven on the clients' real
+steps: what can be reached from a copy is what it was, and a client that follows another one, on another copy, leaves
+the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fl_lightning.engines.choice.trial import TRIED_STEPS, Trial, one_step, real_steps
+from fl_lightning.engines.choice.workshop import Workshop
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.engines.replay.attributes import Attributes
+from fl_lightning.engines.worker import tell_where
+from fl_lightning.errors import UserError
+from fl_lightning.learner import lightning_modules
+
+SIZES = re.compile(r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE)
+FROZEN_SECONDS = 1.0  # of a client's steps, where a learner has frozen parameters that these might write
+PACKAGE = __name__.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why clients cannot train side by side; ``keeps``: the learner keeps something, which a buffer could."""
+
+    reason: str
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a client's first steps showed.
+
+    Args:
+        written: frozen parameters that changed, by name.
+        untried: why no step could be taken, where it could not.
+    """
+
+    obstacle: Obstacle | None = None
+    written: tuple[str, ...] = ()
+    untried: str = ""
+
+
+def rehearse(workshop: Workshop) -> Rehearsal:
+    """A step of round 0's first client; some more where the learner has frozen parameters.
+
+    Raises:
+        UserError: a packaged network does not fit the data, or the step assigns to a trainable parameter's ``data``.
+        Exception: from the learner or the data, with a note that says where.
+    """
+    setting, client = workshop.setting, workshop.setting.participants(0)[0]
+    name = type(setting.learner).__name__
+    try:
+        trial = Trial(workshop)
+    except Exception as error:
+        return Rehearsal(untried=f"{name} cannot be copied ({type(error).__name__}: {error})")
+    before, learner = RandomState(setting.w), trial.copy.learner
+    batch = next(iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device))))
+    if before.drawn_since():
+        return Rehearsal(Obstacle("its data set draws random numbers when a batch is read"))
+    attributes = Attributes(learner)
+    try:
+        trial.run(client, 1)
+        drew, changed = before.drawn_since(), attributes.changed()
+        if any(not p.requires_grad for p in learner.parameters()):
+            affordable = int(FROZEN_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else 0
+            trial.run(client, min(setting.cohort.steps(client), max(TRIED_STEPS, affordable)))
+    except Exception as error:
+        if setting.hooks_first:
+            return Rehearsal(untried=f"a step before round 0 fails ({type(error).__name__}: {error})")
+        raise explained(error, setting.learner, client, batch) from (error if explains(error, learner) else None)
+    finally:
+        before.restore()
+        trial.copy.reset()
+    check_tied(trial)
+    written = frozen_that_changed(setting.learner, learner)
+    if drew:
+        return Rehearsal(Obstacle("its training_step draws random numbers (dropout, say)"), written)
+    if changed:
+        reason = f"its training_step changes {changed}, which goes on from client to client"
+        return Rehearsal(Obstacle(reason, keeps=True), written)
+    return Rehearsal(written=written)
+
+
+def unproven(workshop: Workshop) -> Obstacle | None:
+    """What speaks against training clients side by side, over a client's steps on two copies; None: nothing does."""
+    setting = workshop.setting
+    ids = setting.participants(0)
+    client, other = ids[0], ids[-1] if len(ids) > 1 else (ids[0] + 1) % setting.cohort.m
+    one, two = Trial(workshop, 0), Trial(workshop, 1)
+    steps, before = real_steps(workshop, client), RandomState(setting.w)
+    attributes = Attributes(one.copy.learner)
+    try:
+        first = one.run(client, steps)
+        two.run(other, min(TRIED_STEPS, setting.cohort.steps(other)))  # another order
+        second = two.run(client, steps)
+        if before.drawn_since():
+            return Obstacle("its training_step draws random numbers (dropout, say)")
+        if changed := attributes.changed():
+            return Obstacle(f"its training_step changes {changed}, which goes on from client to client", keeps=True)
+        if len(first) != len(second) or not all(map(same_bits, first, second)):
+            return Obstacle("a client's steps leave other bits when another client comes first", keeps=True)
+        return None
+    finally:
+        before.restore()
+        for trial in (one, two):
+            trial.copy.reset()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, NaN and the sign of zero included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
+    """Names of frozen parameters that are not the learner's in its copy."""
+    own = dict(copied.named_parameters())
+    frozen = ((name, p) for name, p in learner.named_parameters() if not p.requires_grad)
+    return tuple(name for name, p in frozen if not same_bits(p.data, own[name].data))
+
+
+def check_tied(trial: Trial) -> None:
+    """Refuse a learner whose step makes a trainable parameter another tensor.
+
+    Raises:
+        UserError: with the parameter.
+    """
+    copy = trial.copy
+    views = copy.layout.views(copy.x.view(-1))
+    for name, parameter, view in zip(copy.layout, copy.parameters, views, strict=True):
+        if parameter.data_ptr() != view.data_ptr():
+            raise UserError(
+                f"learner {type(copy.learner).__name__}: its training_step assigns another tensor to the trainable "
+                f"parameter {name} (its data), which would then no longer be trained. Change it in place "
+                f"(…data.copy_(…), …data.clamp_(…)), or freeze it (requires_grad_(False)) if only your code moves it."
+            )
+
+
+def explains(error: Exception, learner: Any) -> bool:
+    """Whether an error is that a packaged network does not fit the data's sizes or classes."""
+    packaged = all(type(part).__module__.split(".")[0] == PACKAGE for part in lightning_modules(learner))
+    return packaged and isinstance(error, (RuntimeError, IndexError, ValueError)) and bool(SIZES.search(str(error)))
+
+
+def explained(error: Exception, learner: Any, client: int, batch: Any) -> Exception:
+    """The learner's own error with a note, or a UserError where a packaged network does not fit the data."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+    where = f"client {client}'s first batch ({shapes})"
+    if not explains(error, learner):
+        tell_where(error, f"met before round 0, in a first local step on a copy: {where}; nothing was started")
+        return error
+    network = type(getattr(learner, "network", learner)).__name__
+    labels = [t for t in tensors if not t.is_floating_point() and t.numel()]
+    told = f", labels from {int(labels[-1].min())} to {int(labels[-1].max())}" if labels else ""
+    return UserError(
+        f"the network {network} does not fit the data: a step on {where}{told} says: "
+        f"{str(error).strip().splitlines()[0]}. Choose the network's sizes and num_classes, or the data, so that they "
+        "fit. Nothing was started."
+    )

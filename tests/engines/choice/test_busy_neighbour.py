@@ -1,0 +1,88 @@
+"""What auto chooses does not depend on what else the machine does: many starts, beside processes that never rest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+STARTS, PROCESSES = 5, 4
+
+CHOOSE = f"""
+import torch, warnings
+from torch import nn
+from tests.helpers.learners import federated, trainer
+from fl_lightning import InMemoryDataModule
+import pytorch_lightning as pl
+warnings.filterwarnings("ignore")
+
+
+class Learner(pl.LightningModule):
+    def __init__(self, net, optimizer):
+        super().__init__()
+        self.net, self.optimizer = net, optimizer
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.01)
+
+
+def convolutions(width):
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(), nn.MaxPool2d(2),
+                         nn.Flatten(), nn.Linear(width * 36, 10))
+
+
+def layers(width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(768, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+                         nn.Linear(width, 10))
+
+
+CASES = (
+    (lambda: convolutions(32), torch.optim.SGD), (lambda: layers(256), torch.optim.SGD),
+    (lambda: layers(16), torch.optim.Adam), (lambda: convolutions(64), torch.optim.Adam),
+)
+x, y = torch.randn(960, 3, 16, 16), torch.randint(0, 10, (960,))
+for start in range({STARTS}):
+    for case, (network, optimizer) in enumerate(CASES):
+        data = InMemoryDataModule((x, y), clients=[range(80 * i, 80 * i + 80) for i in range(12)], batch_size=10)
+        module = federated(Learner(network(), optimizer).float(), participation=6, local_epochs=2, workers=2).float()
+        trainer(1).fit(module, data)
+        facts = {{k: v for k, v in module.engine_facts.items() if k not in ("why", "server_threads", "threads")}}
+        print("chose", case, sorted(facts.items()), flush=True)
+        print("why", case, module.engine_facts["why"], flush=True)
+"""
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """A process that never rests for every core."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_starts_beside_a_busy_neighbour_choose_alike() -> None:
+    chosen: list[str] = []
+    command = [sys.executable, "-c", CHOOSE]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    for process in range(PROCESSES):
+        if process % 2:
+            with busy_neighbour():
+                out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        else:
+            out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        chosen += [line for line in out.splitlines() if line.startswith("chose")]
+        print(out)
+    assert len(chosen) == 4 * STARTS * PROCESSES
+    assert len(set(chosen)) == 4, sorted(set(chosen))

@@ -1,0 +1,253 @@
+"""State that a learner keeps where nobody looks: auto gives sequential's bits each time, and trials leave no trace."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.engines.choice import build
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+NUMBERS = [0.01 * (i % 17) for i in range(1000)]
+
+
+class Factor:
+    """Anneals a loss; a plain object."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 1 / (1 + 0.01 * self.calls)
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 1 / (1 + 0.01 * self.calls)
+
+
+def closure() -> Callable[[], float]:
+    calls = 0
+
+    def factor() -> float:
+        nonlocal calls
+        calls += 1
+        return 1 / (1 + 0.01 * calls)
+
+    return factor
+
+
+def of_itertools() -> Callable[[], float]:
+    numbers = itertools.count()
+    return lambda: 1 / (1 + 0.01 * next(numbers))
+
+
+CALLS = 0
+
+
+def of_module() -> float:
+    global CALLS
+    CALLS += 1
+    return 1 / (1 + 0.01 * CALLS)
+
+
+def generator_of_torch() -> Callable[[], float]:
+    draws = torch.Generator().manual_seed(0)
+    return lambda: float(torch.rand((), generator=draws))
+
+
+def nested() -> Callable[[], float]:
+    held = SimpleNamespace(a={"b": [[[[0.0]]]]})
+
+    def factor() -> float:
+        held.a["b"][0][0][0][0] += 0.01
+        return 1 / (1 + float(held.a["b"][0][0][0][0]))
+
+    return factor
+
+
+class Weighted(Lit):
+    """Its loss is weighted by ``self.factor()``, each time by another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: Any = Factor()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.factor()
+
+
+def weighted(make: Callable[[], Any]) -> type[Lit]:
+    class Made(Weighted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = make()
+
+    return Made
+
+
+class OwnGenerator(Weighted):
+    def __init__(self, kind: str = "torch") -> None:
+        super().__init__()
+        made: dict[str, Any] = {
+            "torch": torch.Generator().manual_seed(0),
+            "numpy": np.random.default_rng(0),
+            "python": random.Random(0),
+        }
+        self.draws, self.factor = made[kind], self.draw
+
+    def draw(self) -> float:
+        if isinstance(self.draws, torch.Generator):
+            return float(torch.rand((), generator=self.draws))
+        return float(self.draws.random())
+
+
+class LongList(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.factor = [float(i) for i in range(5000)], self.next
+
+    def next(self) -> float:
+        self.numbers[4000] += 1
+        return 1 / (1 + self.numbers[4000] / 4000)
+
+
+class Iterating(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = iter(NUMBERS)
+        self.factor = lambda: 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + next(self.numbers))
+
+
+def class_attribute() -> type[Lit]:
+    class OfClass(Weighted):
+        calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            type(self).calls += 1
+            return super().training_step(batch, batch_idx) / (1 + 0.01 * type(self).calls)
+
+    return OfClass
+
+
+class Rare(Weighted):
+    """Changes in a client's last step alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = Lit.training_step(self, batch, batch_idx)
+        return loss * self.factor() if batch_idx == 4 else loss
+
+
+class Hiding(Lit):
+    """A teacher that no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [nn.Linear(20, 8).double()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (teacher,) = self.teacher
+        teacher.weight.data.mul_(0.9).add_(0.1 * self.net[0].weight.detach())
+        return (
+            super().training_step(batch, batch_idx)
+            + (self.net[0](batch[0]) - teacher(batch[0]).detach()).square().mean()
+        )
+
+
+def drawing_data() -> Any:
+    """Its transform has a generator of its own."""
+    data, draws = blobs(), torch.Generator().manual_seed(0)
+    data._transform = lambda x: x + 0.1 * torch.randn(x.shape, dtype=x.dtype, generator=draws)
+    return data
+
+
+LEARNERS: dict[str, Callable[[], Any]] = {
+    "torch's generator": lambda: OwnGenerator("torch"),
+    "numpy's generator": lambda: OwnGenerator("numpy"),
+    "python's generator": lambda: OwnGenerator("python"),
+    "generator in a closure": weighted(generator_of_torch),
+    "iterator": Iterating,
+    "itertools": weighted(of_itertools),
+    "object": weighted(Factor),
+    "slots": weighted(Slotted),
+    "class attribute": lambda: class_attribute()(),
+    "closure": weighted(closure),
+    "global": weighted(lambda: of_module),
+    "nested": weighted(nested),
+    "long list": LongList,
+    "last step": Rare,
+    "hidden module": Hiding,
+}
+
+
+@pytest.fixture(autouse=True)
+def always_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    yield
+
+
+def ran(make: Callable[[], Any], engine: str, data: Callable[[], Any] = blobs) -> Any:
+    global CALLS
+    CALLS = 0
+    torch.manual_seed(3)
+    module = federated(make(), engine=engine, workers=2, participation=0.6, local_epochs=2)
+    trainer(2).fit(module, data())
+    return module
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.filterwarnings("ignore:.*keeps state outside its buffers")
+def test_auto_leaves_the_bits_of_sequential_each_time(name: str) -> None:
+    expected = ran(LEARNERS[name], "sequential").global_vector
+    for _ in range(3):
+        module = ran(LEARNERS[name], "auto")
+        assert module.engine_facts["engine"] == "sequential", module.engine_facts["why"]
+        assert torch.equal(module.global_vector, expected)
+        assert any("keeps state outside its buffers" in note for note in module.notes)
+
+
+def test_data_that_draws_from_a_generator_of_its_own_is_read_in_order() -> None:
+    expected = ran(Lit, "sequential", drawing_data).global_vector
+    for _ in range(3):
+        module = ran(Lit, "auto", drawing_data)
+        assert module.engine_facts["engine"] == "sequential" and torch.equal(module.global_vector, expected)
+
+
+def test_what_keeps_nothing_trains_side_by_side() -> None:
+    class Configured(Lit):
+        """Attributes of every kind that nothing changes."""
+
+        table = {"a": [1, 2, 3]}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.numbers, self.anchor = Factor(), iter(NUMBERS), torch.ones(3)
+            self.draws, self.call = np.random.default_rng(0), closure()
+
+    module = ran(Configured, "auto")
+    assert module.engine_facts["engine"] == "concurrent" or "measured" in module.engine_facts["why"]
+    assert "keeps state" not in " ".join(module.notes)
+
+
+def test_concurrent_by_name_says_what_it_cannot_know() -> None:
+    with pytest.warns(UserWarning, match="it is not proven"):
+        module = ran(Lit, "concurrent")
+    assert any("it is not proven" in note for note in module.notes)

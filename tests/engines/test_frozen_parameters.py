@@ -1,0 +1,122 @@
+"""Frozen parameters that a learner's steps write (momentum encoders): buffers to the run, in every engine alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.engines.choice import build
+from fl_lightning.errors import UserError
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+
+class Teaching(Lit):
+    """A teacher that follows the student; lightly assigns to ``data``, others change it in place."""
+
+    def __init__(self, in_place: bool = True) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.teacher = nn.Linear(20, 8).requires_grad_(False)
+        self.backbone = nn.Linear(20, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        student = self.net[0].weight.detach()
+        if self.in_place:
+            self.teacher.weight.data.mul_(0.9).add_(0.1 * student)
+        else:
+            self.teacher.weight.data = 0.9 * self.teacher.weight.data + 0.1 * student
+        apart = self.net[0](batch[0]) - self.teacher(batch[0]) - 0.1 * self.backbone(batch[0])
+        return super().training_step(batch, batch_idx) + apart.square().mean()
+
+
+def ran(rounds: int = 3, in_place: bool = True, buffers: str = "average", **arguments: Any) -> Any:
+    torch.manual_seed(3)
+    settings = {"participation": 0.5, "local_epochs": 3, "workers": 2, **arguments}
+    module = federated(Teaching(in_place), buffers=buffers, **settings)
+    trainer(rounds).fit(module, blobs())
+    return module
+
+
+@pytest.mark.parametrize("buffers", ["average", "keep"])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_what_steps_write_follows_the_rule_of_buffers_in_every_engine(
+    buffers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    torch.manual_seed(3)
+    at_first = federated(Teaching()).learner.teacher.weight.clone()
+    expected = ran(engine="sequential", buffers=buffers)
+    teacher = expected.learner.teacher.weight
+    assert torch.equal(teacher, at_first) == (buffers == "keep")
+    for in_place in (True, False):
+        for engine in ({"engine": "auto"}, {"engine": "concurrent", "capture": True}, {"engine": "stacked"}):
+            module = ran(in_place=in_place, buffers=buffers, **engine)
+            assert module.engine_facts["as buffers"] == "teacher.weight"
+            assert module.engine_facts["engine"] == "concurrent" or engine["engine"] == "auto"
+            assert torch.equal(module.global_vector, expected.global_vector)
+            assert torch.equal(module.learner.teacher.weight, teacher)
+
+
+def test_the_server_takes_the_mean_of_what_clients_made_of_a_teacher() -> None:
+    class Adding(Lit):
+        """Adds the mean of its clients' labels, once a step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.total.data += batch[1].double().mean()
+            return super().training_step(batch, batch_idx)
+
+    data = blobs()
+    data.setup("fit")
+    each = [torch.cat([y for (_, y), _ in data.full_batches(i)]).double().mean() for i in range(10)]
+    module = federated(Adding(), engine="sequential", participation=1.0, local_epochs=2)
+    trainer(1).fit(module, blobs(batch_size=24))  # a batch is a whole client
+    torch.testing.assert_close(module.learner.total.data, 2 * torch.stack(each).mean())
+
+
+def test_a_resumed_run_treats_them_alike(tmp_path: Path) -> None:
+    expected = ran(4, engine="sequential").learner.teacher.weight
+    torch.manual_seed(3)
+    settings: dict[str, Any] = {"participation": 0.5, "local_epochs": 3, "workers": 2, "engine": "concurrent"}
+    first = trainer(2, default_root_dir=tmp_path, enable_checkpointing=True)
+    first.fit(federated(Teaching(), **settings), blobs())
+    second = federated(Teaching(), **settings)
+    trainer(4, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+        second, blobs(), ckpt_path=first.checkpoint_callback.best_model_path
+    )
+    assert torch.equal(second.learner.teacher.weight, expected)
+
+
+def test_a_frozen_backbone_that_nobody_writes_is_never_copied() -> None:
+    class Backboned(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Linear(20, 20).requires_grad_(False)
+
+    seen: list[Any] = []
+
+    def keep(*_: Any) -> None:
+        seen.extend(worker.copy.learner.backbone.weight.data_ptr() for worker in module.run.engine.workers)
+
+    module = federated(Backboned(), engine="concurrent", workers=2)
+    module.learner.on_train_epoch_start = keep
+    trainer(1).fit(module, blobs())
+    assert seen == [module.learner.backbone.weight.data_ptr()] * 2 and not module.model.written
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "auto"])
+def test_another_tensor_for_a_trainable_parameter_is_refused(engine: str) -> None:
+    class Clipping(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.net[0].weight.data = self.net[0].weight.data.clamp(-1, 1)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UserError, match=r"assigns another tensor to the trainable parameter net\.0\.weight"):
+        trainer(1).fit(federated(Clipping(), engine=engine), blobs())
