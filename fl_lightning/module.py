@@ -99,8 +99,8 @@ class FederatedModule(LearnerHooks):
         )  # fmt: skip
         self.learner: Any = learner
         self.adopt(learner)
-        self.model = GlobalModel(learner)
-        self.run = FederatedRun(self.settings, self.model)
+        self.global_model = GlobalModel(learner)
+        self.run = FederatedRun(self.settings, self.global_model)
         self.stop_requested = False
 
     # What others ask of it -------------------------------------------------------------------------------------------
@@ -108,17 +108,17 @@ class FederatedModule(LearnerHooks):
     @property
     def layout(self) -> Layout:
         """``{parameter name: (slice, shape)}`` of the global vector."""
-        return self.model.layout
+        return self.global_model.layout
 
     @property
     def global_vector(self) -> Tensor:
         """The server's model w ``(D,)``."""
-        return self.model.w
+        return self.global_model.w
 
     @property
     def evaluated_vector(self) -> Tensor:
         """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
-        return self.model.evaluated
+        return self.global_model.evaluated
 
     @property
     def client_rows(self) -> ClientRows:
@@ -172,7 +172,7 @@ class FederatedModule(LearnerHooks):
 
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
-        return self.model.export(path)
+        return self.global_model.export(path)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -193,27 +193,27 @@ class FederatedModule(LearnerHooks):
 
     def configure_model(self) -> None:
         self.learner.configure_model()
-        self.model.build()
+        self.global_model.build()
         if self.trainer.state.fn == "fit" and self.settings.init_from is not None:
             weights = checkpoint.load_weights(self.settings.init_from)
             checkpoint.check_weights(self.learner, weights)
             self.learner.load_state_dict(weights)
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
-        self.model.build()
+        self.global_model.build()
         self.learner.on_load_checkpoint(saved)
         checkpoint.check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
             self.run.held = checkpoint.federated_part(saved)
 
     def configure_optimizers(self) -> Optimizer:
-        self.model.build(again=True)
+        self.global_model.build(again=True)
         return self.run.make_optimizers(self.trainer)
 
     def on_fit_start(self) -> None:
         checks.check_fixed_parameters(self.trainer)
-        self.model.build(again=True)
-        prepare_process(self.model.w.device)
+        self.global_model.build(again=True)
+        prepare_process(self.global_model.w.device)
         self.run.restore(self.trainer)
         self.learner.on_fit_start()
         self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)

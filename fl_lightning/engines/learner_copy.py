@@ -9,14 +9,25 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.learner import Layout, buffer_slots, check_trainable, fill, lightning_modules, tie, trainable
+from fl_lightning.engines.step_hooks import StepHooks
+from fl_lightning.learner import (
+    SHIMS,
+    Layout,
+    buffer_slots,
+    check_trainable,
+    fill,
+    lightning_modules,
+    tie,
+    trainable,
+)
 from fl_lightning.round.context import Round
 
 Convert = Callable[[Any, Any], Any]
-SHIMS = ("log", "log_dict")
 
 
 class LearnerCopy:
@@ -54,17 +65,8 @@ class LearnerCopy:
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._gathering: dict[str, Metric] = {}
-        self._batch_start, self._batch_end = (
-            getattr(learner, hook)
-            if getattr(type(learner), hook).__qualname__.split(".")[0] not in ("ModelHooks", "LightningModule")
-            else None
-            for hook in ("on_train_batch_start", "on_train_batch_end")
-        )
-
-    @property
-    def has_batch_hooks(self) -> bool:
-        """Whether the learner has hooks around each batch."""
-        return self._batch_start is not None or self._batch_end is not None
+        self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
+        self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -91,8 +93,9 @@ class LearnerCopy:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
+        shims = (self._log, self._log_dict, self._optimizers, lambda: None)
         for part in lightning_modules(self.learner):
-            for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
+            for name, shim in zip(SHIMS, shims, strict=True):
                 object.__setattr__(part, name, shim)
 
     @contextmanager
@@ -157,8 +160,8 @@ class LearnerCopy:
         self.logging = log
         if self.convert is not None:
             batch = self.convert(self.learner, batch)
-        if log and self._batch_start is not None:
-            self._batch_start(batch, step)
+        if log and self.hooks is not None:
+            self.hooks.batch_start(batch, step)
         with self.forward_context():
             output = self.step(batch, step) if self.takes_index else self.step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
@@ -168,13 +171,20 @@ class LearnerCopy:
                 "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
                 "learn from, return a zero loss (0 * loss)"
             )
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        if self.hooks is None:
+            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        else:
+            gradients = tuple(self.hooks.backward(loss, first=log))
+            if log:
+                self.hooks.batch_done(output, loss, batch, step)
+        self._flush()
+        self.logging = True  # hooks after the gradient log, whatever it was for
+        return gradients
+
+    def _flush(self) -> None:
         for name, values in self.logged.items():
             self._add(name, values)
         self.logged.clear()
-        if log and self._batch_end is not None:
-            self._batch_end(output, batch, step)
-        return gradients
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
         """∇ℓ(x; batch) ``(1, D)``. The returned storage is reused by the next call."""
@@ -183,6 +193,7 @@ class LearnerCopy:
 
     def take_logs(self) -> dict[str, Tensor]:
         """Means over the steps since the last call, float64 scalars; of a metric that was only updated, its value."""
+        self._flush()  # of hooks after the last gradient
         for name, metric in self._gathering.items():
             together, metric._to_sync = metric._to_sync, False  # other processes train other clients
             self._add(name, [metric.compute().detach()])
@@ -227,6 +238,9 @@ class LearnerCopy:
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
         self.logged.setdefault(name, []).append(value.detach())
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return LightningOptimizer(self.optimizer) if use_pl_optimizer and self.optimizer is not None else self.optimizer
 
     def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()

@@ -46,6 +46,7 @@ class Stack:
     """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`LearnerCopy` in local steps."""
 
     per_parameter = None
+    hooks = None
 
     def __init__(self, copy: LearnerCopy, n: int) -> None:
         self.copy = copy

@@ -130,6 +130,8 @@ def why_not_captured(workshop: Workshop) -> str:
         return f"{type(setting.optimizer).__name__} is not one of torch's optimizers"
     if foreign and setting.capture == "auto":
         return f"{foreign} is not a packaged method; capture=True captures it too"
+    if (hooks := workshop.original.hooks) is not None and hooks.of_gradients:
+        return f"its {hooks.of_gradients[0]} runs in each step"
     client = setting.largest()
     if not setting.w.is_cuda and setting.capture == "auto":
         trial = Trial(workshop)
@@ -172,8 +174,8 @@ def why_not_stacked(workshop: Workshop) -> str:
         return f"{type(setting.optimizer).__name__} does not treat every coordinate alike"
     if setting.work.keep_optimizer_state and not is_plain_sgd(setting.optimizer):
         return "keep_optimizer_state"
-    if workshop.original.has_batch_hooks:
-        return "its on_train_batch hooks take one client's batch"
+    if (hooks := workshop.original.hooks) is not None:
+        return f"its {hooks.names[0]} takes one client's batch"
     before = RandomState(setting.w)
     ids = setting.participants(0)
     try:
