@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from fl_lightning.learner import SHIMS, lightning_modules, overrides
+from fl_lightning.round.client_schedule import ShownScheduler
 
 HOOKS = [
     "on_fit_end",
@@ -55,6 +57,7 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
+    run: Any
     _evaluated_batch_size: int = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +93,19 @@ class LearnerHooks(pl.LightningModule):
         object.__setattr__(self, name, types.MethodType(function, self))
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
         self.adopt(self.learner)
+
+    def clients_optimizer(self) -> Any:
+        """The learner's ``self.optimizers()`` between rounds: the clients', at the present round's rates."""
+        optimizer = self.run.clients_now(self.current_epoch)
+        return [] if optimizer is None else LightningOptimizer(optimizer)
+
+    def clients_scheduler(self) -> Any:
+        """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
+        if self.run.schedule is None:
+            return None
+        return ShownScheduler(self.run.schedule, self.run.clients_now(self.current_epoch))
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer; what they log in evaluation arrives here."""

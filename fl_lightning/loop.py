@@ -92,6 +92,7 @@ class FederatedLoop:
     def begin(self, t: int) -> Round:
         """Who takes part, from which model, at which rates: the facts of the round."""
         ids = list(self.participants(t))
+        steps = {i: self.cohort.steps(i) for i in ids}
         sizes = self.cohort.sizes(ids)
         factor = decay_factor(self.settings.lr_decay, t)
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
@@ -100,7 +101,7 @@ class FederatedLoop:
         return Round(
             t=t,
             ids=ids,
-            steps={i: self.cohort.steps(i) for i in ids},
+            steps=steps,
             sizes=sizes,
             weights={i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids},
             num_clients=self.cohort.m,
@@ -109,7 +110,7 @@ class FederatedLoop:
             evaluated=self.model.evaluated.detach(),
             buffers=self.model.buffers(),
             layout=self.model.layout,
-            rates=self.client_rates.decayed(factor),
+            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
             read=self.state.rows.read,
             server_states=dict(self.state.server),
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],

@@ -37,6 +37,8 @@ class FederatedModule(LearnerHooks):
         local_epochs: of one client a round, may be fractional; without it and ``local_steps``: 5.
         local_steps: of one client a round; wins over ``local_epochs``.
         client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.
+        client_scheduler: what the learner's lr scheduler is stepped by: ``"rounds"``, ``"local_steps"`` of each client
+            (from its first step again in every round), or nothing: ``"ignore"``.
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
         keep_optimizer_state: local optimizer state per client, instead of fresh every round.
@@ -70,6 +72,7 @@ class FederatedModule(LearnerHooks):
         local_epochs: float | None = None,
         local_steps: int | None = None,
         client_optimizer: OptimizerFactory | None = None,
+        client_scheduler: str = "ignore",
         lr_decay: float | Schedule = 1.0,
         clip_norm: float | None = None,
         keep_optimizer_state: bool = False,
@@ -91,8 +94,8 @@ class FederatedModule(LearnerHooks):
         checks.check_learner(learner)
         self.settings = Settings(
             participation=participation, sampling=sampling, local_epochs=local_epochs, local_steps=local_steps,
-            client_optimizer=client_optimizer, lr_decay=lr_decay, clip_norm=clip_norm,
-            keep_optimizer_state=keep_optimizer_state, server_optimizer=server_optimizer,
+            client_optimizer=client_optimizer, client_scheduler=client_scheduler, lr_decay=lr_decay,
+            clip_norm=clip_norm, keep_optimizer_state=keep_optimizer_state, server_optimizer=server_optimizer,
             server_lr_decay=server_lr_decay, weighting=weighting, buffers=buffers, on_nonfinite=on_nonfinite,
             init_from=init_from, engine=engine, clients_at_once=clients_at_once, workers=workers, capture=capture,
             seed=seed, strict_resume=strict_resume,
@@ -219,10 +222,7 @@ class FederatedModule(LearnerHooks):
         self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
-        self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
-        for logger in self.trainer.loggers:
-            if hasattr(logger, "resume"):
-                logger.resume(self.current_epoch)
+        self.run.start(self.current_epoch)
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,10 +23,11 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
+from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
-from fl_lightning.schedules import decay_text
+from fl_lightning.schedules import decay_factor, decay_text
 from fl_lightning.settings import Settings
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
@@ -40,6 +42,7 @@ class FederatedRun:
     """
 
     clients: Optimizer
+    schedule: ClientSchedule | None = None
     server: Optimizer
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
@@ -81,10 +84,24 @@ class FederatedRun:
     def describe(self, cohort: Cohort) -> str:
         """What runs, in one line."""
         rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
-        clients = f"{type(self.clients).__name__} {rate}"
+        scheduled = "" if self.schedule is None else f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
+        clients = f"{type(self.clients).__name__} {rate}{scheduled}"
         server = f"server {type(self.server).__name__} {self._server_rates[0]:g}"
         told = [self.methods.title(), cohort.describe(), clients, server, str(self.plan or "")]
         return " · ".join(filter(None, told))
+
+    def clients_now(self, t: int) -> Optimizer | None:
+        """The clients' optimizer over the learner's parameters at the rates of round t, to look at; None: no fit."""
+        if self.loop is None:
+            return None
+        shown = copy.copy(self.clients)
+        rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
+        groups = rates.groups(0) or self.clients.param_groups
+        shown.param_groups = [
+            {**group, **{k: v for k, v in now.items() if k != "params"}, "lr": float(now["lr"]) * rates.factor}
+            for group, now in zip(self.clients.param_groups, groups, strict=True)
+        ]
+        return shown
 
     def goes_on(self, trainer: Any) -> bool:
         """Whether this is another fit by the same Trainer, after rounds that were committed."""
@@ -96,9 +113,14 @@ class FederatedRun:
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         self._server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
-        self.clients = client_optimizer.of_clients(self.settings.client_optimizer, self.model.learner, self.note)
+        given, scheduler = self.settings.client_optimizer, self.settings.client_scheduler
+        self.clients, self.schedule = client_optimizer.of_clients(given, self.model.learner, scheduler, self.note)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
         self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
+        if self.schedule is not None:
+            self._accounts["client_scheduler"] = self.schedule.account
+            if scheduler == "rounds" and trainer.max_epochs > 0:
+                self.schedule.reach(min(trainer.max_epochs, 10_000))  # so that one that ends before is refused now
         if before is not None:
             server.load_state_dict(before.state_dict())
         return server
@@ -136,7 +158,8 @@ class FederatedRun:
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
-        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, transfers)
+        clients = self.clients, self.schedule
+        setting = setting_of(trainer, settings, model, *clients, work, cohort, participants, transfers)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
@@ -153,7 +176,7 @@ class FederatedRun:
             state=self.state,
             engine=self.engine,
             server_step=ServerStep(server_optimizer, self._server_rates, progress),
-            client_rates=client_optimizer.rates(self.clients, model.w.device),
+            client_rates=client_optimizer.rates(*clients, model.w.device),
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
             report=self.report,
@@ -168,6 +191,13 @@ class FederatedRun:
         """What has to be the same when this run is resumed."""
         arguments = {**self.settings.compared(), **self._accounts}
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
+
+    def start(self, t: int) -> None:
+        """Round t is the first; before Lightning's own first epoch."""
+        self.state.rounds = self.state.rounds or t  # of a checkpoint that does not say
+        for logger in self._trainer.loggers:
+            if hasattr(logger, "resume"):
+                logger.resume(t)
 
     def run_round(self, t: int) -> Metrics:
         """Round t, unless it was committed before training was interrupted; gives what was logged."""

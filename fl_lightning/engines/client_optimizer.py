@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import Layout, trainable
-from fl_lightning.round.context import ClientRates
+from fl_lightning.learner import Layout, overrides, trainable
+from fl_lightning.round.client_schedule import MOVED, ClientSchedule
+from fl_lightning.round.context import ClientRates, several_in
 from fl_lightning.settings import OptimizerFactory
 
+OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 ELEMENTWISE = [
     "SGD",
     "Adam",
@@ -39,7 +42,9 @@ class ClientOptimizer:
 
     def __init__(self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout) -> None:
         self.x, self.gradient = x, gradient
-        self.views: list[nn.Parameter] = []
+        self.by_step = False  # whether rates change within a client's round
+        self.shown: Optimizer | None = None
+        self._of_groups = list(range(len(optimizer.param_groups)))  # which of them are stepped
         group = optimizer.param_groups[0]
         flat = is_flat(optimizer, learner)
         self.plain = flat and is_plain_sgd(optimizer) and x.is_floating_point()
@@ -59,8 +64,8 @@ class ClientOptimizer:
             names = {id(p): name for name, p in trainable(learner)}
             views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
             gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
-            groups = []
-            for g in optimizer.param_groups:
+            groups, self._of_groups = [], []
+            for j, g in enumerate(optimizer.param_groups):
                 mine = []
                 for p in g["params"]:
                     if id(p) not in names:
@@ -70,22 +75,55 @@ class ClientOptimizer:
                     mine.append(parameter)
                 if mine:
                     groups.append({**g, "params": mine})
+                    self._of_groups.append(j)
             self.optimizer = copy.copy(optimizer)
             self.optimizer.param_groups, self.optimizer.state = groups, type(optimizer.state)(dict)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
-    def begin(self, factor: float, state: dict[str, Tensor] | None) -> None:
-        """Start a client: learning rates × ``factor``; state fresh, or the client's own."""
+    def show(self, optimizer: Optimizer, learner: nn.Module, copy_of_it: nn.Module) -> Optimizer:
+        """The clients' optimizer over the parameters of a copy, for its hooks to look at; rates as they are now."""
+        names = {id(p): name for name, p in learner.named_parameters()}
+        own = dict(copy_of_it.named_parameters())
+        self.shown = copy.copy(optimizer)
+        self.shown.param_groups = [
+            {**g, "params": [own[names[id(p)]] for p in g["params"] if id(p) in names]} for g in optimizer.param_groups
+        ]
+        self.shown.state = type(optimizer.state)(dict)
+        self._made = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return self.shown
+
+    def begin(self, rates: ClientRates, state: dict[str, Tensor] | None) -> None:
+        """Start a client at the round's learning rates; state fresh, or the client's own."""
+        self._rates, self.by_step = rates, rates.by_step
         if self.plain:
-            self.rates = [base * factor for base in self.base]
+            self.rates = [base * rates.factor for base in self.base]
+        else:
+            self.optimizer.state.clear()
+            for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
+                group.update(copy.deepcopy(options))
+                group["lr"] = base * rates.factor
+            if state:
+                self._load(state)
+        if self.shown is not None:
+            for group, options in zip(self.shown.param_groups, self._made, strict=True):
+                group["lr"] = float(options["lr"]) * rates.factor
+        self.at(0)
+
+    def at(self, step: int) -> None:
+        """To the scheduler's rates at a local step, where there is one."""
+        if (groups := self._rates.groups(step)) is None:
             return
-        self.optimizer.state.clear()
-        for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
-            group.update(copy.deepcopy(options))
-            group["lr"] = base * factor
-        if state:
-            self._load(state)
+        factor = self._rates.factor
+        settings = [{**group, "lr": group["lr"] * factor} for group in groups]
+        if self.plain:
+            self.rates = [settings[0]["lr"]]
+        else:
+            for group, j in zip(self.optimizer.param_groups, self._of_groups, strict=True):
+                group.update(settings[j])
+        if self.shown is not None:
+            for group, setting in zip(self.shown.param_groups, settings, strict=True):
+                group.update(setting)
 
     def step(self, gradient: Tensor) -> None:
         if self.plain:
@@ -177,20 +215,17 @@ def weight_decays(optimizer: Optimizer) -> list[float]:
     ]
 
 
-def rates(optimizer: Optimizer, device: torch.device) -> ClientRates:
+def rates(optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.device) -> ClientRates:
     """The settings of the first group, before any decay, and in which of them the groups differ."""
-    first, several = optimizer.param_groups[0], ""
-    for what in ("lr", "weight_decay"):
-        values = sorted({float(g.get(what, 0)) for g in optimizer.param_groups})
-        if len(values) > 1 and not several:
-            several = f"{what} ({values})"
+    first = optimizer.param_groups[0]
     return ClientRates(
         factor=1.0,
         lr=torch.tensor(float(first["lr"]), dtype=torch.float64, device=device),
         momentum=float(first.get("momentum", 0.0)),
         weight_decay=weight_decays(optimizer)[0],
         plain_sgd=is_plain_sgd(optimizer),
-        several=several,
+        several=several_in(optimizer.param_groups),
+        schedule=schedule,
     )
 
 
@@ -200,54 +235,120 @@ def of_server(factory: OptimizerFactory | None, w: Tensor) -> Optimizer:
     return torch.optim.SGD(parameters, lr=1.0) if factory is None else factory(parameters)
 
 
-def of_clients(factory: OptimizerFactory | None, learner: Any, note: Callable[[str], None]) -> Optimizer:
-    """The optimizer of the local steps, over the learner's parameters.
+def of_clients(
+    factory: OptimizerFactory | None, learner: Any, unit: str, note: Callable[[str], None]
+) -> tuple[Optimizer, ClientSchedule | None]:
+    """The optimizer of the local steps, over the learner's parameters, at the rates that it was made with.
+
+    Args:
+        unit: ``client_scheduler``.
 
     Raises:
-        UserError: it takes more than one gradient a step; or the learner gives none, or several.
+        UserError: it takes more than one gradient a step; or the learner gives none, or several, or no scheduler.
     """
+    schedulers: list[tuple[Any, int]] = []
+    given: list[dict[str, Any]] = []
     if factory is not None:
         optimizer = factory([p for _, p in trainable(learner)])
     else:
-        optimizer, scheduler = from_learner(learner)
-        if scheduler:
-            note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
+        optimizer, schedulers, given = from_learner(learner)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
             "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
             "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
         )
-    return optimizer
+    if unit != "ignore":
+        check_scheduler(learner, factory, schedulers, unit)
+        return optimizer, ClientSchedule(optimizer, schedulers, unit, given)
+    if schedulers:
+        optimizer.param_groups = given
+        note(
+            "the learner's lr scheduler is ignored: clients keep the rates that its optimizer was made with, times "
+            "lr_decay by the round; client_scheduler='rounds' or 'local_steps' steps it"
+        )
+    return optimizer, None
 
 
-def from_learner(learner: Any) -> tuple[Optimizer, bool]:
-    """The one optimizer of ``configure_optimizers``, and whether there was a scheduler (which is ignored).
+def check_scheduler(learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str) -> None:
+    """Refuse a scheduler that cannot be stepped as it was asked for."""
+    name, option = type(learner).__name__, f"client_scheduler={unit!r}"
+    metered = [s for s, _ in schedulers if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau)]
+    if factory is not None:
+        raise UserError(
+            f"{option} steps the lr scheduler of the learner's configure_optimizers, and client_optimizer takes that "
+            "one's place. Leave out one of the two."
+        )
+    if not schedulers:
+        raise UserError(
+            f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one beside the optimizer, "
+            "or leave the option out; lr_decay decays by the round."
+        )
+    if metered:
+        raise UserError(
+            f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. Use a scheduler that "
+            "counts, or client_scheduler='ignore' with lr_decay."
+        )
+    if overrides(learner, "lr_scheduler_step"):
+        raise UserError(
+            f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by what only plain training "
+            "knows. Remove that hook, or use client_scheduler='ignore'."
+        )
+
+
+def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[dict[str, Any]]]:
+    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups as they were before these.
+
+    Of each scheduler: how many epochs or steps of plain training pass between its steps.
 
     Raises:
-        UserError: none, or several.
+        UserError: no optimizer, or several.
     """
-    given = learner.configure_optimizers()
-    scheduler = False
-    if isinstance(given, dict):
-        scheduler = "lr_scheduler" in given
-        given = given["optimizer"]
-    if isinstance(given, Sequence):
-        nested = len(given) == 2 and isinstance(given[0], Sequence)
-        optimizers = list(given[0]) if nested else list(given)
-        scheduler = nested and bool(given[1])
-        if optimizers and isinstance(optimizers[0], dict):
-            scheduler = scheduler or "lr_scheduler" in optimizers[0]
-            optimizers = [o["optimizer"] for o in optimizers]
-        if len(optimizers) != 1:
-            raise _not_one(learner, len(optimizers))
-        given = optimizers[0]
-    if given is None:
-        raise _not_one(learner, 0)
-    return given, scheduler
+    with groups_made() as made:
+        found = learner.configure_optimizers()
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Sequence):
+        optimizers, schedulers = list(found[0]), list(found[1])
+    else:
+        entries = list(found) if isinstance(found, Sequence) else [found]
+        optimizers = [entry["optimizer"] if isinstance(entry, dict) else entry for entry in entries]
+        schedulers = [entry.get("lr_scheduler") for entry in entries if isinstance(entry, dict)]
+    optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+    if len(optimizers) != 1:
+        raise _not_one(learner, len(optimizers))
+    settings = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
+    given = [without_scheduler(group, made) for group in optimizers[0].param_groups]
+    return optimizers[0], [(s["scheduler"], int(s.get("frequency", 1))) for s in settings], given
+
+
+@contextmanager
+def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Within, parameter groups and copies of them as they are made: building a scheduler changes them at once."""
+    made: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    add = Optimizer.add_param_group
+
+    def noting(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        made.append((self.param_groups[-1], dict(self.param_groups[-1])))
+
+    Optimizer.add_param_group = noting  # type: ignore[method-assign]  # no hook of torch tells
+    try:
+        yield made
+    finally:
+        Optimizer.add_param_group = add  # type: ignore[method-assign]
+
+
+def without_scheduler(group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """A parameter group as it was before a scheduler set what it sets."""
+    if "initial_lr" not in group:
+        return group
+    before = next((copy for now, copy in made if now is group), {"lr": group["initial_lr"]})
+    kept = {k: v for k, v in group.items() if k not in OF_SCHEDULERS}
+    return {**kept, **{k: before[k] for k in MOVED if k in before}}
 
 
 def _not_one(learner: object, number: int) -> UserError:
     return UserError(
-        f"learner {type(learner).__name__}: configure_optimizers gives {number} optimizers; a local step has exactly "
-        "one. Return one, or give it to the run: client_optimizer={'class_path': 'torch.optim.SGD', …}."
+        f"learner {type(learner).__name__}: configure_optimizers gives {number or 'no'} "
+        f"optimizer{'s' if number else ''}, and a local step has exactly one. Return one, or give the run one: "
+        "client_optimizer=lambda params: torch.optim.SGD(params, lr=0.1), in a config "
+        "client_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}."
     )

@@ -66,6 +66,7 @@ class LearnerCopy:
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._gathering: dict[str, Metric] = {}
         self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
+        self.scheduler: Any = None
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
@@ -93,7 +94,7 @@ class LearnerCopy:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
-        shims = (self._log, self._log_dict, self._optimizers, lambda: None)
+        shims = (self._log, self._log_dict, self._optimizers, lambda: self.scheduler)
         for part in lightning_modules(self.learner):
             for name, shim in zip(SHIMS, shims, strict=True):
                 object.__setattr__(part, name, shim)

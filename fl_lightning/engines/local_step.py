@@ -85,6 +85,8 @@ class LocalStep:
         return None if self.limit is None else self.clients.clipped
 
     def __call__(self, batch: Any, index: Any) -> None:
+        if self.optimizer.by_step:
+            self.optimizer.at(index)
         gradient = self.loss_gradient(batch, index)
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)

@@ -191,7 +191,8 @@ class Stacked:
         try:
             seed_client(work.seed, round.t, ids[0])
             begin(work, clients)
-            optimizer.begin(round.rates.factor, None)
+            optimizer.begin(round.rates, None)
+            self.worker.optimizer.begin(round.rates, None)  # which the learner may look at
             step = LocalStep(work, stack, clients, optimizer)
             if step.limit is not None:
                 step.limit = stack.x.new_full((len(ids), 1), step.limit)

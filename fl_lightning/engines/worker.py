@@ -54,7 +54,7 @@ class Worker:
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
-            optimizer.begin(round.rates.factor, self.optimizer_rows(round, client))
+            optimizer.begin(round.rates, self.optimizer_rows(round, client))
             copy.reset()  # what another client, or a full gradient, left in the learner's metrics
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:

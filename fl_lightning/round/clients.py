@@ -104,12 +104,13 @@ class Clients:
     @property
     def lr(self) -> Tensor:
         """This round's client learning rate, a scalar tensor."""
-        self._round.rates.require_one()
+        self._round.rates.require_constant()
         return self._round.rates.lr
 
     @property
     def momentum(self) -> float:
         """Of the client optimizer; 0 where it has none."""
+        self._round.rates.require_constant()
         return self._round.rates.momentum
 
     @property
@@ -144,12 +145,15 @@ class Clients:
         return self.total_elapsed()
 
     def total_elapsed(self) -> Tensor:
-        here = self.steps * self._round.rates.lr.to(self.steps.dtype)
+        here = self._round.rates.elapsed(self.steps)
         return here if self.kept_elapsed is None else here + self.kept_elapsed
 
     @property
     def mean_gradient(self) -> Tensor:
-        """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed."""
+        """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed.
+
+        Where rates change from step to step, steps count by their rates.
+        """
         elapsed = self.elapsed
         self.mean_gradient_read = True
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)

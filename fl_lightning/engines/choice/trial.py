@@ -130,6 +130,8 @@ def why_not_captured(workshop: Workshop) -> str:
         return f"{type(setting.optimizer).__name__} is not one of torch's optimizers"
     if foreign and setting.capture == "auto":
         return f"{foreign} is not a packaged method; capture=True captures it too"
+    if setting.schedule is not None and setting.schedule.by_step:
+        return "client_scheduler='local_steps' changes the learning rate in each step"
     if (hooks := workshop.original.hooks) is not None and hooks.of_gradients:
         return f"its {hooks.of_gradients[0]} runs in each step"
     client = setting.largest()

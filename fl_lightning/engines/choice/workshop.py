@@ -21,6 +21,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import Layout, check_trainable
 from fl_lightning.methods import Methods
+from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -41,6 +42,7 @@ class Setting:
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
+        schedule: the learner's lr scheduler, where it is stepped.
     """
 
     engine: str
@@ -60,6 +62,7 @@ class Setting:
     broadcast: Callable[[Any], Any]
     forward_context: Callable[[], AbstractContextManager[Any]]
     convert: Convert | None
+    schedule: ClientSchedule | None = None
 
     @property
     def usable_cores(self) -> int:
@@ -122,6 +125,7 @@ def setting_of(
     settings: Settings,
     model: GlobalModel,
     optimizer: Optimizer,
+    schedule: ClientSchedule | None,
     work: Work,
     cohort: Cohort,
     participants: Callable[[int], tuple[int, ...]],
@@ -141,6 +145,7 @@ def setting_of(
         layout=model.layout,
         w=model.w,
         optimizer=optimizer,
+        schedule=schedule,
         work=work,
         cohort=cohort,
         participants=participants,
@@ -191,15 +196,22 @@ class Workshop:
         """The clients' optimizer for models ``x`` ``(n, D)``."""
         return ClientOptimizer(self.setting.optimizer, self.setting.learner, x, gradient, self.setting.layout)
 
+    def optimizer_of(self, copy: LearnerCopy) -> ClientOptimizer:
+        """That of one copy, which its learner may look at."""
+        setting, made = self.setting, self.optimizer(copy.x, copy.g)
+        copy.optimizer = made.show(setting.optimizer, setting.learner, copy.learner)
+        copy.scheduler = None if setting.schedule is None else ShownScheduler(setting.schedule, copy.optimizer)
+        return made
+
     def on_learner(self) -> Worker:
         """The worker that trains in the learner itself."""
-        return Worker(self.setting.work, self.original, self.optimizer(self.original.x, self.original.g))
+        return Worker(self.setting.work, self.original, self.optimizer_of(self.original))
 
     def copies(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
         """So many copies of the learner, with their optimizers."""
         while len(self._copies) < number:
             copy = self.original.another()
-            self._copies.append((copy, self.optimizer(copy.x, copy.g)))
+            self._copies.append((copy, self.optimizer_of(copy)))
         return self._copies[:number]
 
     def use_channels_last(self) -> None:
