@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from fl_lightning.learner import SHIMS, lightning_modules, overrides
 from fl_lightning.round.client_schedule import ShownScheduler
+from fl_lightning.run import FederatedRun
 
 HOOKS = [
     "on_fit_end",
@@ -57,7 +58,7 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
-    run: Any
+    run: FederatedRun
     _evaluated_batch_size: int = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,9 +104,10 @@ class LearnerHooks(pl.LightningModule):
 
     def clients_scheduler(self) -> Any:
         """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
-        if self.run.schedule is None:
+        optimizer = self.run.clients_now(self.current_epoch)
+        if optimizer is None or self.run.schedule is None:
             return None
-        return ShownScheduler(self.run.schedule, self.run.clients_now(self.current_epoch))
+        return ShownScheduler(self.run.schedule, optimizer)
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer; what they log in evaluation arrives here."""

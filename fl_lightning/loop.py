@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation import server_update, traffic
+from fl_lightning.aggregation import metric_states, server_update, traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
 from fl_lightning.aggregation.tree_sum import visiting_order
@@ -167,7 +167,8 @@ class FederatedLoop:
         total = ledger.total
         means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
         logged = {name: float(value) for name, value in server.logs.items()}
-        return {**means, **logged, "client_lr": float(ledger.round.rates.lr)}
+        metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
+        return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
         """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps' gradients."""

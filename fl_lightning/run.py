@@ -15,7 +15,7 @@ from fl_lightning import checkpoint, sampling
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
-from fl_lightning.engines import client_optimizer
+from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
@@ -114,7 +114,7 @@ class FederatedRun:
         self._server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
         given, scheduler = self.settings.client_optimizer, self.settings.client_scheduler
-        self.clients, self.schedule = client_optimizer.of_clients(given, self.model.learner, scheduler, self.note)
+        self.clients, self.schedule = configured_optimizer.of_clients(given, self.model.learner, scheduler, self.note)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
         self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
         if self.schedule is not None:

@@ -52,6 +52,8 @@ class Contributions:
         with self._lock:
             if not finished:
                 self.diverged.append(client)
+            elif clients.metrics is not None:
+                self.ledger.metrics[client] = clients.metrics
             self.ledger.mean_gradient_read |= clients.mean_gradient_read
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
@@ -59,7 +61,9 @@ class Contributions:
 
     def total(self) -> tuple[Leaf, list[int]]:
         """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
-        diverged = sorted(client for each in gathered(self.diverged) for client in each)
+        everyone = gathered((self.diverged, self.ledger.metrics))
+        diverged = sorted(client for each, _ in everyone for client in each)
+        self.ledger.metrics = {client: own for _, each in everyone for client, own in each.items()}
         return sum_over_processes(self._sum.total) or {}, diverged
 
     def _finished(self, clients: Clients, client: int, update: Tensor, counts: Tensor) -> Leaf:

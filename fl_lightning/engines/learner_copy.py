@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
+from fl_lightning.aggregation import metric_states
+from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.learner import (
     SHIMS,
@@ -64,7 +66,9 @@ class LearnerCopy:
         self.numbers: dict[str, int] = {}
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
-        self._gathering: dict[str, Metric] = {}
+        self._own_metrics = metric_states.metrics_of(learner)
+        self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+        self._logged_metrics: dict[str, int] = {}  # by name: which
         self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
         self.scheduler: Any = None
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
@@ -134,7 +138,7 @@ class LearnerCopy:
 
     def reset(self) -> None:
         """Forget what was logged and what the learner's metrics gathered."""
-        self.logged, self._gathering, self.numbers = {}, {}, {}
+        self.logged, self._logged_metrics, self.numbers = {}, {}, {}
         for total in self.sums.values():
             total.zero_()
         for metric in self.metrics:
@@ -158,6 +162,12 @@ class LearnerCopy:
 
     def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
         """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
+        if log or not self._own_metrics:
+            return self._gradients(batch, step, log)
+        with metric_states.kept(self._own_metrics):
+            return self._gradients(batch, step, log)
+
+    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
         self.logging = log
         if self.convert is not None:
             batch = self.convert(self.learner, batch)
@@ -192,17 +202,19 @@ class LearnerCopy:
         fill(self._views_of_g, self.gradients(batch, step, log))
         return self.g
 
+    def take_metrics(self) -> MetricStates | None:
+        """What the steps since the last reset left in the learner's metrics; None where it has none."""
+        if not self._own_metrics:
+            return None
+        return metric_states.taken(self.learner, self._own_metrics, dict(self._logged_metrics))
+
     def take_logs(self) -> dict[str, Tensor]:
-        """Means over the steps since the last call, float64 scalars; of a metric that was only updated, its value."""
+        """Means over the steps since the last call, float64 scalars; metrics are apart."""
         self._flush()  # of hooks after the last gradient
-        for name, metric in self._gathering.items():
-            together, metric._to_sync = metric._to_sync, False  # other processes train other clients
-            self._add(name, [metric.compute().detach()])
-            metric._to_sync = together
         means = {name: self.sums[name] / number for name, number in self.numbers.items()}
         for total in self.sums.values():
             total.zero_()
-        self.logged, self._gathering, self.numbers = {}, {}, {}
+        self.logged, self._logged_metrics, self.numbers = {}, {}, {}
         return means
 
     def _add(self, name: str, values: list[Tensor]) -> None:
@@ -232,10 +244,10 @@ class LearnerCopy:
         if not self.logging:
             return
         if isinstance(value, Metric):
-            if value._forward_cache is None:
-                self._gathering[name] = value
+            if id(value) in self._places:
+                self._logged_metrics[name] = self._places[id(value)]
                 return
-            value = value._forward_cache
+            value = value.compute() if value._forward_cache is None else value._forward_cache
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
         self.logged.setdefault(name, []).append(value.detach())

@@ -31,6 +31,7 @@ class Clients:
         self._full_gradient = full_gradient
         self.looked_up = self.mean_gradient_read = False
         self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
+        self.metrics: object = None  # what its steps left in the learner's
         self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
         self._rows: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}

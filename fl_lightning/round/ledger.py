@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fl_lightning.storage.rows import Rows
 class Ledger:
     """Of one round: ``rows`` and ``server`` as staged, the ``total`` over clients, and who ``finished``.
 
+    ``metrics``: what the steps of each that finished left in the learner's metrics.
     ``mean_gradient_read``: whether a method took a client's displacement for its mean gradient.
     """
 
@@ -26,6 +28,7 @@ class Ledger:
         self.total: dict[str, Tensor] = {}
         self.finished: list[int] = []
         self.mean_gradient_read = False
+        self.metrics: dict[int, Any] = {}
         self._at_server = False
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
