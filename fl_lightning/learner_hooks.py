@@ -61,6 +61,26 @@ class LearnerHooks(pl.LightningModule):
     run: FederatedRun
     _evaluated_batch_size: int = 1
 
+    def __getattr__(self, name: str) -> Any:
+        """What callbacks look for and this module has not, they find at the learner; private names stay apart."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            learner = self.__dict__.get("_modules", {}).get("learner")
+            if learner is None or name.startswith("_") or not hasattr(learner, name):
+                raise
+            return getattr(learner, name)
+
+    @property
+    def hparams(self) -> Any:
+        """The learner's, as callbacks and loggers expect."""
+        return self.learner.hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """The learner's, as it was made with."""
+        return self.learner.hparams_initial
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.learner(*args, **kwargs)
 

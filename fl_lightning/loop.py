@@ -17,6 +17,7 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods
+from fl_lightning.round.clients import LOSS
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -41,6 +42,7 @@ class FederatedLoop:
         tell: called after each client with how many are done, of how many of this process.
         note: takes what the user should know.
         rank, world_size: of this process: it trains every ``world_size``-th participant.
+        loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
     """
 
     settings: Settings
@@ -58,6 +60,7 @@ class FederatedLoop:
     note: Callable[[str], None]
     rank: int = 0
     world_size: int = 1
+    loss: float | None = None
 
     def run_round(self, t: int) -> Metrics:
         """Round t, committed when this returns; gives what was logged."""
@@ -166,6 +169,7 @@ class FederatedLoop:
         self.warn_of_mean_gradient(ledger)
         total = ledger.total
         means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
+        self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}

@@ -225,10 +225,11 @@ class FederatedModule(LearnerHooks):
         self.run.start(self.current_epoch)
         self.learner.on_train_start()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """The round of this epoch."""
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
+        """The round of this epoch; gives its mean loss, where a callback asks for it."""
         self.run_round(self.current_epoch)
         self.trainer.should_stop |= any(gathered(self.stop_requested))
+        return self.run.outputs()
 
     def on_validation_start(self) -> None:
         self._validation_began = time.perf_counter()

@@ -160,6 +160,7 @@ class FederatedRun:
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
         clients = self.clients, self.schedule
         setting = setting_of(trainer, settings, model, *clients, work, cohort, participants, transfers)
+        setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
@@ -207,6 +208,11 @@ class FederatedRun:
         with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
             return self.loop.run_round(t)
 
+    def outputs(self) -> dict[str, torch.Tensor] | None:
+        """What callbacks get of the latest round: ``{"loss": …}``; None where nobody asks."""
+        loss = None if self.loop is None else self.loop.loss
+        return None if loss is None else {"loss": torch.tensor(loss)}
+
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
         """Put what the run needs beside Lightning's own into a checkpoint; before training, nothing."""
         if self.loop is None or self.plan is None:
@@ -242,3 +248,9 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
+
+
+def reads_outputs(callback: Any) -> bool:
+    """Whether a callback may look at ``outputs["loss"]``; those of Lightning and ours do not."""
+    home = getattr(callback.on_train_batch_end, "__module__", None) or ""
+    return home.split(".")[0] not in ("pytorch_lightning", "lightning", "fl_lightning")

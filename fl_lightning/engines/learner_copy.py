@@ -27,6 +27,7 @@ from fl_lightning.learner import (
     tie,
     trainable,
 )
+from fl_lightning.round.clients import LOSS
 from fl_lightning.round.context import Round
 
 Convert = Callable[[Any, Any], Any]
@@ -60,7 +61,7 @@ class LearnerCopy:
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
-        self.logging = False
+        self.logging = self.keeps_loss = False
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.sums: dict[str, Tensor] = {}  # over steps, float64; always the same tensors, which a recorded step adds to
         self.numbers: dict[str, int] = {}
@@ -91,6 +92,7 @@ class LearnerCopy:
             for part, trainer in trainers:
                 part._trainer = trainer
         another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
+        another.keeps_loss = self.keeps_loss
         another.attach()
         another.follow(learner)
         return another
@@ -188,6 +190,8 @@ class LearnerCopy:
             gradients = tuple(self.hooks.backward(loss, first=log))
             if log:
                 self.hooks.batch_done(output, loss, batch, step)
+        if log and self.keeps_loss:
+            self.logged[LOSS] = [loss.detach()]
         self._flush()
         self.logging = True  # hooks after the gradient log, whatever it was for
         return gradients

@@ -24,7 +24,7 @@ from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import Round
 
 Group = tuple[list[int], list[Tensor], TreeSpec]
@@ -96,6 +96,8 @@ class Stack:
                 output = functional_call(self._caller, parameters, arguments)
             logged, self.copy.logged = self.copy.logged, {}
             value = output["loss"] if isinstance(output, dict) else output
+            if self.copy.keeps_loss:
+                logged[LOSS] = [value.detach()]
             self._counts = {k: len(vs) for k, vs in logged.items()}
             return value, (
                 value,

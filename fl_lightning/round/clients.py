@@ -14,6 +14,8 @@ from fl_lightning.round.context import Round
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, Scratch, Upload
 
+LOSS = "the loss of local steps"  # under which it is gathered beside what is logged, where somebody asks for it
+
 
 class Clients:
     """``n`` clients that train together, as local hooks see them; per-client scalars are columns ``(n, 1)``.

@@ -43,6 +43,7 @@ class Setting:
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
         schedule: the learner's lr scheduler, where it is stepped.
+        keeps_loss: whether a callback asks for the mean loss of local steps.
     """
 
     engine: str
@@ -63,6 +64,7 @@ class Setting:
     forward_context: Callable[[], AbstractContextManager[Any]]
     convert: Convert | None
     schedule: ClientSchedule | None = None
+    keeps_loss: bool = False
 
     @property
     def usable_cores(self) -> int:
@@ -187,6 +189,7 @@ class Workshop:
         self.setting = setting
         x = torch.empty(1, setting.layout.size, dtype=setting.w.dtype, device=setting.w.device)
         self.original = LearnerCopy(setting.learner, setting.layout, x, setting.forward_context, setting.convert)
+        self.original.keeps_loss = setting.keeps_loss
         self.trial_work = replace(
             setting.work, methods=Methods([]), clip_norm=None, keep_optimizer_state=False, draws=False
         )
