@@ -78,7 +78,7 @@ def check_trainer(trainer: Any) -> None:
     """
     quick = bool(trainer.fast_dev_run)
     for name in ("lr_decay", "server_lr_decay"):
-        rates_over(name, getattr(trainer.lightning_module, name, 1.0), trainer.max_epochs)
+        rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
     refused = [
         (
             "max_steps",
@@ -132,6 +132,15 @@ def check_trainer(trainer: Any) -> None:
     for name, value, fine, instead in refused:
         if not fine:
             raise UserError(f"trainer.{name}={value!r} has no meaning in a federated run; {instead}.")
+    for callback in trainer.callbacks:
+        averaging = any(c.__name__ == "StochasticWeightAveraging" for c in type(callback).__mro__)
+        normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trainer.lightning_module.modules())
+        if averaging and any(normalised):
+            raise UserError(
+                "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate the statistics of the "
+                "averaged weights, and here that epoch would be a round, which trains them on. Use a learner without "
+                "BatchNorm (GroupNorm), or average exported models of late rounds outside the run."
+            )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         raise UserError(
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "

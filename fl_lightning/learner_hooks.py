@@ -13,7 +13,9 @@ from torchmetrics import Metric
 
 from fl_lightning.learner import SHIMS, lightning_modules, overrides
 from fl_lightning.round.client_schedule import ShownScheduler
+from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.run import FederatedRun
+from fl_lightning.settings import Settings
 
 HOOKS = [
     "on_fit_end",
@@ -59,6 +61,8 @@ class LearnerHooks(pl.LightningModule):
 
     learner: Any
     run: FederatedRun
+    settings: Settings
+    global_model: GlobalModel
     _evaluated_batch_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
@@ -113,8 +117,13 @@ class LearnerHooks(pl.LightningModule):
     def _put(self, name: str, function: Callable[..., Any]) -> None:
         object.__setattr__(self, name, types.MethodType(function, self))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has learner, weights and settings, and a run of its own, which has not begun."""
+        return {name: value for name, value in super().__getstate__().items() if name != "run"}
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
+        self.run = FederatedRun(self.settings, self.global_model)
         self.adopt(self.learner)
 
     def clients_optimizer(self) -> Any:

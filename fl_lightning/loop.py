@@ -178,10 +178,14 @@ class FederatedLoop:
         """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps' gradients."""
         if not ledger.mean_gradient_read:
             return
-        what = (
-            "a method of this run takes displacement / (η K) for the mean gradient of the local steps, which it is not"
-        )
-        if not self.client_rates.plain_sgd:
-            self.note(f"{what} with a client optimizer other than plain SGD (it is 10 times that with momentum 0.9)")
+        rates = self.client_rates
+        what = f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean gradient of its steps"
+        if rates.optimizer == "SGD" and rates.momentum:
+            self.note(f"{what}; with momentum={rates.momentum:g} it is up to {1 / (1 - rates.momentum):.3g} times that")
+        elif not rates.plain_sgd:
+            self.note(
+                f"{what}; a step of {rates.optimizer} is not its gradient times the learning rate, so what the method "
+                "keeps is on another scale than the gradients that it is added to. SGD is what the method is made for"
+            )
         if float(ledger.total.get("log:clipped_steps", 0)) > 0:
-            self.note(f"{what} while clipping is active (clip_norm={self.settings.clip_norm:g})")
+            self.note(f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is less than that")

@@ -54,7 +54,8 @@ class Contributions:
                 self.diverged.append(client)
             elif clients.metrics is not None:
                 self.ledger.metrics[client] = clients.metrics
-            self.ledger.mean_gradient_read |= clients.mean_gradient_read
+            read = self.ledger.mean_gradient_read, clients.mean_gradient_read
+            self.ledger.mean_gradient_read = max(read)  # of several the same one, whoever comes first
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
             self._sum.add(leaf, values)

@@ -222,6 +222,7 @@ def rates(optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.d
         momentum=float(first.get("momentum", 0.0)),
         weight_decay=weight_decays(optimizer)[0],
         plain_sgd=is_plain_sgd(optimizer),
+        optimizer=type(optimizer).__name__,
         several=several_in(optimizer.param_groups),
         schedule=schedule,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.devices import to_device
 from fl_lightning.learner import Layout
-from fl_lightning.round.context import Round
+from fl_lightning.round.context import Round, asking
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, Scratch, Upload
 
@@ -31,7 +31,7 @@ class Clients:
         self._round, self._x = round, x
         self._ids = ids
         self._full_gradient = full_gradient
-        self.looked_up = self.mean_gradient_read = False
+        self.looked_up, self.mean_gradient_read = False, ""
         self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
         self.metrics: object = None  # what its steps left in the learner's
         self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
@@ -158,7 +158,7 @@ class Clients:
         Where rates change from step to step, steps count by their rates.
         """
         elapsed = self.elapsed
-        self.mean_gradient_read = True
+        self.mean_gradient_read = self.mean_gradient_read or asking()
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
 
     def norm(self, v: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class ClientRates:
     Args:
         factor: what every group's learning rate is multiplied by, this round.
         lr: the first group's learning rate, ``factor`` included, a scalar tensor.
+        optimizer: its class, for a reader.
         plain_sgd: whether a step is lr times the gradient, weight decay included.
         several: in which setting the groups differ, with the values; empty where they have one.
         schedule: the learner's lr scheduler, where it is stepped; ``entry``: of it, in this round.
@@ -35,6 +36,7 @@ class ClientRates:
     momentum: float = 0.0
     weight_decay: float = 0.0
     plain_sgd: bool = True
+    optimizer: str = "SGD"
     several: str = ""
     schedule: ClientSchedule | None = None
     entry: int = 0

@@ -18,7 +18,7 @@ class Ledger:
     """Of one round: ``rows`` and ``server`` as staged, the ``total`` over clients, and who ``finished``.
 
     ``metrics``: what the steps of each that finished left in the learner's metrics.
-    ``mean_gradient_read``: whether a method took a client's displacement for its mean gradient.
+    ``mean_gradient_read``: the method that took a client's displacement for its mean gradient; empty: none did.
     """
 
     def __init__(self, round: Round) -> None:
@@ -27,7 +27,7 @@ class Ledger:
         self.server: dict[str, Tensor] = {}
         self.total: dict[str, Tensor] = {}
         self.finished: list[int] = []
-        self.mean_gradient_read = False
+        self.mean_gradient_read = ""
         self.metrics: dict[int, Any] = {}
         self._at_server = False
         self._initial: dict[str, Tensor] = {}
