@@ -11,6 +11,7 @@ from pytorch_lightning.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
 
 from fl_lightning import UserError
+from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
 from fl_lightning.checks import REFUSED_HOOKS
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
@@ -223,3 +224,23 @@ def test_the_learners_transfer_hooks_see_its_batches_in_training_and_in_evaluati
         assert module.engine_facts["engine"] == engine
         found.append((module.global_vector.detach(), run.callback_metrics["val/loss"]))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+def test_what_a_hook_takes_from_gradients_no_method_brings_back(engine: str) -> None:
+    """Both gradients of SAM, and the full gradients of SCAFFOLD, are as the hook leaves them."""
+
+    class Held(Lit):
+        def on_after_backward(self) -> None:
+            self.net[0].weight.grad = None
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    methods = [SharpnessAwareMinimization(0.05), ControlVariates("gradient")]
+    module = federated(Held(), engine=engine)
+    before = {name: value.clone() for name, value in module.learner.state_dict().items()}
+    trainer(2, methods).fit(module, blobs())
+    after = module.learner.state_dict()
+    assert torch.equal(before["net.0.weight"], after["net.0.weight"])
+    assert not torch.equal(before["net.2.weight"], after["net.2.weight"])
