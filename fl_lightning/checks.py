@@ -12,19 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner import lightning_base, overrides
 from fl_lightning.schedules import Schedule
 from fl_lightning.strategies import FederatedStrategy
 
 REFUSED_HOOKS = {
-    "optimizer_step": "the local step belongs to the federated loop",
-    "optimizer_zero_grad": "the local step belongs to the federated loop",
-    "lr_scheduler_step": "client learning rates follow lr_decay",
-    "backward": "gradients are taken without .grad",
-    "on_before_zero_grad": "gradients are taken without .grad",
-    "on_before_backward": "gradients are taken without .grad",
-    "on_after_backward": "gradients are taken without .grad",
-    "on_before_optimizer_step": "gradients are taken without .grad",
-    "configure_gradient_clipping": "clip with clip_norm",
+    "optimizer_step": "the optimizer's step belongs to the federated loop. Remove it; a warm-up written there is an lr "
+    "scheduler of configure_optimizers with client_scheduler='local_steps' or 'rounds', and what else it does a "
+    "FederatedCallback (on_local_gradient, on_local_step_end)",
+    "configure_sharded_model": "layers are made in configure_model. Rename it",
 }
 
 REFUSED_CALLBACKS = {  # of Lightning
@@ -38,11 +34,17 @@ def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot honour.
 
     Raises:
-        UserError: not a LightningModule, manual optimization, or an optimizer step or gradient hooks of its own.
+        UserError: not a LightningModule, manual optimization, or a hook that cannot do what it does alone.
     """
     name = type(learner).__name__
-    bases = [c for c in type(learner).__mro__ if c.__name__ == "LightningModule"]
-    if not bases:
+    compiled = getattr(learner, "_orig_mod", None)
+    if lightning_base(compiled) is not None:
+        inner = type(compiled).__name__
+        raise UserError(
+            f"learner: this is torch.compile({inner}(…)), whose training_step would not be the compiled one. Give the "
+            f"learner itself, FederatedModule({inner}(…), …), and compile parts of it in its __init__ if need be."
+        )
+    if lightning_base(learner) is None:
         hint = f"wrap it: ImageClassifier({name}(), num_classes=10)" if isinstance(learner, nn.Module) else "pass one"
         raise UserError(
             f"learner: {name} is no LightningModule; accepted is any LightningModule of pytorch_lightning or "
@@ -53,16 +55,25 @@ def check_learner(learner: Any) -> None:
             f"learner: {name} uses manual optimization (automatic_optimization=False), whose steps cannot be run per "
             "client. Let training_step return the loss and remove that line."
         )
-    base: Any = bases[-1]
     for hook, why in REFUSED_HOOKS.items():
-        for cls in type(learner).__mro__:
-            if cls is base:
-                break
-            if hook in vars(cls):
-                raise UserError(
-                    f"learner: {name} overrides {hook}, which a federated run cannot honour: {why}. Remove it, or "
-                    "write what it does as a FederatedCallback (on_local_gradient, on_local_step_end)."
-                )
+        if overrides(learner, hook):
+            raise UserError(f"learner: {name} overrides {hook}, which a federated run does not call: {why}.")
+    if overrides(learner, "optimizer_zero_grad") and not clears_gradients(learner):
+        raise UserError(
+            f"learner: {name} overrides optimizer_zero_grad and leaves gradients standing, but each local step of a "
+            "federated run has a gradient of its own. Remove it; to accumulate, use a larger batch size of the data."
+        )
+
+
+def clears_gradients(learner: Any) -> bool:
+    """Whether the learner's own ``optimizer_zero_grad`` does what Lightning's does, tried on an optimizer of no use."""
+    probe = nn.Parameter(torch.zeros(1))
+    probe.grad = torch.ones(1)
+    try:
+        learner.optimizer_zero_grad(0, 0, torch.optim.SGD([probe], lr=0.0))
+    except Exception:  # it looks at more than is there
+        return False
+    return probe.grad is None or not bool(probe.grad.any())
 
 
 def check_trainer(trainer: Any) -> None:
@@ -141,6 +152,15 @@ def check_trainer(trainer: Any) -> None:
                     f"trainer.callbacks: {type(callback).__name__} cannot work in a federated run: "
                     f"{REFUSED_CALLBACKS[cls.__name__]}."
                 )
+    for callback in trainer.callbacks:
+        averaging = any(c.__name__ == "StochasticWeightAveraging" for c in type(callback).__mro__)
+        normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trainer.lightning_module.modules())
+        if averaging and any(normalised):
+            raise UserError(
+                "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate the statistics of the "
+                "averaged weights, and here that epoch would be a round, which trains them on. Use a learner without "
+                "BatchNorm (GroupNorm), or average exported models of late rounds outside the run."
+            )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         raise UserError(
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 
+SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
+"""Methods of a LightningModule that a run puts others in place of, on the learner and on modules inside it."""
+
 LAYERS = (
     nn.modules.conv._ConvNd,
     nn.Linear,
@@ -80,6 +83,17 @@ def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
 def lightning_modules(learner: nn.Module) -> list[Any]:
     """The learner and the LightningModules inside it, of either namespace."""
     return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
+
+
+def lightning_base(learner: object) -> Any:
+    """``LightningModule`` of the namespace that the learner is of; None: it is none."""
+    return next((c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule"), None)
+
+
+def overrides(learner: object, hook: str) -> bool:
+    """Whether the learner has a hook of its own: in its class, or put on the instance."""
+    base = lightning_base(learner)
+    return hook in vars(learner) or getattr(type(learner), hook, None) is not getattr(base, hook, None)
 
 
 def check_trainable(learner: nn.Module, layout: Layout) -> None:

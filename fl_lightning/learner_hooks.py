@@ -7,10 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
-from fl_lightning.learner import lightning_modules
+from fl_lightning.learner import SHIMS, lightning_modules, overrides
+from fl_lightning.round.client_schedule import ShownScheduler
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.run import FederatedRun
+from fl_lightning.settings import Settings
 
 HOOKS = [
     "on_fit_end",
@@ -23,18 +28,29 @@ HOOKS = [
     "on_validation_epoch_end",
     "on_validation_batch_start",
     "on_validation_batch_end",
+    "on_validation_model_zero_grad",
+    "on_validation_model_eval",
     "on_test_start",
     "on_test_end",
     "on_test_epoch_start",
     "on_test_epoch_end",
     "on_test_batch_start",
     "on_test_batch_end",
+    "on_test_model_eval",
     "on_predict_start",
     "on_predict_end",
     "on_predict_epoch_start",
     "on_predict_epoch_end",
     "on_predict_batch_start",
     "on_predict_batch_end",
+    "on_predict_model_eval",
+]
+WHERE_OVERRIDDEN = [  # Lightning does something else where a module has none of its own
+    "on_validation_model_train",
+    "on_test_model_train",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
 ]
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STEPS = ("validation_step", "test_step", "predict_step")
@@ -44,7 +60,30 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
+    run: FederatedRun
+    settings: Settings
+    global_model: GlobalModel
     _evaluated_batch_size: int = 1
+
+    def __getattr__(self, name: str) -> Any:
+        """What callbacks look for and this module has not, they find at the learner; private names stay apart."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            learner = self.__dict__.get("_modules", {}).get("learner")
+            if learner is None or name.startswith("_") or not hasattr(learner, name):
+                raise
+            return getattr(learner, name)
+
+    @property
+    def hparams(self) -> Any:
+        """The learner's, as callbacks and loggers expect."""
+        return self.learner.hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """The learner's, as it was made with."""
+        return self.learner.hparams_initial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.learner(*args, **kwargs)
@@ -53,27 +92,51 @@ class LearnerHooks(pl.LightningModule):
         """The learner's own, under its own names."""
         return self.learner.state_dict(*args, **kwargs)
 
+    def prepare_data(self) -> None:
+        if overrides(self.learner, "prepare_data"):
+            self.connect_learner()
+            self.learner.prepare_data()
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         strict = strict and self.learner.strict_loading
         return self.learner.load_state_dict(state_dict, strict=strict)
 
     def adopt(self, learner: Any) -> None:
-        """Hide steps that the learner does not have, so that Lightning skips their loops; use its transfer hooks."""
-        base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
+        """Hide steps that the learner does not have, so that Lightning skips their loops; take hooks that it has."""
         for step in STEPS[:2]:
-            if getattr(type(learner), step) is getattr(base, step):
-                object.__setattr__(self, step, types.MethodType(getattr(pl.LightningModule, step), self))
-        self.transfers = [hook for hook in TRANSFER if getattr(type(learner), hook) is not getattr(base, hook)]
+            if not overrides(learner, step):
+                self._put(step, getattr(pl.LightningModule, step))
+        self.transfers = [hook for hook in TRANSFER if overrides(learner, hook)]
         for hook in self.transfers:
-            object.__setattr__(self, hook, self._in_evaluation(getattr(learner, hook)))
+            self._put(hook, _transfer(hook))
+        for hook in WHERE_OVERRIDDEN:
+            if overrides(learner, hook):
+                self._put(hook, _forwarded(hook))
+        self.prepare_data_per_node = getattr(learner, "prepare_data_per_node", True)
 
-    def _in_evaluation(self, transfer: Callable[..., Any]) -> Callable[..., Any]:
-        """The learner's hook, for its own batches only: in training, Lightning's batch is the round's token."""
+    def _put(self, name: str, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, name, types.MethodType(function, self))
 
-        def hook(batch: Any, *args: Any) -> Any:
-            return batch if self.trainer.training else transfer(batch, *args)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has learner, weights and settings, and a run of its own, which has not begun."""
+        return {name: value for name, value in super().__getstate__().items() if name != "run"}
 
-        return hook
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
+        self.run = FederatedRun(self.settings, self.global_model)
+        self.adopt(self.learner)
+
+    def clients_optimizer(self) -> Any:
+        """The learner's ``self.optimizers()`` between rounds: the clients', at the present round's rates."""
+        optimizer = self.run.clients_now(self.current_epoch)
+        return [] if optimizer is None else LightningOptimizer(optimizer)
+
+    def clients_scheduler(self) -> Any:
+        """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
+        optimizer = self.run.clients_now(self.current_epoch)
+        if optimizer is None or self.run.schedule is None:
+            return None
+        return ShownScheduler(self.run.schedule, optimizer)
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer, and log here what they log in evaluation."""
@@ -90,22 +153,38 @@ class LearnerHooks(pl.LightningModule):
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self.log_dict(dictionary, *args, **over_processes(kwargs))
 
+        def optimizers(use_pl_optimizer: bool = True) -> Any:
+            return self.clients_optimizer()
+
+        def lr_schedulers() -> Any:
+            return self.clients_scheduler()
+
         for part in lightning_modules(self.learner):
             part._trainer = self._trainer
-            object.__setattr__(part, "log", log)
-            object.__setattr__(part, "log_dict", log_dict)
+            for name, shim in zip(SHIMS, (log, log_dict, optimizers, lr_schedulers), strict=True):
+                object.__setattr__(part, name, shim)
 
     def release_learner(self) -> None:
         """Undo :meth:`connect_learner`."""
         for part in lightning_modules(self.learner):
             part._trainer = None
-            for name in ("log", "log_dict"):
+            for name in SHIMS:
                 part.__dict__.pop(name, None)
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def hook(self: LearnerHooks, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.learner, name)(*args, **kwargs)
+
+    hook.__name__ = name
+    return hook
+
+
+def _transfer(name: str) -> Callable[..., Any]:
+    """The learner's hook, for its own batches: Lightning's batch in training is the round's token."""
+
+    def hook(self: LearnerHooks, batch: Any, *args: Any) -> Any:
+        return batch if self.trainer.training else getattr(self.learner, name)(batch, *args)
 
     hook.__name__ = name
     return hook

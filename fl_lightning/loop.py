@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation import server_update, traffic
+from fl_lightning.aggregation import metric_states, server_update, traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
 from fl_lightning.aggregation.tree_sum import visiting_order
@@ -17,6 +17,7 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods
+from fl_lightning.round.clients import LOSS
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -41,6 +42,7 @@ class FederatedLoop:
         tell: called after each client with how many are done, of how many of this process.
         note: takes what the user should know.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
+        loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
     """
 
     settings: Settings
@@ -58,6 +60,7 @@ class FederatedLoop:
     note: Callable[[str], None]
     rank: int = 0
     world_size: int = 1
+    loss: float | None = None
 
     def run_round(self, t: int) -> Metrics:
         """Round t, committed when this returns; gives what was logged."""
@@ -98,6 +101,7 @@ class FederatedLoop:
     def begin(self, t: int) -> Round:
         """Who takes part, from which model, at which rates: the facts of the round."""
         ids = list(self.participants(t))
+        steps = {i: self.cohort.steps(i) for i in ids}
         sizes = self.cohort.sizes(ids)
         factor = decay_factor(self.settings.lr_decay, t)
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
@@ -106,7 +110,7 @@ class FederatedLoop:
         return Round(
             t=t,
             ids=ids,
-            steps={i: self.cohort.steps(i) for i in ids},
+            steps=steps,
             sizes=sizes,
             weights={i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids},
             num_clients=self.cohort.m,
@@ -115,7 +119,7 @@ class FederatedLoop:
             evaluated=self.model.evaluated.detach(),
             buffers=self.model.buffers(),
             layout=self.model.layout,
-            rates=self.client_rates.decayed(factor),
+            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
             read=self.state.rows.read,
             server_states=dict(self.state.server),
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
@@ -171,17 +175,23 @@ class FederatedLoop:
         self.warn_of_mean_gradient(ledger)
         total = ledger.total
         means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
+        self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
-        return {**means, **logged, "client_lr": float(ledger.round.rates.lr)}
+        metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
+        return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
         """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps' gradients."""
         if not ledger.mean_gradient_read:
             return
-        what = (
-            "a method of this run takes displacement / (η K) for the mean gradient of the local steps, which it is not"
-        )
-        if not self.client_rates.plain_sgd:
-            self.note(f"{what} with a client optimizer other than plain SGD (it is 10 times that with momentum 0.9)")
+        rates = self.client_rates
+        what = f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean gradient of its steps"
+        if rates.optimizer == "SGD" and rates.momentum:
+            self.note(f"{what}; with momentum={rates.momentum:g} it is up to {1 / (1 - rates.momentum):.3g} times that")
+        elif not rates.plain_sgd:
+            self.note(
+                f"{what}; a step of {rates.optimizer} is not its gradient times the learning rate, so what the method "
+                "keeps is on another scale than the gradients that it is added to. SGD is what the method is made for"
+            )
         if float(ledger.total.get("log:clipped_steps", 0)) > 0:
-            self.note(f"{what} while clipping is active (clip_norm={self.settings.clip_norm:g})")
+            self.note(f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is less than that")

@@ -37,6 +37,8 @@ class FederatedModule(LearnerHooks):
         local_epochs: of each client in a round, may be fractional; 5 where neither it nor ``local_steps`` is given.
         local_steps: of each client in a round; overrides ``local_epochs``.
         client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.
+        client_scheduler: what the learner's lr scheduler is stepped by: ``"rounds"``, ``"local_steps"`` of each client
+            (from its first step again in every round), or nothing: ``"ignore"``.
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
         keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every round.
@@ -70,6 +72,7 @@ class FederatedModule(LearnerHooks):
         local_epochs: float | None = None,
         local_steps: int | None = None,
         client_optimizer: OptimizerFactory | None = None,
+        client_scheduler: str = "ignore",
         lr_decay: float | Schedule = 1.0,
         clip_norm: float | None = None,
         keep_optimizer_state: bool = False,
@@ -91,16 +94,16 @@ class FederatedModule(LearnerHooks):
         checks.check_learner(learner)
         self.settings = Settings(
             participation=participation, sampling=sampling, local_epochs=local_epochs, local_steps=local_steps,
-            client_optimizer=client_optimizer, lr_decay=lr_decay, clip_norm=clip_norm,
-            keep_optimizer_state=keep_optimizer_state, server_optimizer=server_optimizer,
+            client_optimizer=client_optimizer, client_scheduler=client_scheduler, lr_decay=lr_decay,
+            clip_norm=clip_norm, keep_optimizer_state=keep_optimizer_state, server_optimizer=server_optimizer,
             server_lr_decay=server_lr_decay, weighting=weighting, buffers=buffers, on_nonfinite=on_nonfinite,
             init_from=init_from, engine=engine, clients_at_once=clients_at_once, workers=workers, capture=capture,
             seed=seed, strict_resume=strict_resume,
         )  # fmt: skip
         self.learner: Any = learner
         self.adopt(learner)
-        self.model = GlobalModel(learner)
-        self.run = FederatedRun(self.settings, self.model)
+        self.global_model = GlobalModel(learner)
+        self.run = FederatedRun(self.settings, self.global_model)
         self.stop_requested = False
 
     # For users, callbacks and loggers --------------------------------------------------------------------------------
@@ -108,17 +111,17 @@ class FederatedModule(LearnerHooks):
     @property
     def layout(self) -> Layout:
         """``{parameter name: (slice, shape)}`` of the global vector."""
-        return self.model.layout
+        return self.global_model.layout
 
     @property
     def global_vector(self) -> Tensor:
         """The server's model w ``(D,)``."""
-        return self.model.w
+        return self.global_model.w
 
     @property
     def evaluated_vector(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w itself, except under partial averaging."""
-        return self.model.evaluated
+        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        return self.global_model.evaluated
 
     @property
     def client_rows(self) -> ClientRows:
@@ -171,8 +174,8 @@ class FederatedModule(LearnerHooks):
         return self.run.run_round(t)
 
     def export(self, path: str | Path | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; ``path``: also write it, as a checkpoint."""
-        return self.model.export(path)
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
+        return self.global_model.export(path)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -194,46 +197,41 @@ class FederatedModule(LearnerHooks):
 
     def configure_model(self) -> None:
         self.learner.configure_model()
-        self.model.build()
-        if (
-            self.trainer.state.fn == "fit"
-            and self.settings.init_from is not None
-            and not self.run.goes_on(self.trainer)
-        ):
+        self.global_model.build()
+        begins = self.trainer.state.fn == "fit" and not self.run.goes_on(self.trainer)
+        if begins and self.settings.init_from is not None:
             weights = checkpoint.load_weights(self.settings.init_from)
             checkpoint.check_weights(self.learner, weights)
             self.learner.load_state_dict(weights)
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
-        self.model.build()
+        self.global_model.build()
         self.learner.on_load_checkpoint(saved)
         checkpoint.check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
             self.run.held = checkpoint.federated_part(saved)
 
     def configure_optimizers(self) -> Optimizer:
-        self.model.build(again=True)
+        self.global_model.build(again=True)
         return self.run.make_optimizers(self.trainer)
 
     def on_fit_start(self) -> None:
         checks.check_fixed_parameters(self.trainer)
-        self.model.build(again=True)
-        prepare_process(self.model.w.device)
+        self.global_model.build(again=True)
+        prepare_process(self.global_model.w.device)
         self.run.restore(self.trainer)
         self.learner.on_fit_start()
         self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
-        self.run.state.rounds = self.run.state.rounds or self.current_epoch  # for a checkpoint that does not say
-        for logger in self.trainer.loggers:
-            if hasattr(logger, "resume"):
-                logger.resume(self.run.state.rounds)
+        self.run.start(self.current_epoch)
         self.learner.on_train_start()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """The round of this epoch."""
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
+        """The round of this epoch; gives its mean loss, where a callback asks for it."""
         self.run_round(self.current_epoch)
         self.trainer.should_stop |= any(gathered(self.stop_requested))
+        return self.run.outputs()
 
     def on_validation_start(self) -> None:
         self._validation_began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
-from fl_lightning.engines import client_optimizer
+from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
@@ -24,10 +25,11 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
+from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
-from fl_lightning.schedules import decay_text
+from fl_lightning.schedules import decay_factor, decay_text
 from fl_lightning.settings import Settings
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
@@ -42,6 +44,7 @@ class FederatedRun:
     """
 
     clients: Optimizer
+    schedule: ClientSchedule | None = None
     server: Optimizer
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
@@ -84,10 +87,24 @@ class FederatedRun:
     def describe(self, cohort: Cohort) -> str:
         """What runs, in one line."""
         rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
-        clients = f"{type(self.clients).__name__} {rate}"
+        scheduled = "" if self.schedule is None else f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
+        clients = f"{type(self.clients).__name__} {rate}{scheduled}"
         server = f"server {type(self.server).__name__} {self._server_rates[0]:g}"
         facts = [self.methods.title(), cohort.describe(), clients, server, str(self.plan or "")]
         return " · ".join(filter(None, facts))
+
+    def clients_now(self, t: int) -> Optimizer | None:
+        """The clients' optimizer over the learner's parameters at the rates of round t, to look at; None: no fit."""
+        if self.loop is None:
+            return None
+        shown = copy.copy(self.clients)
+        rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
+        groups = rates.groups(0) or self.clients.param_groups
+        shown.param_groups = [
+            {**group, **{k: v for k, v in now.items() if k != "params"}, "lr": float(now["lr"]) * rates.factor}
+            for group, now in zip(self.clients.param_groups, groups, strict=True)
+        ]
+        return shown
 
     def goes_on(self, trainer: Any) -> bool:
         """Whether this is another fit by the same Trainer, after rounds that were committed."""
@@ -100,10 +117,15 @@ class FederatedRun:
         checks.check_optimizer("server_optimizer", server)
         self._server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
-        self.clients = client_optimizer.of_clients(self.settings.client_optimizer, self.model.learner, self.note)
+        given, scheduler = self.settings.client_optimizer, self.settings.client_scheduler
+        self.clients, self.schedule = configured_optimizer.of_clients(given, self.model.learner, scheduler, self.note)
         checks.check_optimizer("client_optimizer", self.clients)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
         self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
+        if self.schedule is not None:
+            self._accounts["client_scheduler"] = self.schedule.account
+            if scheduler == "rounds" and trainer.max_epochs > 0:
+                self.schedule.reach(min(trainer.max_epochs, 10_000))  # so that one that ends before is refused now
         if before is not None:
             server.load_state_dict(before.state_dict())
         return server
@@ -145,7 +167,9 @@ class FederatedRun:
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]
-        setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, own)
+        clients = self.clients, self.schedule
+        setting = setting_of(trainer, settings, model, *clients, work, cohort, participants, own)
+        setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
@@ -163,7 +187,7 @@ class FederatedRun:
             state=self.state,
             engine=self.engine,
             server_step=ServerStep(server_optimizer, self._server_rates, progress),
-            client_rates=client_optimizer.rates(self.clients, model.w.device),
+            client_rates=client_optimizer.rates(*clients, model.w.device),
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
             report=self.report,
@@ -180,6 +204,13 @@ class FederatedRun:
         arguments = {**self.settings.compared(), **self._accounts}
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
+    def start(self, t: int) -> None:
+        """Round t is the first; before Lightning's own first epoch."""
+        self.state.rounds = self.state.rounds or t  # for a checkpoint that does not say
+        for logger in self._trainer.loggers:
+            if hasattr(logger, "resume"):
+                logger.resume(self.state.rounds)
+
     def run_round(self, t: int) -> Metrics:
         """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
         assert self.loop is not None
@@ -194,6 +225,11 @@ class FederatedRun:
             if self.engine is not None:
                 self.engine.close()  # Lightning calls no teardown after an exception
             raise
+
+    def outputs(self) -> dict[str, torch.Tensor] | None:
+        """What callbacks get of the latest round: ``{"loss": …}``; None where nobody asks."""
+        loss = None if self.loop is None else self.loop.loss
+        return None if loss is None else {"loss": torch.tensor(loss)}
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
         """Add what the run needs, besides Lightning's own, to a checkpoint; before training, nothing."""
@@ -242,3 +278,9 @@ class FederatedRun:
 def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Which of a module's parts are in training mode."""
     return [(part, part.training) for part in module.modules()]
+
+
+def reads_outputs(callback: Any) -> bool:
+    """Whether a callback may look at ``outputs["loss"]``; those of Lightning and ours do not."""
+    home = getattr(callback.on_train_batch_end, "__module__", None) or ""
+    return home.split(".")[0] not in ("pytorch_lightning", "lightning", "fl_lightning")

@@ -28,6 +28,7 @@ class Settings:
     local_epochs: float | None
     local_steps: int | None
     client_optimizer: OptimizerFactory | None
+    client_scheduler: str
     lr_decay: float | Schedule
     clip_norm: float | None
     keep_optimizer_state: bool
@@ -53,6 +54,7 @@ class Settings:
         checks.rate("lr_decay", self.lr_decay)
         checks.rate("server_lr_decay", self.server_lr_decay)
         checks.seed(self.seed)
+        checks.one_of("client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps"))
         checks.one_of("weighting", self.weighting, ("uniform", "samples"))
         checks.one_of("buffers", self.buffers, ("average", "keep"))
         checks.one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))

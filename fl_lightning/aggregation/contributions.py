@@ -54,14 +54,19 @@ class Contributions:
         with self._lock:
             if not finished:
                 self.diverged.append(client)
-            self.ledger.mean_gradient_read |= clients.mean_gradient_read
+            elif clients.metrics is not None:
+                self.ledger.metrics[client] = clients.metrics
+            read = self.ledger.mean_gradient_read, clients.mean_gradient_read
+            self.ledger.mean_gradient_read = max(read)  # of several the same one, whoever comes first
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
             self._sum.add(leaf, values, lent)
 
     def total(self) -> tuple[Leaf, list[int]]:
-        """The sum over the clients of all processes that finished, and who diverged; the same everywhere."""
-        diverged = sorted(client for each in gathered(self.diverged) for client in each)
+        """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
+        everyone = gathered((self.diverged, self.ledger.metrics))
+        diverged = sorted(client for each, _ in everyone for client in each)
+        self.ledger.metrics = {client: own for _, each in everyone for client, own in each.items()}
         return sum_over_processes(self._sum.total) or {}, diverged
 
     def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: Tensor) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner import Layout, trainable
-from fl_lightning.round.context import ClientRates
+from fl_lightning.round.client_schedule import ClientSchedule
+from fl_lightning.round.context import ClientRates, several_in
 from fl_lightning.settings import OptimizerFactory
 
 ELEMENTWISE = [
@@ -39,7 +40,9 @@ class ClientOptimizer:
 
     def __init__(self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout) -> None:
         self.x, self.gradient = x, gradient
-        self.views: list[nn.Parameter] = []
+        self.by_step = False  # whether rates change within a client's round
+        self.shown: Optimizer | None = None
+        self._of_groups = list(range(len(optimizer.param_groups)))  # which of them are stepped
         group = optimizer.param_groups[0]
         flat = is_flat(optimizer, learner)
         self.plain = flat and is_plain_sgd(optimizer) and x.is_floating_point()
@@ -59,8 +62,8 @@ class ClientOptimizer:
             names = {id(p): name for name, p in trainable(learner)}
             views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
             gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
-            groups = []
-            for g in optimizer.param_groups:
+            groups, self._of_groups = [], []
+            for j, g in enumerate(optimizer.param_groups):
                 mine = []
                 for p in g["params"]:
                     if id(p) not in names:
@@ -70,22 +73,55 @@ class ClientOptimizer:
                     mine.append(parameter)
                 if mine:
                     groups.append({**g, "params": mine})
+                    self._of_groups.append(j)
             self.optimizer = copy.copy(optimizer)
             self.optimizer.param_groups, self.optimizer.state = groups, type(optimizer.state)(dict)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
-    def begin(self, factor: float, state: dict[str, Tensor] | None) -> None:
-        """Start a client: learning rates × ``factor``; state fresh, or the client's own."""
+    def show(self, optimizer: Optimizer, learner: nn.Module, copy_of_it: nn.Module) -> Optimizer:
+        """The clients' optimizer over the parameters of a copy, for its hooks to look at; rates as they are now."""
+        names = {id(p): name for name, p in learner.named_parameters()}
+        own = dict(copy_of_it.named_parameters())
+        self.shown = copy.copy(optimizer)
+        self.shown.param_groups = [
+            {**g, "params": [own[names[id(p)]] for p in g["params"] if id(p) in names]} for g in optimizer.param_groups
+        ]
+        self.shown.state = type(optimizer.state)(dict)
+        self._made = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return self.shown
+
+    def begin(self, rates: ClientRates, state: dict[str, Tensor] | None) -> None:
+        """Start a client at the round's learning rates; state fresh, or the client's own."""
+        self._rates, self.by_step = rates, rates.by_step
         if self.plain:
-            self.rates = [base * factor for base in self.base]
+            self.rates = [base * rates.factor for base in self.base]
+        else:
+            self.optimizer.state.clear()
+            for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
+                group.update(copy.deepcopy(options))
+                group["lr"] = base * rates.factor
+            if state:
+                self._load(state)
+        if self.shown is not None:
+            for group, options in zip(self.shown.param_groups, self._made, strict=True):
+                group["lr"] = float(options["lr"]) * rates.factor
+        self.at(0)
+
+    def at(self, step: int) -> None:
+        """To the scheduler's rates at a local step, where there is one."""
+        if (groups := self._rates.groups(step)) is None:
             return
-        self.optimizer.state.clear()
-        for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
-            group.update(copy.deepcopy(options))
-            group["lr"] = base * factor
-        if state:
-            self._load(state)
+        factor = self._rates.factor
+        settings = [{**group, "lr": group["lr"] * factor} for group in groups]
+        if self.plain:
+            self.rates = [settings[0]["lr"]]
+        else:
+            for group, j in zip(self.optimizer.param_groups, self._of_groups, strict=True):
+                group.update(settings[j])
+        if self.shown is not None:
+            for group, setting in zip(self.shown.param_groups, settings, strict=True):
+                group.update(setting)
 
     def step(self, gradient: Tensor) -> None:
         if self.plain:
@@ -177,20 +213,18 @@ def weight_decays(optimizer: Optimizer) -> list[float]:
     ]
 
 
-def rates(optimizer: Optimizer, device: torch.device) -> ClientRates:
-    """The first group's settings, before any decay, and the one in which the groups differ."""
-    first, several = optimizer.param_groups[0], ""
-    for what in ("lr", "weight_decay"):
-        values = sorted({float(g.get(what, 0)) for g in optimizer.param_groups})
-        if len(values) > 1 and not several:
-            several = f"{what} ({values})"
+def rates(optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.device) -> ClientRates:
+    """The settings of the first group, before any decay, and in which of them the groups differ."""
+    first = optimizer.param_groups[0]
     return ClientRates(
         factor=1.0,
         lr=torch.tensor(float(first["lr"]), dtype=torch.float64, device=device),
         momentum=float(first.get("momentum", 0.0)),
         weight_decay=weight_decays(optimizer)[0],
         plain_sgd=is_plain_sgd(optimizer),
-        several=several,
+        optimizer=type(optimizer).__name__,
+        several=several_in(optimizer.param_groups),
+        schedule=schedule,
     )
 
 
@@ -198,51 +232,3 @@ def of_server(factory: OptimizerFactory | None, w: Tensor) -> Optimizer:
     """The server optimizer over w; without a factory SGD with learning rate 1."""
     parameters: list[Any] = [w]
     return torch.optim.SGD(parameters, lr=1.0) if factory is None else factory(parameters)
-
-
-def of_clients(factory: OptimizerFactory | None, learner: Any, note: Callable[[str], None]) -> Optimizer:
-    """The optimizer of the local steps, over the learner's parameters.
-
-    Raises:
-        UserError: the learner gives none, or several.
-    """
-    if factory is not None:
-        optimizer = factory([p for _, p in trainable(learner)])
-    else:
-        optimizer, scheduler = from_learner(learner)
-        if scheduler:
-            note("the learner's lr scheduler is ignored: client learning rates follow lr_decay, by the round")
-    return optimizer
-
-
-def from_learner(learner: Any) -> tuple[Optimizer, bool]:
-    """The one optimizer of ``configure_optimizers``, and whether there was a scheduler (which is ignored).
-
-    Raises:
-        UserError: none, or several.
-    """
-    given = learner.configure_optimizers()
-    scheduler = False
-    if isinstance(given, dict):
-        scheduler = "lr_scheduler" in given
-        given = given["optimizer"]
-    if isinstance(given, Sequence):
-        nested = len(given) == 2 and isinstance(given[0], Sequence)
-        optimizers = list(given[0]) if nested else list(given)
-        scheduler = nested and bool(given[1])
-        if optimizers and isinstance(optimizers[0], dict):
-            scheduler = scheduler or "lr_scheduler" in optimizers[0]
-            optimizers = [o["optimizer"] for o in optimizers]
-        if len(optimizers) != 1:
-            raise _not_one(learner, len(optimizers))
-        given = optimizers[0]
-    if given is None:
-        raise _not_one(learner, 0)
-    return given, scheduler
-
-
-def _not_one(learner: object, number: int) -> UserError:
-    return UserError(
-        f"learner {type(learner).__name__}: configure_optimizers gives {number} optimizers; a local step has exactly "
-        "one. Return one, or give it to the run: client_optimizer={'class_path': 'torch.optim.SGD', …}."
-    )

@@ -9,14 +9,28 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.learner import Layout, buffer_slots, check_trainable, fill, lightning_modules, tie, trainable
+from fl_lightning.aggregation import metric_states
+from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.engines.step_hooks import StepHooks
+from fl_lightning.learner import (
+    SHIMS,
+    Layout,
+    buffer_slots,
+    check_trainable,
+    fill,
+    lightning_modules,
+    tie,
+    trainable,
+)
+from fl_lightning.round.clients import LOSS
 from fl_lightning.round.context import Round
 
 Convert = Callable[[Any, Any], Any]
-SHIMS = ("log", "log_dict")
 
 
 class LearnerCopy:
@@ -48,24 +62,18 @@ class LearnerCopy:
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
-        self.logging = False
+        self.logging = self.keeps_loss = False
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.sums: dict[str, Tensor] = {}  # over steps, float64; always the same tensors, which a recorded step adds to
         self.numbers: dict[str, int] = {}
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
-        self._gathering: dict[str, Metric] = {}
-        self._batch_start, self._batch_end = (
-            getattr(learner, hook)
-            if getattr(type(learner), hook).__qualname__.split(".")[0] not in ("ModelHooks", "LightningModule")
-            else None
-            for hook in ("on_train_batch_start", "on_train_batch_end")
-        )
-
-    @property
-    def has_batch_hooks(self) -> bool:
-        """Whether the learner has hooks around each batch."""
-        return self._batch_start is not None or self._batch_end is not None
+        self._own_metrics = metric_states.metrics_of(learner)
+        self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+        self._logged_metrics: dict[str, int] = {}  # by name: which
+        self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
+        self.scheduler: Any = None
+        self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -101,6 +109,7 @@ class LearnerCopy:
                 part._trainer = trainer
         another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
         another.treat_as_buffers(self._written)
+        another.keeps_loss = self.keeps_loss
         another.attach()
         if aliased:
             another.follow(learner)
@@ -111,8 +120,9 @@ class LearnerCopy:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
+        shims = (self._log, self._log_dict, self._optimizers, lambda: self.scheduler)
         for part in lightning_modules(self.learner):
-            for name, shim in zip(SHIMS, (self._log, self._log_dict), strict=True):
+            for name, shim in zip(SHIMS, shims, strict=True):
                 object.__setattr__(part, name, shim)
 
     @contextmanager
@@ -150,7 +160,7 @@ class LearnerCopy:
 
     def reset(self) -> None:
         """Forget what was logged and what the learner's metrics gathered."""
-        self.logged, self._gathering, self.numbers = {}, {}, {}
+        self.logged, self._logged_metrics, self.numbers = {}, {}, {}
         for total in self.sums.values():
             total.zero_()
         for metric in self.metrics:
@@ -176,12 +186,18 @@ class LearnerCopy:
                     twin.data = parameter.data
 
     def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
-        """∇ℓ(x; batch), one tensor per parameter; zeros where a parameter has no gradient."""
+        """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
+        if log or not self._own_metrics:
+            return self._gradients(batch, step, log)
+        with metric_states.kept(self._own_metrics):
+            return self._gradients(batch, step, log)
+
+    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
         self.logging = log
         if self.convert is not None:
             batch = self.convert(self.learner, batch)
-        if log and self._batch_start is not None:
-            self._batch_start(batch, step)
+        if log and self.hooks is not None:
+            self.hooks.batch_start(batch, step)
         with self.forward_context():
             output = self.step(batch, step) if self.takes_index else self.step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
@@ -191,29 +207,41 @@ class LearnerCopy:
                 "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
                 "learn from, return a zero loss (0 * loss)"
             )
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        if self.hooks is None:
+            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        else:
+            gradients = tuple(self.hooks.backward(loss, first=log))
+            if log:
+                self.hooks.batch_done(output, loss, batch, step)
+        if log and self.keeps_loss:
+            self.logged[LOSS] = [loss.detach()]
+        self._flush()
+        self.logging = True  # hooks after the gradient log, whatever it was for
+        return gradients
+
+    def _flush(self) -> None:
         for name, values in self.logged.items():
             self._add(name, values)
         self.logged.clear()
-        if log and self._batch_end is not None:
-            self._batch_end(output, batch, step)
-        return gradients
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
         """∇ℓ(x; batch) ``(1, D)``. The next call reuses the returned storage."""
         fill(self._views_of_g, self.gradients(batch, step, log))
         return self.g
 
+    def take_metrics(self) -> MetricStates | None:
+        """What the steps since the last reset left in the learner's metrics; None where it has none."""
+        if not self._own_metrics:
+            return None
+        return metric_states.taken(self.learner, self._own_metrics, dict(self._logged_metrics))
+
     def take_logs(self) -> dict[str, Tensor]:
-        """Means over the steps since the last call, float64 scalars; the value of a metric that was only updated."""
-        for name, metric in self._gathering.items():
-            together, metric._to_sync = metric._to_sync, False  # other processes train other clients
-            self._add(name, [metric.compute().detach()])
-            metric._to_sync = together
+        """Means over the steps since the last call, float64 scalars; metrics are apart."""
+        self._flush()  # of hooks after the last gradient
         means = {name: self.sums[name] / number for name, number in self.numbers.items()}
         for total in self.sums.values():
             total.zero_()
-        self.logged, self._gathering, self.numbers = {}, {}, {}
+        self.logged, self._logged_metrics, self.numbers = {}, {}, {}
         return means
 
     def _add(self, name: str, values: list[Tensor]) -> None:
@@ -246,13 +274,16 @@ class LearnerCopy:
         if not self.logging:
             return
         if isinstance(value, Metric):
-            if value._forward_cache is None:
-                self._gathering[name] = value
+            if id(value) in self._places:
+                self._logged_metrics[name] = self._places[id(value)]
                 return
-            value = value._forward_cache
+            value = value.compute() if value._forward_cache is None else value._forward_cache
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
         self.logged.setdefault(name, []).append(value.detach())
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return LightningOptimizer(self.optimizer) if use_pl_optimizer and self.optimizer is not None else self.optimizer
 
     def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.random_state import RandomState
+from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients
 
@@ -49,6 +50,9 @@ class Model(Protocol):
     @property
     def buffers(self) -> dict[str, Tensor]: ...
 
+    @property
+    def hooks(self) -> StepHooks | None: ...
+
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor: ...
 
     def shifted(self, e: Tensor) -> AbstractContextManager[None]: ...
@@ -65,7 +69,7 @@ class LocalStep:
     def __init__(self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer) -> None:
         methods = work.methods
         self.model, self.clients, self.optimizer, self.methods = model, clients, optimizer, methods
-        self.draws = work.draws
+        self.draws, self.hooks = work.draws, model.hooks
         self.perturb, self.mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
         self.corrections, self.step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
         self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
@@ -81,7 +85,11 @@ class LocalStep:
         return None if self.limit is None else self.clients.clipped
 
     def __call__(self, batch: Any, index: Any) -> None:
+        if self.optimizer.by_step:
+            self.optimizer.at(index)
         gradient = self.loss_gradient(batch, index)
+        if self.hooks is not None:
+            gradient = self.hooks.before_optimizer_step(gradient)
         if self.per_parameter is not None:
             self.optimizer.step_each(gradient)
         else:
@@ -94,6 +102,8 @@ class LocalStep:
             self.optimizer.step(gradient)
         for end in self.step_ends:
             end(self.clients)
+        if self.hooks is not None:
+            self.hooks.batch_end()
 
     def loss_gradient(self, batch: Any, index: Any) -> Any:
         """∇ℓ at x, or at the perturbed point: same batch, same random numbers; without weight decay."""

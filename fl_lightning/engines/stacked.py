@@ -24,7 +24,7 @@ from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import Round
 
 Group = tuple[list[int], list[Tensor], TreeSpec]
@@ -46,6 +46,7 @@ class Stack:
     """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`LearnerCopy` in local steps."""
 
     per_parameter = None
+    hooks = None
 
     def __init__(self, copy: LearnerCopy, n: int) -> None:
         self.copy = copy
@@ -95,6 +96,8 @@ class Stack:
                 output = functional_call(self._caller, parameters, arguments)
             logged, self.copy.logged = self.copy.logged, {}
             value = output["loss"] if isinstance(output, dict) else output
+            if self.copy.keeps_loss:
+                logged[LOSS] = [value.detach()]
             self._counts = {k: len(vs) for k, vs in logged.items()}
             return value, (
                 value,
@@ -190,7 +193,8 @@ class Stacked:
         try:
             seed_client(work.seed, round.t, ids[0])
             begin(work, clients)
-            optimizer.begin(round.rates.factor, None)
+            optimizer.begin(round.rates, None)
+            self.worker.optimizer.begin(round.rates, None)  # which the learner may look at
             step = LocalStep(work, stack, clients, optimizer)
             if step.limit is not None:
                 step.limit = stack.x.new_full((len(ids), 1), step.limit)

@@ -54,7 +54,7 @@ class Worker:
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
-            optimizer.begin(round.rates.factor, self.optimizer_rows(round, client))
+            optimizer.begin(round.rates, self.optimizer_rows(round, client))
             copy.reset()  # of what another client, or a full gradient, left in the learner's metrics
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:
@@ -62,6 +62,7 @@ class Worker:
             else:
                 for index, batch in enumerate(batches):
                     step(batch, index)
+            clients.metrics = copy.take_metrics()
             for name, mean in copy.take_logs().items():
                 clients.logs[name] = mean.reshape(1)
             if step.clipped is not None:

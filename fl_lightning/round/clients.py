@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fl_lightning.devices import to_device
 from fl_lightning.learner import Layout
-from fl_lightning.round.context import Round
+from fl_lightning.round.context import Round, asking
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, Scratch, Upload
+
+LOSS = "the loss of local steps"  # under which it is gathered beside what is logged, where somebody asks for it
 
 
 class Clients:
@@ -29,9 +31,10 @@ class Clients:
         self._round, self._x = round, x
         self._ids = ids
         self._full_gradient = full_gradient
-        self.looked_up = self.mean_gradient_read = False
-        self.buffers: dict[str, Tensor] = {}  # the learner's after training, in a group of one
-        self.optimizer_rows: dict[str, Tensor] = {}  # its optimizer's state, where that is kept
+        self.looked_up, self.mean_gradient_read = False, ""
+        self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
+        self.metrics: object = None  # what its steps left in the learner's
+        self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
         self._rows: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._declared: dict[str, ClientState | Scratch] = {}
@@ -104,12 +107,13 @@ class Clients:
     @property
     def lr(self) -> Tensor:
         """This round's client learning rate, a scalar tensor."""
-        self._round.rates.require_one()
+        self._round.rates.require_constant()
         return self._round.rates.lr
 
     @property
     def momentum(self) -> float:
         """The client optimizer's momentum; 0 where it has none."""
+        self._round.rates.require_constant()
         return self._round.rates.momentum
 
     @property
@@ -144,14 +148,17 @@ class Clients:
         return self.total_elapsed()
 
     def total_elapsed(self) -> Tensor:
-        here = self.steps * self._round.rates.lr.to(self.steps.dtype)
+        here = self._round.rates.elapsed(self.steps)
         return here if self.kept_elapsed is None else here + self.kept_elapsed
 
     @property
     def mean_gradient(self) -> Tensor:
-        """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed."""
+        """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed.
+
+        Where rates change from step to step, steps count by their rates.
+        """
         elapsed = self.elapsed
-        self.mean_gradient_read = True
+        self.mean_gradient_read = self.mean_gradient_read or asking()
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
 
     def norm(self, v: Tensor) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner import Layout
+from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
 from fl_lightning.state import Initial
 
@@ -22,8 +25,10 @@ class ClientRates:
     Args:
         factor: what every group's learning rate is multiplied by, this round.
         lr: the first group's learning rate, ``factor`` included, a scalar tensor.
+        optimizer: its class, for a reader.
         plain_sgd: whether a step is lr times the gradient, weight decay included.
-        several: the setting in which parameter groups differ, with its values; empty where they agree.
+        several: in which setting the groups differ, with the values; empty where they have one.
+        schedule: the learner's lr scheduler, where it is stepped; ``entry``: of it, in this round.
     """
 
     factor: float
@@ -31,19 +36,81 @@ class ClientRates:
     momentum: float = 0.0
     weight_decay: float = 0.0
     plain_sgd: bool = True
+    optimizer: str = "SGD"
     several: str = ""
+    schedule: ClientSchedule | None = None
+    entry: int = 0
 
-    def decayed(self, factor: float) -> ClientRates:
-        """The same with learning rates × ``factor``."""
-        return replace(self, factor=factor, lr=self.lr * factor)
+    @property
+    def by_step(self) -> bool:
+        """Whether the learning rate changes within a client's round."""
+        return self.schedule is not None and self.schedule.by_step
+
+    def in_round(self, t: int, factor: float, steps: int) -> ClientRates:
+        """With learning rates × ``factor``, and where a schedule has them in round t, of at most so many steps."""
+        schedule = self.schedule
+        if schedule is None or schedule.by_step:
+            if schedule is not None:
+                schedule.reach(steps)
+            return replace(self, factor=factor, lr=self.lr * factor)
+        schedule.reach(t + 1)
+        groups = schedule[t]
+        lr = torch.tensor(groups[0]["lr"] * factor, dtype=torch.float64, device=self.lr.device)
+        momentum = float(groups[0].get("momentum", self.momentum))
+        return replace(self, factor=factor, lr=lr, momentum=momentum, several=several_in(groups), entry=t)
+
+    def groups(self, step: int) -> Groups | None:
+        """What each parameter group is set to at a local step, before ``factor``; None: what it was made with."""
+        if self.schedule is None:
+            return None
+        return self.schedule[step if self.schedule.by_step else self.entry]
+
+    def elapsed(self, steps: Tensor) -> Tensor:
+        """Σ η over the first K local steps, for each K of ``steps``."""
+        if self.schedule is None or not self.schedule.by_step:
+            return steps * self.lr.to(steps.dtype)
+        sums = [self.factor * self.schedule.elapsed(int(k)) for k in steps.flatten().tolist()]
+        return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
     def require_one(self) -> None:
-        """Refuse a method that reads the client learning rate where there are several."""
+        """Refuse a method that takes one learning rate and weight decay for all parameters where there are several."""
         if self.several:
             raise UserError(
-                f"the client optimizer has parameter groups of several values of {self.several}, and a method of "
-                "this run reads the client learning rate, which has to be one. Use one group, or another method."
+                f"the client optimizer has parameter groups with several values of {self.several}, and {asking()} "
+                "takes one learning rate and one weight decay for all parameters. Use one group, or another method."
             )
+
+    def require_constant(self) -> None:
+        """Refuse a method that takes one learning rate for a client's whole round where it changes from step to step.
+
+        ``clients.elapsed`` and ``clients.mean_gradient`` add up the steps' own.
+        """
+        self.require_one()
+        if self.by_step:
+            raise UserError(
+                f"client_scheduler='local_steps' changes the learning rate in each local step, and {asking()} takes "
+                "one for the whole round. Use client_scheduler='rounds' or 'ignore', or another method."
+            )
+
+
+def several_in(groups: list[dict[str, Any]]) -> str:
+    """In which setting parameter groups differ, with its values; empty where they have one."""
+    for what in ("lr", "weight_decay"):
+        values = sorted({float(g.get(what, 0)) for g in groups})
+        if len(values) > 1:
+            return f"{what} ({', '.join(f'{value:g}' for value in values)})"
+    return ""
+
+
+def asking() -> str:
+    """The method from whose hook this is called, for an error."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = type(frame.f_locals.get("self"))
+        if any(c.__name__ == "FederatedCallback" for c in owner.__mro__):
+            return owner.__name__
+    return "a method of this run"
 
 
 @dataclass(frozen=True)

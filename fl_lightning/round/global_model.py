@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.learner import (
+    SHIMS,
     Layout,
     buffer_values,
     check_learner_parameters,
@@ -125,7 +126,7 @@ class GlobalModel:
             for part, trainer in attached:
                 part._trainer = trainer
         for part in lightning_modules(learner):
-            for name in ("log", "log_dict"):
+            for name in SHIMS:
                 part.__dict__.pop(name, None)
         tie(
             [p for _, p in trainable(learner)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from fl_lightning.storage.rows import Rows
 class Ledger:
     """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who ``finished``.
 
-    ``mean_gradient_read``: whether a method took a client's displacement for its mean gradient.
+    ``metrics``: what the steps of each that finished left in the learner's metrics.
+    ``mean_gradient_read``: the method that took a client's displacement for its mean gradient; empty: none did.
     """
 
     def __init__(self, round: Round) -> None:
@@ -25,7 +27,8 @@ class Ledger:
         self.server: dict[str, Tensor] = {}
         self.total: dict[str, Tensor] = {}
         self.finished: list[int] = []
-        self.mean_gradient_read = False
+        self.mean_gradient_read = ""
+        self.metrics: dict[int, Any] = {}
         self._at_server = False
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read

@@ -45,5 +45,5 @@ def test_a_mean_gradient_that_is_none_is_said_once() -> None:
     weighted = network([c.ControlVariates("gradient"), c.DynamicRegularization()], 1, weighting="samples").module.notes
     assert calm == [] and unread == []
     assert len(clipped) == 1 and "clipping is active" in clipped[0]
-    assert len(momentum) == 1 and "plain SGD" in momentum[0]
+    assert len(momentum) == 1 and "ClientMomentum takes" in momentum[0] and "10 times" in momentum[0]
     assert len(weighted) == 2 and all("uniform mean over clients" in note for note in weighted)

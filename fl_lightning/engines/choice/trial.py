@@ -171,6 +171,10 @@ def why_not_captured(workshop: Workshop) -> str:
         return f"{type(setting.optimizer).__name__} is not one of torch's optimizers"
     if foreign and setting.capture == "auto":
         return f"{foreign} is not a packaged method; capture=True captures it too"
+    if setting.schedule is not None and setting.schedule.by_step:
+        return "client_scheduler='local_steps' changes the learning rate in each step"
+    if (hooks := workshop.original.hooks) is not None and hooks.of_gradients:
+        return f"its {hooks.of_gradients[0]} runs in each step"
     client = setting.largest()
     reasons: list[str] = []
     found: list[list[Tensor]] = []
@@ -213,8 +217,8 @@ def why_not_stacked(workshop: Workshop) -> str:
         return "keep_optimizer_state"
     if workshop.written:
         return f"its training_step changes the frozen parameter {workshop.written[0]}"
-    if workshop.original.has_batch_hooks:
-        return "its on_train_batch hooks take one client's batch"
+    if (hooks := workshop.original.hooks) is not None:
+        return f"its {hooks.names[0]} takes one client's batch"
     before = RandomState(setting.w)
     ids = setting.participants(0)
     try:

@@ -21,6 +21,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import Layout, check_trainable
 from fl_lightning.methods import Methods
+from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -42,6 +43,8 @@ class Setting:
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
         hooks_first: whether hooks that run later, at the start of training or of a round, may ready the learner.
+        schedule: the learner's lr scheduler, where it is stepped.
+        keeps_loss: whether a callback asks for the mean loss of local steps.
     """
 
     engine: str
@@ -62,6 +65,8 @@ class Setting:
     forward_context: Callable[[], AbstractContextManager[Any]]
     convert: Convert | None
     hooks_first: bool = False
+    schedule: ClientSchedule | None = None
+    keeps_loss: bool = False
 
     @property
     def usable_cores(self) -> int:
@@ -124,6 +129,7 @@ def setting_of(
     settings: Settings,
     model: GlobalModel,
     optimizer: Optimizer,
+    schedule: ClientSchedule | None,
     work: Work,
     cohort: Cohort,
     participants: Callable[[int], tuple[int, ...]],
@@ -143,6 +149,7 @@ def setting_of(
         layout=model.layout,
         w=model.w,
         optimizer=optimizer,
+        schedule=schedule,
         work=work,
         cohort=cohort,
         participants=participants,
@@ -194,6 +201,7 @@ class Workshop:
         self.setting = setting
         x = torch.empty(1, setting.layout.size, dtype=setting.w.dtype, device=setting.w.device)
         self.original = LearnerCopy(setting.learner, setting.layout, x, setting.forward_context, setting.convert)
+        self.original.keeps_loss = setting.keeps_loss
         self.trial_work = replace(
             setting.work, methods=Methods([]), clip_norm=None, keep_optimizer_state=False, draws=False
         )
@@ -206,22 +214,29 @@ class Workshop:
         """The clients' optimizer for models ``x`` ``(n, D)``."""
         return ClientOptimizer(self.setting.optimizer, self.setting.learner, x, gradient, self.setting.layout)
 
+    def optimizer_of(self, copy: LearnerCopy) -> ClientOptimizer:
+        """That of one copy, which its learner may look at."""
+        setting, made = self.setting, self.optimizer(copy.x, copy.g)
+        copy.optimizer = made.show(setting.optimizer, setting.learner, copy.learner)
+        copy.scheduler = None if setting.schedule is None else ShownScheduler(setting.schedule, copy.optimizer)
+        return made
+
     def on_learner(self) -> Worker:
         """The worker that trains in the learner itself."""
-        return Worker(self.setting.work, self.original, self.optimizer(self.original.x, self.original.g))
+        return Worker(self.setting.work, self.original, self.optimizer_of(self.original))
 
     def copies(self, number: int) -> Iterator[tuple[LearnerCopy, ClientOptimizer]]:
         """So many new copies of the learner, with their optimizers; those of trials are let go."""
         self._tried.clear()
         for _ in range(number):
             copy = self.original.another()
-            yield copy, self.optimizer(copy.x, copy.g)
+            yield copy, self.optimizer_of(copy)
 
     def tried(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
         """So many copies for trials, always the same; the first shares no tensor with the learner."""
         while len(self._tried) < number:
             copy = self.original.another(aliased=bool(self._tried))
-            self._tried.append((copy, self.optimizer(copy.x, copy.g)))
+            self._tried.append((copy, self.optimizer_of(copy)))
         return self._tried[:number]
 
     def treat_as_buffers(self, written: tuple[str, ...]) -> None:

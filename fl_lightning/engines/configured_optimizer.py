@@ -1,0 +1,136 @@
+"""The optimizer that a run is given for its clients, or that the learner configures, at the rates it was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner import overrides, trainable
+from fl_lightning.round.client_schedule import MOVED, ClientSchedule
+from fl_lightning.settings import OptimizerFactory
+
+OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+
+
+def of_clients(
+    factory: OptimizerFactory | None, learner: Any, unit: str, note: Callable[[str], None]
+) -> tuple[Optimizer, ClientSchedule | None]:
+    """The optimizer of the local steps, over the learner's parameters, at the rates that it was made with.
+
+    Args:
+        unit: ``client_scheduler``.
+
+    Raises:
+        UserError: it takes more than one gradient a step; or the learner gives none, or several, or no scheduler.
+    """
+    schedulers: list[tuple[Any, int]] = []
+    given: list[dict[str, Any]] = []
+    if factory is not None:
+        optimizer = factory([p for _, p in trainable(learner)])
+    else:
+        optimizer, schedulers, given = from_learner(learner)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
+            "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
+        )
+    if unit != "ignore":
+        check_scheduler(learner, factory, schedulers, unit)
+        return optimizer, ClientSchedule(optimizer, schedulers, unit, given)
+    if schedulers:
+        optimizer.param_groups = given
+        note(
+            "the learner's lr scheduler is ignored: clients keep the rates that its optimizer was made with, times "
+            "lr_decay by the round; client_scheduler='rounds' or 'local_steps' steps it"
+        )
+    return optimizer, None
+
+
+def check_scheduler(learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str) -> None:
+    """Refuse a scheduler that cannot be stepped as it was asked for."""
+    name, option = type(learner).__name__, f"client_scheduler={unit!r}"
+    metered = [s for s, _ in schedulers if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau)]
+    if factory is not None:
+        raise UserError(
+            f"{option} steps the lr scheduler of the learner's configure_optimizers, and client_optimizer takes that "
+            "one's place. Leave out one of the two."
+        )
+    if not schedulers:
+        raise UserError(
+            f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one beside the optimizer, "
+            "or leave the option out; lr_decay decays by the round."
+        )
+    if metered:
+        raise UserError(
+            f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. Use a scheduler that "
+            "counts, or client_scheduler='ignore' with lr_decay."
+        )
+    if overrides(learner, "lr_scheduler_step"):
+        raise UserError(
+            f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by what only plain training "
+            "knows. Remove that hook, or use client_scheduler='ignore'."
+        )
+
+
+def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[dict[str, Any]]]:
+    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups as they were before these.
+
+    Of each scheduler: how many epochs or steps of plain training pass between its steps.
+
+    Raises:
+        UserError: no optimizer, or several.
+    """
+    with groups_made() as made:
+        found = learner.configure_optimizers()
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Sequence):
+        optimizers, schedulers = list(found[0]), list(found[1])
+    else:
+        entries = list(found) if isinstance(found, Sequence) else [found]
+        optimizers = [entry["optimizer"] if isinstance(entry, dict) else entry for entry in entries]
+        schedulers = [entry.get("lr_scheduler") for entry in entries if isinstance(entry, dict)]
+    optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+    if len(optimizers) != 1:
+        raise _not_one(learner, len(optimizers))
+    settings = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
+    given = [without_scheduler(group, made) for group in optimizers[0].param_groups]
+    return optimizers[0], [(s["scheduler"], int(s.get("frequency", 1))) for s in settings], given
+
+
+@contextmanager
+def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Within, parameter groups and copies of them as they are made: building a scheduler changes them at once."""
+    made: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    add = Optimizer.add_param_group
+
+    def noting(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        made.append((self.param_groups[-1], dict(self.param_groups[-1])))
+
+    Optimizer.add_param_group = noting  # type: ignore[method-assign]  # no hook of torch tells
+    try:
+        yield made
+    finally:
+        Optimizer.add_param_group = add  # type: ignore[method-assign]
+
+
+def without_scheduler(group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """A parameter group as it was before a scheduler set what it sets."""
+    if "initial_lr" not in group:
+        return group
+    before = next((copy for now, copy in made if now is group), {"lr": group["initial_lr"]})
+    kept = {k: v for k, v in group.items() if k not in OF_SCHEDULERS}
+    return {**kept, **{k: before[k] for k in MOVED if k in before}}
+
+
+def _not_one(learner: object, number: int) -> UserError:
+    return UserError(
+        f"learner {type(learner).__name__}: configure_optimizers gives {number or 'no'} "
+        f"optimizer{'s' if number else ''}, and a local step has exactly one. Return one, or give the run one: "
+        "client_optimizer=lambda params: torch.optim.SGD(params, lr=0.1), in a config "
+        "client_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}."
+    )

@@ -1,0 +1,127 @@
+"""The learner's own hooks of a local step, run on the copy that trains, with what it would find there alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner import Layout, fill, overrides
+
+AROUND_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+OF_GRADIENTS = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+)
+
+
+class StepHooks:
+    """Those that a learner has, called in Lightning's order; ``.grad`` is there for them, and read back.
+
+    The hooks of the backward see each gradient of the loss, those before the optimizer's step the gradient at which
+    the step is taken, before methods correct and ``clip_norm`` limits it.
+
+    Args:
+        names: the hooks that it overrides.
+        parameters: of the layout, in its order.
+        optimizer: gives the clients' over the learner's parameters, to look at.
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        names: list[str],
+        parameters: list[nn.Parameter],
+        layout: Layout,
+        optimizer: Callable[[], Optimizer | None],
+    ) -> None:
+        self.learner, self.names, self.parameters, self.layout = learner, names, parameters, layout
+        self.optimizer = optimizer
+        self.of_gradients = [name for name in names if name in OF_GRADIENTS]
+        self.before_step = [name for name in names if name in OF_GRADIENTS[-2:]]
+        self._batch: tuple[Any, Any, Any] | None = None
+
+    @classmethod
+    def of(cls, learner: Any, *rest: Any) -> StepHooks | None:
+        """Those of a learner; None where it has none, so that its steps cost nothing."""
+        names = [name for name in (*AROUND_BATCHES, *OF_GRADIENTS) if overrides(learner, name)]
+        return cls(learner, names, *rest) if names else None
+
+    def batch_start(self, batch: Any, index: Any) -> None:
+        if "on_train_batch_start" in self.names and self.learner.on_train_batch_start(batch, index) == -1:
+            raise UserError(
+                f"learner {type(self.learner).__name__}: on_train_batch_start returned -1, which ends an epoch of "
+                "plain training; a client's number of local steps is fixed before the round. Set local_steps or "
+                "local_epochs instead."
+            )
+
+    def backward(self, loss: Tensor, first: bool) -> Sequence[Tensor]:
+        """∇ℓ, one tensor a parameter, as the hooks leave it; ``first``: of this step."""
+        has, learner, parameters = self.names.__contains__, self.learner, self.parameters
+        if first and has("on_before_zero_grad"):
+            learner.on_before_zero_grad(self.optimizer())
+        if not self.of_gradients:
+            return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        try:
+            with torch.enable_grad():
+                if has("on_before_backward"):
+                    learner.on_before_backward(loss)
+                if has("backward"):
+                    learner.backward(loss)
+                else:
+                    for p, g in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+                        p.grad = None if g is None else g.clone()  # two parameters may be given one gradient
+                if has("on_after_backward"):
+                    learner.on_after_backward()
+            return self._taken()
+        finally:
+            self._clear()
+
+    def before_optimizer_step(self, gradient: Any) -> Any:
+        """The gradient of the step ``(1, D)``, or one tensor a parameter, as the hooks leave it."""
+        if not self.before_step:
+            return gradient
+        vector = isinstance(gradient, Tensor)
+        given = self.layout.views(gradient.view(-1)) if vector else gradient
+        try:
+            for parameter, g in zip(self.parameters, given, strict=True):
+                parameter.grad = g
+            with torch.enable_grad():
+                if "on_before_optimizer_step" in self.names:
+                    self.learner.on_before_optimizer_step(self.optimizer())
+                if "configure_gradient_clipping" in self.names:
+                    self.learner.configure_gradient_clipping(self.optimizer(), None, None)
+            taken = self._taken()
+        finally:
+            self._clear()
+        if not vector:
+            return taken
+        if any(a is not b for a, b in zip(taken, given, strict=True)):
+            fill(given, taken)
+        return gradient
+
+    def batch_done(self, outputs: Any, loss: Tensor, batch: Any, index: Any) -> None:
+        """Remember what ``on_train_batch_end`` is called with, after the optimizer's step."""
+        if "on_train_batch_end" in self.names:
+            extra = {k: v for k, v in outputs.items() if k != "loss"} if isinstance(outputs, dict) else {}
+            self._batch = {"loss": loss.detach().clone(), **extra}, batch, index
+
+    def batch_end(self) -> None:
+        if self._batch is not None:
+            (*arguments,), self._batch = self._batch, None
+            self.learner.on_train_batch_end(*arguments)
+
+    def _taken(self) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters)
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,119 @@
+"""The learner's lr scheduler as a table, so that every engine, process and resumed run reads the same rates from it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError
+
+MOVED = ("lr", "momentum", "betas", "weight_decay")  # what a scheduler may set
+Groups = list[dict[str, Any]]
+
+
+class ClientSchedule:
+    """What the optimizer's parameter groups are set to, by round or by local step.
+
+    Args:
+        optimizer: with parameter groups as the schedulers left them; it gets ``given`` in their place.
+        schedulers: each with how many rounds or steps pass between its steps.
+        unit: ``"rounds"``: entry t holds in round t; ``"local_steps"``: entry k in step k of each client's round.
+        given: parameter groups as the user made them.
+
+    ``account``: unit, classes and arguments as text, to compare with a checkpoint's.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, schedulers: list[tuple[Any, int]], unit: str, given: list[dict[str, Any]]
+    ) -> None:
+        self.unit, self.schedulers = unit, schedulers
+        self._optimizer, self._groups = optimizer, optimizer.param_groups
+        optimizer.param_groups = given
+        self.account = f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
+        self._table = [self._now()]
+        self._elapsed = [0.0]
+
+    @property
+    def by_step(self) -> bool:
+        """Whether rates change within a client's round."""
+        return self.unit == "local_steps"
+
+    def reach(self, entries: int) -> None:
+        """Fill the table that far; not in client threads.
+
+        Raises:
+            UserError: the schedulers end before, or give a rate that is negative or not finite.
+        """
+        optimizer, given = self._optimizer, self._optimizer.param_groups
+        optimizer.param_groups = self._groups
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the optimizer has not stepped: its copies do
+                while len(self._table) < entries:
+                    for scheduler, frequency in self.schedulers:
+                        if len(self._table) % frequency == 0:
+                            scheduler.step()
+                    self._table.append(self._now())
+        except UserError:
+            raise
+        except Exception as error:
+            what = "rounds" if self.unit == "rounds" else "local steps of a client"
+            raise UserError(
+                f"client_scheduler={self.unit!r}: {self.name} cannot be stepped to {entries} {what}, at "
+                f"{len(self._table)} it says: {error}. Give it as many as there are, or client_scheduler='ignore'."
+            ) from error
+        finally:
+            optimizer.param_groups = given
+
+    def __getitem__(self, entry: int) -> Groups:
+        return self._table[entry]
+
+    def elapsed(self, steps: int) -> float:
+        """Σ of the first group's rates over that many entries."""
+        return math.fsum(groups[0]["lr"] for groups in self._table[:steps])
+
+    @property
+    def name(self) -> str:
+        return " + ".join(type(scheduler).__name__ for scheduler, _ in self.schedulers)
+
+    def _now(self) -> Groups:
+        now = [{k: plain(group[k]) for k in MOVED if k in group} for group in self._groups]
+        for group in now:
+            if not 0 <= group["lr"] < math.inf:
+                raise UserError(
+                    f"client_scheduler={self.unit!r}: {self.name} gives the rate {group['lr']!r}; it has to be a "
+                    "finite number from 0."
+                )
+        return now
+
+
+class ShownScheduler:
+    """What the learner's ``self.lr_schedulers()`` gives: its own scheduler, at the rates of the client's optimizer."""
+
+    def __init__(self, schedule: ClientSchedule, optimizer: Optimizer) -> None:
+        self._scheduler, self._shown = schedule.schedulers[0][0], optimizer
+
+    def get_last_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self._shown.param_groups]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def plain(value: Any) -> Any:
+    """A setting of an optimizer by value."""
+    return tuple(float(v) for v in value) if isinstance(value, (tuple, list)) else float(value)
+
+
+def written(scheduler: Any) -> dict[str, Any]:
+    """Its numbers that steps leave alone."""
+    changing = ("last_epoch", "last_batch_iteration")
+    kinds = (bool, int, float, str, list, tuple)
+    return {k: v for k, v in vars(scheduler).items() if k[0] != "_" and k not in changing and plainly(v, kinds)}
+
+
+def plainly(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (not isinstance(value, (list, tuple)) or all(plainly(v, kinds) for v in value))

@@ -1,0 +1,157 @@
+"""The learner's lr scheduler: rates as they were given, or stepped by rounds or by local steps."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import ControlVariates, NormalizedAveraging
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+RATES = (0.25, 0.5, 1.0, 0.75, 0.3, 0.2, 0.1, 0.05, 0.02)
+ENGINES = ["sequential", "concurrent", "stacked"]
+
+
+def warm_up(optimizer: Any) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+
+
+def table(optimizer: Any) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: RATES[step])
+
+
+class Scheduled(Lit):
+    def __init__(self, schedule: Any = table, momentum: float = 0.0) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.schedule, self.momentum = schedule, momentum
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer)}}
+
+
+def rounds_of(module: Any, rounds: int, callbacks: Any = (), start: Any = None, **settings: Any) -> Any:
+    run = trainer(rounds, callbacks, **settings)
+    run.fit(module, blobs(clients=4), ckpt_path=start)
+    return run
+
+
+@pytest.mark.parametrize("schedule", [warm_up, one_cycle])
+@pytest.mark.filterwarnings("ignore:the learner's lr scheduler is ignored")
+def test_an_ignored_scheduler_leaves_the_rate_that_the_user_gave(schedule: Any) -> None:
+    module = federated(Scheduled(schedule))
+    run = rounds_of(module, 1)
+    rounds_of(plain := federated(Scheduled(), client_optimizer=lambda p: torch.optim.SGD(p, 0.1)), 1)
+    assert run.callback_metrics["client_lr"] == pytest.approx(0.1)
+    assert torch.equal(module.global_vector, plain.global_vector)
+
+
+def stepped(weights: Any, data: Any, momentum: float, rate_of: Any) -> nn.Module:
+    """One client with all data, by a loop: the rate of each (round, step)."""
+    learner = Lit().double()
+    learner.load_state_dict(weights)
+    for t in range(3):
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1, momentum=momentum)
+        for k, (x, y) in enumerate(data.client_batches(0, t, 3)):
+            optimizer.param_groups[0]["lr"] = rate_of(t, k)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(learner.net(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return learner
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("unit", ["rounds", "local_steps"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_scheduler_is_stepped_as_asked(engine: str, unit: str, momentum: float) -> None:
+    data = blobs(clients=1)
+    module = federated(Scheduled(momentum=momentum), client_scheduler=unit, local_steps=3, participation=1.0,
+                       engine=engine, capture=False)  # fmt: skip
+    weights, run = copy.deepcopy(module.learner.state_dict()), trainer(3)
+    run.fit(module, data)
+    expected = stepped(weights, data, momentum, lambda t, k: 0.1 * RATES[t if unit == "rounds" else k])
+    assert module.engine_facts["engine"] == engine
+    assert run.callback_metrics["client_lr"] == pytest.approx(0.1 * RATES[2] if unit == "rounds" else 0.1)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("unit", ["rounds", "local_steps"])
+def test_captured_steps_have_the_bits_of_others(unit: str) -> None:
+    given: dict[str, Any] = {"client_scheduler": unit, "local_steps": 9, "engine": "concurrent", "participation": 1.0}
+    captured, alone = (federated(Scheduled(), **given, capture=capture, workers=1) for capture in (True, False))
+    rounds_of(captured, 3)
+    rounds_of(alone, 3)
+    assert torch.equal(captured.global_vector, alone.global_vector)
+    told = [note for note in captured.notes if "changes the learning rate in each step" in note]
+    assert bool(told) == (unit == "local_steps")
+
+
+@pytest.mark.parametrize("unit", ["rounds", "local_steps"])
+def test_a_run_with_a_scheduler_resumes_to_the_same_bits_and_as_it_was(unit: str, tmp_path: Path) -> None:
+    def made(unit: str = unit) -> Any:
+        return federated(Scheduled(), client_scheduler=unit, local_steps=3, participation=1.0)
+
+    whole, half, resumed = made(), made(), made()
+    rounds_of(whole, 4, [ControlVariates()])
+    run = rounds_of(half, 2, [ControlVariates()])
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    rounds_of(resumed, 4, [ControlVariates()], tmp_path / "half.ckpt")
+    assert torch.equal(whole.global_vector, resumed.global_vector)
+    with pytest.raises(UserError, match=r"client_scheduler.*ignore now"):
+        rounds_of(made("ignore"), 4, [ControlVariates()], tmp_path / "half.ckpt")
+
+
+def test_the_mean_gradient_counts_steps_by_their_rates() -> None:
+    found = {}
+
+    class Looking(ControlVariates):
+        def on_local_end(self, clients: Any) -> None:
+            found["elapsed"], found["steps"] = clients.elapsed.clone(), clients.steps.clone()
+            super().on_local_end(clients)
+
+    module = federated(Scheduled(), client_scheduler="local_steps", local_steps=4, participation=1, engine="sequential")
+    rounds_of(module, 1, [Looking()])
+    torch.testing.assert_close(found["elapsed"], torch.full((1, 1), 0.1 * sum(RATES[:4]), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("learner", "arguments", "words"),
+    [
+        (Lit, {}, "gives no lr scheduler"),
+        (Scheduled, {"client_optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "Leave out one of the two"),
+        (lambda: Scheduled(lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau steps by a metric"),
+        (lambda: Scheduled(one_cycle), {"local_steps": 30}, "OneCycleLR cannot be stepped to 30 local steps"),
+        (lambda: Scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda k: -k)), {}, "gives the rate -0.1"),
+    ],
+)
+def test_what_cannot_be_stepped_is_refused(learner: Any, arguments: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        rounds_of(federated(learner(), client_scheduler="local_steps", **arguments), 2)
+
+
+def test_a_method_that_needs_one_rate_is_refused_by_name() -> None:
+    module = federated(Scheduled(), client_scheduler="local_steps", local_steps=3)
+    with pytest.raises(UserError, match=r"client_scheduler='local_steps'.*NormalizedAveraging takes one"):
+        rounds_of(module, 1, [NormalizedAveraging()])
+
+
+def test_groups_of_several_weight_decays_are_refused_for_what_they_are() -> None:
+    def two(p: Any) -> Any:
+        first, *rest = p
+        return torch.optim.SGD([{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.1, weight_decay=0.01)
+
+    with pytest.raises(UserError, match=r"several values of weight_decay \(0, 0\.01\), and ControlVariates takes one"):
+        rounds_of(federated(client_optimizer=two), 1, [ControlVariates()])

@@ -1,0 +1,128 @@
+"""What callbacks find at the module, and a learner at itself, while a run goes on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from fl_lightning import FederatedModule, UserError
+from fl_lightning.callbacks import ControlVariates
+from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
+
+
+class Seen(pl.Callback):
+    """Notes what a callback written for a plain learner looks at."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        assert pl_module.net is pl_module.learner.net and pl_module.hparams.hidden == 8
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_a_callback_finds_the_learner_and_the_rounds_loss(engine: str) -> None:
+    class Logging(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    seen, run = Seen(), trainer(3)
+    run.callbacks.append(seen)
+    logged: list[float] = []
+    run.callbacks.append(
+        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda t, m: logged.append(float(t.callback_metrics["loss"])))
+    )
+    run.fit(module := federated(Logging(), engine=engine), blobs())
+    assert seen.losses == pytest.approx(logged) and len(seen.losses) == 3
+    assert not [name for name in run.callback_metrics if "local steps" in name]
+    with pytest.raises(AttributeError, match="'FederatedModule' object has no attribute 'nowhere'"):
+        module.nowhere  # noqa: B018
+    assert not hasattr(module, "_hparams_name_of_nothing")
+
+
+def test_a_module_is_copied_and_pickled_with_its_learner() -> None:
+    module: Any = federated(Normed())
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(federated()))):
+        assert isinstance(other, FederatedModule) and other.net is other.learner.net is not module.net
+
+
+class Looking(Lit):
+    """Logs the rate of its optimizer, as plain learners do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in self.parameters()}
+        self.log("rate", optimizer.param_groups[0]["lr"])
+        if (scheduler := self.lr_schedulers()) is not None:
+            self.log("last", scheduler.get_last_lr()[0])  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        self.log("between", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.filterwarnings("ignore:the learner's lr scheduler is ignored")
+def test_the_learners_optimizer_is_the_clients(engine: str) -> None:
+    given: dict[str, Any] = {"engine": engine, "lr_decay": 0.5, "local_steps": 2}
+    expected = {"ignore": (0.05, 0.05, None), "rounds": (0.025, 0.025, 0.025), "local_steps": (0.0375, 0.05, 0.0375)}
+    for unit, (rate, between, last) in expected.items():
+        run = trainer(2)
+        run.fit(federated(Looking(), client_scheduler=unit, **given), blobs())
+        assert run.callback_metrics["rate"] == pytest.approx(rate)
+        assert run.callback_metrics["between"] == pytest.approx(between)
+        assert run.callback_metrics.get("last") == (None if last is None else pytest.approx(last))
+
+
+def test_a_compiled_learner_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UserError, match=r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"):
+        FederatedModule(torch.compile(Lit()))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="ImageClassifier"):
+        FederatedModule(nn.Linear(2, 2))
+
+
+def test_two_optimizers_are_refused_with_what_python_and_a_config_write() -> None:
+    class Two(Lit):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(p.parameters(), lr=0.1) for p in (self.net[0], self.net[2])]
+
+    with pytest.raises(UserError, match=r"gives 2 optimizers.*=lambda params: torch\.optim\.SGD\(params, lr=0\.1\)"):
+        trainer(1).fit(federated(Two()), blobs())
+
+
+def test_what_a_method_makes_of_another_optimizers_steps_is_said_of_that_optimizer() -> None:
+    module = federated(client_optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    trainer(1, [ControlVariates()]).fit(module, blobs())
+    (note,) = module.notes
+    assert note.startswith("ControlVariates takes") and "a step of Adam" in note and "momentum" not in note
+
+
+@pytest.mark.parametrize("learner", [Lit, Normed])
+def test_weight_averaging_adds_no_round(learner: type[Lit]) -> None:
+    run = trainer(4, [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)])
+    if learner is Normed:
+        with pytest.raises(UserError, match=r"BatchNorm it adds an epoch.*GroupNorm"):
+            run.fit(federated(learner()), blobs())
+        return
+    weights = []
+    run.callbacks.append(
+        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda t, m: weights.append(m.global_vector.detach().clone()))
+    )
+    run.fit(module := federated(learner()), blobs())
+    assert run.current_epoch == 4
+    torch.testing.assert_close(module.global_vector.detach(), torch.stack(weights[:3]).mean(0))  # at epochs' starts
