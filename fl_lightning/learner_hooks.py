@@ -44,6 +44,7 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
+    model: Any
     _evaluated_batch_size: int = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +75,16 @@ class LearnerHooks(pl.LightningModule):
             return batch if self.trainer.training else transfer(batch, *args)
 
         return hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle keeps: the learner is the model's copy, hooks are taken from it anew."""
+        kept = {**super().__getstate__(), "_modules": {k: v for k, v in self._modules.items() if k != "learner"}}
+        return {name: value for name, value in kept.items() if name not in (*STEPS, *TRANSFER)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.learner = self.model.learner
+        self.adopt(self.learner)
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer; what they log in evaluation arrives here."""

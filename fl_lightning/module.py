@@ -172,7 +172,7 @@ class FederatedModule(LearnerHooks):
 
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
-        return self.model.export(path)
+        return self.model.export(path, self._trainer)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -201,6 +201,7 @@ class FederatedModule(LearnerHooks):
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
         self.model.build()
+        checkpoint.check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
         checkpoint.check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":

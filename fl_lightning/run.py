@@ -57,6 +57,15 @@ class FederatedRun:
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: settings, model and state; no Trainer, engine or thread."""
+        names = ("settings", "model", "state", "notes", "_drawn_seed")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["settings"], state["model"])  # type: ignore[misc]  # a new object
+        vars(self).update(state)
+
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
         if text not in self.notes:
@@ -178,7 +187,8 @@ class FederatedRun:
             return self.loop.run_round(t)
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
-        """Put what the run needs beside Lightning's own into a checkpoint; before training, nothing."""
+        """Put what the run needs beside Lightning's own into a checkpoint; before training, no state."""
+        checkpoint.with_hyper_parameters(saved, self.model)
         if self.loop is None or self.plan is None:
             return
         self.disk = self.disk or RowsOnDisk.of(trainer)
@@ -186,7 +196,6 @@ class FederatedRun:
         saved[checkpoint.KEY] = checkpoint.content(
             self.identity(trainer), self.state, self.model, named, self.plan, self.disk
         )
-        checkpoint.plain_hyper_parameters(saved, self.model.hyper_parameters())
         for logger in trainer.loggers:
             logger.save()
 

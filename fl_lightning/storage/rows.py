@@ -22,6 +22,10 @@ class ClientRows:
         self._fetched: Rows = {}
         self._group: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is outside of any round and any group of processes."""
+        return {**vars(self), "_fetched": {}, "_group": None}
+
     def read(self, key: str, client: int) -> Tensor | None:
         """A committed row, or None; during a round only of clients that this process trains or owns."""
         if client % self.world == self.rank:
