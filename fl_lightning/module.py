@@ -188,6 +188,7 @@ class FederatedModule(LearnerHooks):
             checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
             self.run.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
             use_atomic_checkpoints(trainer)
+            self.run.claim(trainer, begins=False)
         self.connect_learner()
         self.learner.setup(stage)
 
@@ -220,6 +221,7 @@ class FederatedModule(LearnerHooks):
         self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
+        self.run.claim(self.trainer, begins=True)
         self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage.lock import RunLock, hold, join
 
 T = TypeVar("T")
 
@@ -22,6 +26,25 @@ def gathered(value: T) -> list[T]:
     values: list[T] = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def held_by_all(folder: Path, trainer: Any) -> RunLock:
+    """The folder as the run's own: the first process holds it, the others write there beside it.
+
+    Raises:
+        UserError: in all of them, where another run holds it.
+    """
+    held, told = None, ("", "")
+    if trainer.is_global_zero:
+        try:
+            held = hold(folder)
+            told = (held.mark, "")
+        except UserError as error:
+            told = ("", str(error))
+    mark, refusal = trainer.strategy.broadcast(told)
+    if refusal:
+        raise UserError(refusal)
+    return held or join(folder, mark)
 
 
 def collective_device() -> torch.device:

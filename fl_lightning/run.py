@@ -22,11 +22,13 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
+from fl_lightning.processes import held_by_all
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.schedules import decay_text
 from fl_lightning.settings import Settings
+from fl_lightning.storage.lock import RunLock
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.store import ClientStore
@@ -50,6 +52,7 @@ class FederatedRun:
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
         self.disk: RowsOnDisk | None = None
+        self.lock: RunLock | None = None
         self.notes: list[str] = []
         self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self._server_rates: list[float] = []
@@ -147,7 +150,7 @@ class FederatedRun:
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
         setting = setting_of(trainer, settings, model, self.clients, work, cohort, participants, transfers)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
-        self.close()
+        self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
         if before is not None and before.engine != self.plan.engine:
             now = self.plan.engine
@@ -205,7 +208,29 @@ class FederatedRun:
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=t)
 
+    def claim(self, trainer: Any, begins: bool) -> None:
+        """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make it, to write there.
+
+        Raises:
+            UserError: another process writes there.
+        """
+        if trainer.checkpoint_callbacks and not any(hasattr(c, "claims_folder") for c in trainer.callbacks):
+            folder = RowsOnDisk.of(trainer).folder.parent
+            if begins:
+                folder.mkdir(parents=True, exist_ok=True)
+            if self.lock is None and folder.is_dir():
+                self.lock = held_by_all(folder, trainer)
+            if begins and self.lock is not None:
+                self.lock.use()
+
     def close(self) -> None:
+        """Give back what the engine holds, and the folder."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+        self.close_engine()
+
+    def close_engine(self) -> None:
         """Give back what the engine holds."""
         if self.engine is not None:
             self.engine.close()

@@ -97,7 +97,7 @@ def test_resume_without_a_file_or_at_its_first_line_is_quiet(tmp_path: Path) -> 
 
 
 def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("round,x\n0,1,2\n")
+    (tmp_path / "metrics.csv").write_text("round,x\n0,1,2\n1,3\n")
     with pytest.raises(UserError, match=r"metrics.csv, line 2"):
         MetricsCSV(tmp_path).resume(1)
     (tmp_path / "file").write_text("")

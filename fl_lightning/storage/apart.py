@@ -1,4 +1,4 @@
-"""What ``weights_only=True`` cannot read lies in a checkpoint as bytes apart, and becomes an object only where asked."""
+"""What ``weights_only=True`` cannot read lies in a checkpoint as bytes, which become an object only where asked."""
 
 from __future__ import annotations
 

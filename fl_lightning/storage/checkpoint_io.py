@@ -16,6 +16,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities import rank_zero_warn
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
 from fl_lightning.storage.apart import CannotPickle, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
 
@@ -39,6 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises UserError where the folder cannot be written, or something cannot be pickled.
         """
         target = Path(path)
+        lock.check(target)
         checkpoint = self._all_readable(checkpoint)
         with suppress(OSError):
             for stale in target.parent.glob(".*.ckpt.tmp"):  # of a process that was killed while it wrote

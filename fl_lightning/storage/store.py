@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage import segments
+from fl_lightning.storage import lock, segments
 from fl_lightning.storage.segments import RANKS, Index, merge_indices, segment_name, segment_number
 
 __all__ = ["ClientStore", "Index", "merge_indices"]
@@ -206,6 +206,7 @@ class ClientStore:
         ``keep``: the (merged) indices of all checkpoints that shall stay loadable. Where segments are many, this does
         nothing, and does not look at ``keep``, until one in 32 is new: so a checkpoint's cost does not grow with them.
         """
+        lock.check(Path(folder))
         with self._lock:
             if self._collected is not None:
                 then, newest, present = self._collected
