@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks
+from fl_lightning import checkpoint, checks, facts
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
 from fl_lightning.learner import Layout
@@ -226,6 +226,7 @@ class FederatedModule(LearnerHooks):
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.current_epoch)
+        facts.log_to(self.trainer.loggers, facts.of_run(self, self.trainer))
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

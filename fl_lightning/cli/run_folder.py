@@ -13,6 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_only
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import MetricsCSV
@@ -82,6 +83,15 @@ class _Events(TensorBoardLogger):
 
     def save(self) -> None:
         self.experiment.flush()
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1."""
+        from torch.utils.tensorboard.summary import hparams
+
+        writer = self.experiment._get_file_writer()
+        for summary in hparams(dict(params), dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)):
+            writer.add_summary(summary, step)
 
 
 class RunFolder(pl.Callback):

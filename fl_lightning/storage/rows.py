@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fl_lightning.processes import timeout
 from fl_lightning.storage.store import ClientStore
 
 Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
@@ -69,7 +70,7 @@ class ClientRows:
 
     def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timeout())
         blobs = [_pack(rows) for rows in outgoing]
         sizes = torch.tensor([len(b) for b in blobs])
         table = [torch.empty_like(sizes) for _ in range(self.world)]
@@ -87,7 +88,7 @@ class ClientRows:
                 jobs.append(dist.irecv(incoming[other], other, group=self._group))
         for job in jobs:
             if job is not None:
-                job.wait()
+                job.wait(timeout())
         return [_unpack(incoming[other]) for other in sorted(incoming)]
 
 
