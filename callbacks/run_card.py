@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
+from fl_lightning import facts
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.metrics import Metrics
@@ -127,10 +127,12 @@ def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     head = describe() if describe is not None else type(module).__name__
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     methods = [(type(c).__name__, arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
-    run = [("rounds", str(trainer.max_epochs)), ("seed", str(getattr(module, "run_seed", "not set")))]
+    learner = facts.of_learner(getattr(module, "learner", module))
+    network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
+    named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"
+    run = [("learner", named), ("data", type(data).__name__), ("rounds", str(trainer.max_epochs))]
+    run.append(("seed", str(getattr(module, "run_seed", "not set"))))
     card = getattr(data, "card", None)
-    versions = [(name, _version(name)) for name in ("fl-lightning", "torch", "pytorch-lightning")]
-    versions.append(("python", platform.python_version()))
     machine = [
         ("device", torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()),
         ("processes", str(trainer.world_size)),
@@ -140,7 +142,7 @@ def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
         _section(title, rows)
         for title, rows in [
             ("Run", run), ("Callbacks", methods), ("Data", list(card().items()) if card is not None else []),
-            ("Versions", versions), ("Machine", machine),
+            ("Versions", list(facts.versions().items())), ("Machine", machine),
         ]
     )  # fmt: skip
 
@@ -150,13 +152,6 @@ def _section(title: str, rows: list[tuple[str, str]]) -> str:
         return ""
     lines = [f"| {what} | {' '.join(str(value).split()).replace('|', '&#124;')} |" for what, value in rows]
     return "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *lines, ""])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "not installed"
 
 
 def _processor() -> str:

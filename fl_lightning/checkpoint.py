@@ -16,15 +16,18 @@ from torch.optim import Optimizer
 
 from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.errors import UserError
+from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods
 from fl_lightning.processes import gathered
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
+from fl_lightning.storage.apart import is_plain, places, read_plain
+from fl_lightning.storage.checkpoint_io import HYPER_PARAMETERS, AtomicCheckpointIO
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.segments import Index, merge_indices
 
 KEY = "federated"
+VERSION = 1  # of what lies there
 
 
 @dataclass
@@ -87,7 +90,7 @@ def content(
         named: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
     """
     return {
-        "version": 1,
+        "version": VERSION,
         "seed": identity.seed,
         "rounds": state.rounds,
         "logged": state.logged,
@@ -115,6 +118,7 @@ def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_pa
     if held["w"] is None:
         model.set_buffers(held["buffers"])
     else:  # the weights that were loaded by name are what is evaluated
+        check_vector(held["w"], w)
         model.move_to(held["w"], w.clone(), held["buffers"])
     return RunState(
         rows=rows,
@@ -165,11 +169,13 @@ class RowsOnDisk:
 
     @classmethod
     def of(cls, trainer: Any) -> RowsOnDisk:
-        """Beside the run's checkpoints."""
+        """Beside the run's checkpoints, those in its own folder first (a user's may lie with a logger)."""
         found = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        root = Path(trainer.default_root_dir)
         checkpoints = [Path(directory) for directory in found if directory]
+        checkpoints.sort(key=lambda directory: directory.resolve() != (root / "checkpoints").resolve())
         if not checkpoints:
-            return cls(Path(trainer.default_root_dir) / "state", [])
+            return cls(root / "state", [])
         first = checkpoints[0]
         return cls((first.parent if first.name == "checkpoints" else first) / "state", checkpoints)
 
@@ -191,6 +197,8 @@ class RowsOnDisk:
         present: dict[Any, Any] = {}
         for directory in self.checkpoints:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
+                if not path.is_file():  # a link to nothing, a pipe
+                    continue
                 stat = path.stat()
                 file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 present[file] = self._known[file] if file in self._known else index_in(path)
@@ -199,9 +207,11 @@ class RowsOnDisk:
 
 
 def index_in(path: Path) -> Index:
-    """A checkpoint's index of rows, copied out of the file; empty where the file is damaged or not a run's."""
+    """A checkpoint's index of rows, copied out of the file; of what is not ours or damaged: none."""
+    if not path.is_file():  # reading a pipe would wait for ever
+        return {}
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        loaded = read_plain(path, map_location="cpu", mmap=True)
         entries = loaded[KEY]["clients"]
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
         return {}
@@ -221,11 +231,31 @@ def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
     )
 
 
-def plain_hyper_parameters(saved: dict[str, Any], of_learner: dict[str, Any]) -> None:
-    """Keep only hyper-parameters that can be read back: the learner's, and the data module's."""
-    saved["hyper_parameters"] = of_learner
+def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
+    """Put the learner's hyper-parameters into a checkpoint, as Lightning has them; of the data's, what is plain."""
+    saved.update(model.hyper_parameters())
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
     saved["datamodule_hyper_parameters"] = {name: value for name, value in of_data.items() if is_plain(value)}
+
+
+def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
+    """Refuse a checkpoint in which somebody who is restored from it needs an object that lies apart.
+
+    Raises:
+        UserError: with its place, and how to have it read.
+    """
+    base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
+    own = type(learner).on_load_checkpoint is not base.on_load_checkpoint
+    restored = ("callbacks", type(trainer.datamodule).__qualname__) if trainer.state.fn == "fit" else ()
+    for key, part in saved.items():
+        needed = key in restored or (own and key not in HYPER_PARAMETERS)
+        place = next(places(part, f"checkpoint[{key!r}]"), None) if needed else None
+        if place is not None:
+            raise UserError(
+                f"ckpt_path: {place} is an object, which cannot be read without running code that the file names. If "
+                "you trust the checkpoint, give trainer.fit(…, weights_only=False), at the command line "
+                "--weights_only false."
+            )
 
 
 def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +265,11 @@ def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
         UserError: the checkpoint is no federated run's.
     """
     held: dict[str, Any] | None = checkpoint.get(KEY)
+    if held is not None and held.get("version", VERSION) > VERSION:
+        raise UserError(
+            f"ckpt_path: the checkpoint has version {held['version']} of the format, and this fl-lightning "
+            f"reads up to {VERSION}. Resume with the newer fl-lightning that wrote it."
+        )
     if held is None:
         raise UserError(
             "ckpt_path: the checkpoint was not written by a federated run, so it cannot be resumed. To start from its "
@@ -243,29 +278,56 @@ def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return held
 
 
-def check_weights(learner: Any, weights: dict[str, Tensor]) -> None:
-    """Refuse weights that belong to a model other than the learner.
+def check_vector(held: Any, own: Tensor) -> None:
+    """Refuse a global vector that cannot be the run's."""
+    if not isinstance(held, Tensor) or held.shape != own.shape or _kind(held) != _kind(own) or not all_finite(held):
+        raise UserError(
+            "ckpt_path: the checkpoint is damaged: the server's model in it is not a finite vector of "
+            f"{own.numel()} numbers of {own.dtype}. Take another checkpoint, or start anew."
+        )
+
+
+def check_weights(learner: Any, weights: Any) -> None:
+    """Refuse weights of another model than the learner, and damaged ones.
 
     Raises:
-        UserError: with the first that is missing, of another shape, or unknown.
+        UserError: with the first that is missing, unknown, of another shape or kind of number, or not finite.
     """
     own = learner.state_dict()
-    missing = [k for k in own if k not in weights]
-    other = [k for k in weights if k not in own]
-    shapes = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    if not (missing or other or shapes):
-        return
-    what = (
-        f"{shapes[0]} has shape {tuple(weights[shapes[0]].shape)} there and {tuple(own[shapes[0]].shape)} here"
-        if shapes
-        else f"it lacks {missing[0]}"
-        if missing
-        else f"it has {other[0]}, which the learner has not"
-    )
-    raise UserError(
-        f"ckpt_path: the checkpoint is of another model than {type(learner).__name__}: {what}. Use the learner "
-        "(class and sizes) that the run was started with; its config.yaml has it."
-    )
+    strict = learner.strict_loading
+    if why := _differs(own, weights, strict):
+        raise UserError(
+            f"ckpt_path: the checkpoint is of another model than {type(learner).__name__}: {why}. Use the learner "
+            "(class and sizes) that the run was started with; its config.yaml has it."
+        )
+    for name, _ in learner.named_parameters():
+        if name in weights and all_finite(own[name]) and not all_finite(weights[name]):
+            raise UserError(
+                f"ckpt_path: the checkpoint is damaged: the weights {name} hold values that are not finite, which no "
+                "run saves. Take another checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
+            )
+
+
+def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
+    """How weights by name differ from the learner's own in names, shapes and kinds of numbers; empty: not."""
+    if not isinstance(weights, dict):
+        return f"its state_dict is a {type(weights).__name__}"
+    for name, tensor in weights.items():
+        if name not in own:
+            if strict:
+                return f"it has {name}, which the learner has not"
+        elif not isinstance(tensor, Tensor) or not isinstance(own[name], Tensor):
+            if type(tensor) is not type(own[name]):
+                return f"{name} is a {type(tensor).__name__} there and a {type(own[name]).__name__} here"
+        elif own[name].shape != tensor.shape:
+            return f"{name} has shape {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
+        elif _kind(own[name]) != _kind(tensor):
+            return f"{name} holds {tensor.dtype} there and {own[name].dtype} here"
+    return next((f"it lacks {name}" for name in own if strict and name not in weights), "")
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:

@@ -117,15 +117,6 @@ class LearnerHooks(pl.LightningModule):
     def _put(self, name: str, function: Callable[..., Any]) -> None:
         object.__setattr__(self, name, types.MethodType(function, self))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has learner, weights and settings, and a run of its own, which has not begun."""
-        return {name: value for name, value in super().__getstate__().items() if name != "run"}
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
-        self.run = FederatedRun(self.settings, self.global_model)
-        self.adopt(self.learner)
-
     def clients_optimizer(self) -> Any:
         """The learner's ``self.optimizers()`` between rounds: the clients', at the present round's rates."""
         optimizer = self.run.clients_now(self.current_epoch)
@@ -137,6 +128,16 @@ class LearnerHooks(pl.LightningModule):
         if optimizer is None or self.run.schedule is None:
             return None
         return ShownScheduler(self.run.schedule, optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle keeps: the learner is the model's copy, hooks are taken from it anew."""
+        kept = {**super().__getstate__(), "_modules": {k: v for k, v in self._modules.items() if k != "learner"}}
+        return {name: value for name, value in kept.items() if name not in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN)}
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
+        self.learner = self.global_model.learner
+        self.adopt(self.learner)
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer, and log here what they log in evaluation."""

@@ -15,6 +15,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import Row, read_rows
+from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
 
 
@@ -70,6 +71,7 @@ class MetricsCSV(Logger):
             self._round, self._row = step, {"round": str(step)}
         self._row.update(values)
         line = self._line(self._row, columns)
+        lock.check(self.path)
         try:
             with open(self.path, "r+b") as file:
                 file.seek(self._start)
@@ -83,7 +85,7 @@ class MetricsCSV(Logger):
         """Keep only what was logged before ``round``."""
         if not self.path.exists():
             return
-        columns, rows = self._read()
+        columns, rows = read_rows(self.path, before=round)
         rows = [row for row in rows if int(row["round"]) < round]
         self._rewrite([c for c in columns if c == "round" or any(row.get(c) for row in rows)], rows)
 

@@ -17,30 +17,40 @@ Row = dict[str, str]
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def read_rows(path: Path, complete: bool = False) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line that was cut short.
+def read_rows(path: Path, complete: bool = False, before: int | None = None) -> tuple[list[str], list[Row]]:
+    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line torn by a kill.
 
     Args:
         path: the file.
         complete: the run ended by itself, so the last line is whole even where no line break follows it.
+        before: only rounds before this one are needed; nothing that follows them is looked at.
 
     Raises:
         UserError: it is missing or no such file.
     """
     try:
-        text = path.read_bytes().decode()
+        content = path.read_bytes()
+        content[: content.find(b"\n")].decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
+    text = content.decode(errors="replace").replace("\0", "\ufffd")  # what a crash of the machine leaves
     text = text if complete else text[: text.rfind("\n") + 1]
     lines = list(csv.reader(io.StringIO(text, newline="")))
     columns, rows = (lines[0], lines[1:]) if lines else (["round"], [])
+    whole: list[Row] = []
     for number, row in enumerate(rows, start=2):
-        if columns[0] != "round" or len(row) != len(columns) or not row[0].isdecimal():
+        if columns[0] == "round" and len(row) == len(columns) and row[0].isdecimal():
+            whole.append(dict(zip(columns, row, strict=True)))
+            continue
+        needed = before is None or (before > 0 and (not whole or int(whole[-1]["round"]) < before - 1))
+        torn = not complete and number == len(rows) + 1
+        if columns[0] != "round" or (needed and not torn):
             raise UserError(
                 f"{path}, line {number}: not a row of metrics (a round, then {len(columns) - 1} values). "
                 "Mend or remove the file."
             )
-    return columns, [dict(zip(columns, row, strict=True)) for row in rows]
+        break
+    return columns, whole
 
 
 class Metrics(Mapping[str, Column]):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks
+from fl_lightning import checkpoint, checks, facts
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
 from fl_lightning.learner import Layout
@@ -175,7 +175,7 @@ class FederatedModule(LearnerHooks):
 
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
-        return self.global_model.export(path)
+        return self.global_model.export(path, self._trainer)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -192,6 +192,7 @@ class FederatedModule(LearnerHooks):
             checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
             self.run.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
             use_atomic_checkpoints(trainer)
+            self.run.claim(trainer, begins=False)
         self.connect_learner()
         self.learner.setup(stage)
 
@@ -206,6 +207,7 @@ class FederatedModule(LearnerHooks):
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
         self.global_model.build()
+        checkpoint.check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
         checkpoint.check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
@@ -224,7 +226,9 @@ class FederatedModule(LearnerHooks):
         self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
 
     def on_train_start(self) -> None:
+        self.run.claim(self.trainer, begins=True)
         self.run.start(self.current_epoch)
+        facts.log_to(self.trainer.loggers, facts.of_run(self, self.trainer))
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_timeout: timedelta | None = None
+
+
+def default_timeout() -> timedelta:
+    """How long a process waits for another where nobody says."""
+    return timedelta(minutes=30)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """From here on no process waits longer for another."""
+    global _timeout
+    _timeout = timeout
+    c10d: Any = dist.distributed_c10d
+    setter = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
+    setter(timeout)
+
+
+def timeout() -> timedelta:
+    """How long a process waits for another at present."""
+    return _timeout or default_timeout()
 
 
 def world_size() -> int:

@@ -65,7 +65,7 @@ class Run:
     @property
     def _checkpoint_path(self) -> Path:
         paths = [self.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt")]
-        return next((path for path in paths if path.exists()), paths[0])
+        return next((path for path in paths if path.is_file()), paths[0])
 
     @cached_property
     def _store(self) -> ClientStore:

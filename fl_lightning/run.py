@@ -31,6 +31,7 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.schedules import decay_factor, decay_text
 from fl_lightning.settings import Settings
+from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.store import ClientStore
@@ -55,6 +56,7 @@ class FederatedRun:
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
         self.disk: RowsOnDisk | None = None
+        self.lock: RunLock | None = None
         self.notes: list[str] = []
         self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self._server_rates: list[float] = []
@@ -62,6 +64,15 @@ class FederatedRun:
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
         self._modes: list[tuple[nn.Module, bool]] = []  # while training, of the module and its parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: settings, model and state; no Trainer, engine or thread."""
+        names = ("settings", "model", "state", "notes", "_drawn_seed")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["settings"], state["model"])  # type: ignore[misc]  # a new object
+        vars(self).update(state)
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -171,7 +182,7 @@ class FederatedRun:
         setting = setting_of(trainer, settings, model, *clients, work, cohort, participants, own)
         setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
-        self.close()
+        self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
         model.written = self.plan.written
         if before is not None and before.engine != self.plan.engine:
@@ -232,7 +243,8 @@ class FederatedRun:
         return None if loss is None else {"loss": torch.tensor(loss)}
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
-        """Add what the run needs, besides Lightning's own, to a checkpoint; before training, nothing."""
+        """Add what the run needs, besides Lightning's own, to a checkpoint; before training, no state."""
+        checkpoint.with_hyper_parameters(saved, self.model)
         if self.loop is None or self.plan is None:
             return
         if trainer.interrupted and trainer.world_size > 1:
@@ -246,7 +258,6 @@ class FederatedRun:
             self.identity(trainer), self.state, self.model, named, self.plan, self.disk
         )
         checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
-        checkpoint.plain_hyper_parameters(saved, self.model.hyper_parameters())
         for logger in trainer.loggers:
             logger.save()
 
@@ -256,9 +267,31 @@ class FederatedRun:
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=t)
 
+    def claim(self, trainer: Any, begins: bool) -> None:
+        """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make it, to write there.
+
+        Raises:
+            UserError: another process writes there.
+        """
+        if trainer.checkpoint_callbacks and not any(hasattr(c, "claims_folder") for c in trainer.callbacks):
+            folder = RowsOnDisk.of(trainer).folder.parent
+            if begins:
+                folder.mkdir(parents=True, exist_ok=True)
+            if self.lock is None and folder.is_dir():
+                self.lock = held_by_all(folder, trainer)
+            if begins and self.lock is not None:
+                self.lock.use()
+
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release what the engine holds, and the folder."""
         self._modes = []
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+        self.close_engine()
+
+    def close_engine(self) -> None:
+        """Release what the engine holds."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None

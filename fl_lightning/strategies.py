@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from fl_lightning.errors import UserError
+from fl_lightning.processes import default_timeout, set_timeout
+
+_MARGIN = timedelta(minutes=10)  # beyond the longest round
+_ANSWER, _ANSWER_CLOSED = 10.0, 2.0  # seconds for the others to say that they are there; after a closed connection
+_BROKEN = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl", "broken pipe")
 
 
 class FederatedStrategy(DDPStrategy):
     """``Trainer(strategy="federated", devices=2)``: launchers, torchrun, SLURM and backends are Lightning's own.
 
-    The module is not wrapped in DistributedDataParallel: a client's gradients stay with that client, and the round
-    itself sums over processes, in a fixed order.
+    The module is not wrapped in DistributedDataParallel: clients' gradients stay with the client; what is summed over
+    processes is summed by the round, in a fixed order.
+
+    Args:
+        *args, **kwargs: of Lightning's DDPStrategy.
+        timeout: how long a process waits for another before the run ends, a timedelta or seconds. None: ten minutes
+            beyond the longest round so far; half an hour until one is over.
     """
 
     strategy_name = "federated"
+
+    def __init__(self, *args: Any, timeout: timedelta | float | None = None, **kwargs: Any) -> None:
+        if timeout is not None and not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=timeout)
+        if timeout is not None and timeout <= timedelta(0):
+            raise UserError(f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0.")
+        super().__init__(*args, **{**kwargs, "timeout": timeout or default_timeout()})
+        self.given_timeout = timeout
+        self._longest = 0.0
+        self._began: float | None = None  # the present round
+        self._who: list[str] = []  # each rank's process and host
+        self._lost: tuple[str, BaseException] | None = None
 
     def configure_ddp(self) -> None:
         assert self.model is not None
@@ -25,6 +56,79 @@ class FederatedStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Lightning splits no loader: every process reads the round's token, and evaluation splits its own data."""
         return {"num_replicas": 1, "rank": 0}
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        self._began, self._longest = None, 0.0
+        assert self._timeout is not None
+        set_timeout(self._timeout)
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"fl/who/{self.global_rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        self._who = [store.get(f"fl/who/{rank}").decode() for rank in range(self.world_size)]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One round; the time since the last one began says how long the others may take."""
+        now = time.monotonic()
+        if self._began is not None and self.given_timeout is None and now - self._began > self._longest:
+            self._longest = now - self._began
+            self._timeout = timedelta(seconds=self._longest) + _MARGIN
+            set_timeout(self._timeout)
+        self._began = now
+        return super().training_step(*args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        text = str(exception).lower()
+        if isinstance(exception, RuntimeError) and any(word in text for word in _BROKEN) and self._who:
+            closed = "closed" in text or "reset" in text
+            self._lost = self._paragraph(self._silent(_ANSWER_CLOSED if closed else _ANSWER)), exception
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._lost is not None:
+            (text, cause), self._lost = self._lost, None
+            kill = getattr(self.launcher, "kill", None)
+            if kill is not None:  # processes that this one started: without it they can do nothing
+                kill(signal.SIGKILL)
+            raise UserError(text) from cause
+
+    def _silent(self, seconds: float) -> list[int]:
+        """The ranks that do not say, within a few seconds, that they are there."""
+        others = [rank for rank in range(self.world_size) if rank != self.global_rank]
+        silent, deadline = set(others), time.monotonic() + seconds
+
+        def ask() -> None:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"fl/there/{self.global_rank}", "")
+            for rank in others:
+                left = max(deadline - time.monotonic(), 0.1)
+                try:
+                    store.wait([f"fl/there/{rank}"], timedelta(seconds=left))
+                    silent.discard(rank)
+                except RuntimeError as error:
+                    if "timeout" not in str(error).lower():
+                        return  # the store is gone, with the process that has it
+
+        asking = threading.Thread(target=ask, daemon=True)  # a stopped process that has the store answers nothing
+        asking.start()
+        asking.join(seconds + 2)
+        known = sorted(silent)
+        return known[:1] if asking.is_alive() or len(known) == len(others) else known
+
+    def _paragraph(self, lost: list[int]) -> str:
+        named = " and ".join(f"rank {rank} ({self._who[rank]})" for rank in lost)
+        own = f"rank {self.global_rank} ({self._who[self.global_rank]})"
+        assert self._timeout is not None
+        what = (
+            f"{named} does not answer, so {own} ends the run: it was stopped or has ended, or its machine is lost"
+            if lost
+            else f"{own} lost the other processes, which ended the run: it was stopped, or too slow"
+        )
+        return (
+            f"{what}. The run goes on from its last checkpoint, on any number of processes: --ckpt_path last. Where a "
+            f"process only needs longer than {self._timeout.total_seconds():g} s, give FederatedStrategy(timeout=…) "
+            "more seconds, --trainer.strategy.timeout at the command line."
+        )
 
 
 StrategyRegistry.register(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.errors import UserError
 from fl_lightning.loggers import MetricsCSV
+from fl_lightning.metrics import read_rows
 
 torch.set_num_threads(1)
 
@@ -97,12 +98,36 @@ def test_resume_without_a_file_or_at_its_first_line_is_quiet(tmp_path: Path) -> 
 
 
 def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("round,x\n0,1,2\n")
+    (tmp_path / "metrics.csv").write_text("round,x\n0,1,2\n1,3\n")
     with pytest.raises(UserError, match=r"metrics.csv, line 2"):
         MetricsCSV(tmp_path).resume(1)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"Cannot write .*file"):
         MetricsCSV(tmp_path / "file").log_metrics({"x": 1.0}, 0)
+
+
+TORN = [b"3,0.", b"3\n", b"3,0.1,7,8,9\n", b"\0\0\0\0,0.3\n", b"3,0.1,\xff\xfe", b'"3,0.\n', b"\n", b"3,0.1,4\xc3\n"]
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_torn_last_line_never_blocks_a_resume(tmp_path: Path, torn: bytes) -> None:
+    rounds(MetricsCSV(tmp_path), 0, 3)
+    whole = text(tmp_path)
+    (tmp_path / "metrics.csv").write_bytes(whole.encode() + torn)
+    assert read_rows(tmp_path / "metrics.csv")[1][-1]["round"] == "2"
+    MetricsCSV(tmp_path).resume(3)
+    assert text(tmp_path) == whole
+
+
+def test_what_two_runs_left_after_the_rounds_that_are_needed_is_dropped(tmp_path: Path) -> None:
+    rounds(MetricsCSV(tmp_path), 0, 3)
+    whole = text(tmp_path)
+    (tmp_path / "metrics.csv").write_text(whole + "3,0.1\n,,4,0.3,5,\n4,0.1,0.2\n")
+    MetricsCSV(tmp_path).resume(3)
+    assert text(tmp_path) == whole
+    (tmp_path / "metrics.csv").write_text(whole + "3,0.1\n,,4,0.3,5,\n4,0.1,0.2\n")
+    with pytest.raises(UserError, match="line 5"):
+        MetricsCSV(tmp_path).resume(4)
 
 
 KILLED = """

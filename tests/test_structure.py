@@ -16,13 +16,14 @@ LONGEST = 350
 LAYERS = """
 errors
 configs processes devices sampling schedules strategies metrics storage
-optim checks learner settings state loggers
+optim checks learner settings state loggers facts
 round rounds
 callback
 methods
 engines aggregation
-learner_hooks loop checkpoint
+loop checkpoint
 run
+learner_hooks
 module
 models datamodules callbacks
 contracts

@@ -23,6 +23,7 @@ import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.compose import Command, class_name, is_file, plain_yaml
+from fl_lightning.cli.learner_config import learner_config
 from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.cli.parsing_errors import one_paragraph, why_not_built
@@ -139,6 +140,12 @@ class FederatedCLI(LightningCLI):
             help="Checkpoint to start from. last: go on where the run's folder stopped, or start it.",
         )
         parser.add_argument(
+            "--weights_only",
+            type=bool | None,
+            default=None,
+            help="false: read objects in the checkpoint too, which can run any code: for files you trust.",
+        )
+        parser.add_argument(
             "--monitor",
             type=str | None,
             default=None,
@@ -229,17 +236,18 @@ class FederatedCLI(LightningCLI):
             return
         self.model = self.config_init.model
         learner = yaml.safe_load(self._config_text())["model"]["learner"]
-        self.model.model.config = {  # what load_from_checkpoint needs to build the learner and what is in it
-            "_instantiator": "pytorch_lightning.cli.instantiate_module",
-            **({"_class_path": learner["class_path"]} if "dict_kwargs" in learner else {}),
-            **learner.get("init_args", {}),
-            **learner.get("dict_kwargs", {}),
-        }
+        of_learner = learner_config(learner, self.config.model.learner, type(self.model.learner))
+        self.model.global_model.config = of_learner
         self.trainer = self._trainer()
+
+    def starts_from(self) -> dict[str, Any]:
+        """The checkpoint to start from and how it is read, as arguments of the Trainer's fit, test, …"""
+        return {"ckpt_path": self.checkpoint, "weights_only": self.config.weights_only}
 
     def _config_text(self) -> str:
         saved = self.config.clone()
         saved.pop("config", None)
+        saved.pop("weights_only", None)
         saved.ckpt_path = None
         _name_enums(saved)
         return str(self.parser.dump(saved, skip_none=False, skip_validation=True))

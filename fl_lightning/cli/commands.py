@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
+from fl_lightning.checkpoint import KEY
 from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
@@ -26,6 +27,11 @@ _NOISE = (
     "No seed found.*",
     ".*callbacks used to create.*",  # testing needs no RunCheckpoint
 )
+
+_OF_A_RUN = (
+    "epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers", "MixedPrecision",
+    "datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type",
+)  # fmt: skip
 
 
 def _partition(cli: FederatedCLI) -> None:
@@ -43,7 +49,7 @@ def _partition(cli: FederatedCLI) -> None:
 def _predict(cli: FederatedCLI) -> None:
     path = Path(cli.prepared.output or cli.folder / "predictions.pt")
     check_writable(path.parent)
-    predictions = cli.trainer.predict(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+    predictions = cli.trainer.predict(cli.model, cli.datamodule, **cli.starts_from())
     with written_aside(path) as file:
         torch.save(predictions, file)
     print(f"→ {path}")
@@ -54,19 +60,18 @@ def _export(cli: FederatedCLI) -> None:
         raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
     path = Path(cli.prepared.output or cli.folder / "model.pt")
     check_writable(path.parent)
-    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint)
+    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=cli.config.weights_only)
     cli.model.learner.configure_model()
     cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
-    kept = ("state_dict", "hyper_parameters", "pytorch-lightning_version")
-    with written_aside(path) as file:
-        torch.save({key: checkpoint[key] for key in kept if key in checkpoint}, file)
+    of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)  # the rest is the learner's: on_save_checkpoint ran
+    AtomicCheckpointIO().save_checkpoint({k: v for k, v in checkpoint.items() if k not in of_run}, path)
     print(f"→ {path}")
 
 
 def _fit(cli: FederatedCLI) -> None:
     trainer = cli.trainer
     try:
-        trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+        trainer.fit(cli.model, cli.datamodule, **cli.starts_from())
     except MisconfigurationException as error:
         if "You restored a checkpoint with current_epoch" not in str(error):
             raise
@@ -89,7 +94,7 @@ def _execute(cli: FederatedCLI) -> int:
     elif cli.command == "export":
         _export(cli)
     else:
-        getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, ckpt_path=cli.checkpoint)
+        getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, **cli.starts_from())
     return 0 if cli.stop.received is None else 128 + cli.stop.received
 
 

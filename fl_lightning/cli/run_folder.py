@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_only
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.module import FederatedModule
+from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.lock import RunLock, held_by_all
 
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
@@ -38,8 +43,12 @@ def next_free(stem: str) -> Path:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of the run in ``folder``: last.ckpt, best.ckpt, then others, newest first."""
     order = {"last.ckpt": 0, "best.ckpt": 1}
-    found = [path for path in (folder / "checkpoints").glob("*.ckpt") if path.is_file()]
-    return sorted(found, key=lambda path: (order.get(path.name, 2), -path.stat().st_mtime))
+    times: dict[Path, float] = {}
+    for path in (folder / "checkpoints").glob("*.ckpt"):
+        with suppress(OSError):  # a link to nothing, or one that was just removed
+            if stat.S_ISREG((status := path.stat()).st_mode):
+                times[path] = status.st_mtime
+    return sorted(times, key=lambda path: (order.get(path.name, 2), -times[path]))
 
 
 def holds_run(folder: Path) -> bool:
@@ -87,6 +96,16 @@ class _Events(TensorBoardLogger):
     def save(self) -> None:
         self.experiment.flush()
 
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1."""
+        from torch.utils.tensorboard import summary as tensorboard
+
+        hparams: Any = tensorboard.hparams  # which torch does not type
+        writer = self.experiment._get_file_writer()
+        for summary in hparams(dict(params), dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)):
+            writer.add_summary(summary, step)
+
 
 class RunFolder(pl.Callback):
     """Claims the run's folder once everything else is known to work, and puts config and loggers there.
@@ -101,14 +120,35 @@ class RunFolder(pl.Callback):
         tensorboard: whether to write TensorBoard events.
     """
 
+    claims_folder = True  # so the module does not
+
     def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
         self.folder, self.stem, self.config, self.tensorboard = folder, stem, config, tensorboard
         self._written = False
+        self._lock: RunLock | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.stem is None and self.folder.is_dir():  # before the checkpoint in it is read
+            self._lock = held_by_all(self.folder, trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._lock is not None and not self._lock.used:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, FederatedModule)
         folder: Path | str = self._claim() if trainer.is_global_zero else ""
         self.folder = Path(trainer.strategy.broadcast(str(folder)))
+        self._lock = self._lock or held_by_all(self.folder, trainer)
+        self._lock.use()
         vars(trainer)["_default_root_dir"] = str(self.folder)  # for everyone who asks from now on
         first_round = trainer.current_epoch
         if trainer.is_global_zero and (first_round == 0 or not (self.folder / "config.yaml").exists()):
@@ -223,6 +263,7 @@ class RunCheckpoint(Checkpoint):
         last, best, aside = (self.folder / name for name in ("last.ckpt", "best.ckpt", ".best.ckpt.tmp"))
         if not trainer.is_global_zero or not last.exists():
             return
+        lock.check(best)
         aside.unlink(missing_ok=True)
         try:
             os.link(last, aside)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fl_lightning.learner import (
     tie,
     trainable,
 )
-from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO, is_plain
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 
 class GlobalModel:
@@ -111,30 +112,77 @@ class GlobalModel:
         self.evaluate_at(evaluated)
         self.set_buffers(buffers)
 
-    def hyper_parameters(self) -> dict[str, Any]:
-        """What ``load_from_checkpoint`` passes to the learner's class, as far as it is plain data."""
-        return dict(self.config) or {k: v for k, v in dict(self.learner.hparams).items() if is_plain(v)}
+    def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
+        """What ``load_from_checkpoint`` gives to the learner's class, under Lightning's keys of a checkpoint."""
+        learner = self.learner if learner is None else learner
+        if self.config:
+            return {"hyper_parameters": dict(self.config)}
+        hparams = learner.hparams
+        kept = {"hyper_parameters": dict(hparams)} if isinstance(hparams, dict) else _of_omegaconf(hparams)
+        name = getattr(learner, "_hparams_name", None)
+        return kept if name is None else {"hparams_name": name, **kept}
 
-    def export(self, path: str | Path | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; ``path``: also write it, as a checkpoint."""
-        attached = [(part, part._trainer) for part in lightning_modules(self.learner)]
-        try:
-            for part, _ in attached:
-                part._trainer = None
-            learner = copy.deepcopy(self.learner)
-        finally:
-            for part, trainer in attached:
-                part._trainer = trainer
-        for part in lightning_modules(learner):
-            for name in SHIMS:
-                part.__dict__.pop(name, None)
+    def export(self, path: str | Path | None = None, trainer: Any = None) -> Any:
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint.
+
+        Args:
+            trainer: what the learner's ``on_save_checkpoint`` finds as its own.
+        """
+        learner = self.copied_learner()
         tie(
             [p for _, p in trainable(learner)],
             [v.clone() for v in self.layout.views(self.evaluated.detach())],
         )
         if path is not None:
-            weights = {"state_dict": learner.state_dict(), "hyper_parameters": self.hyper_parameters()}
-            AtomicCheckpointIO().save_checkpoint(
-                {**weights, "pytorch-lightning_version": version("pytorch-lightning")}, path
-            )
+            done = {} if trainer is None else {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+            saved = {
+                **done,
+                "pytorch-lightning_version": version("pytorch-lightning"),
+                "state_dict": learner.state_dict(),
+                **self.hyper_parameters(learner),
+            }
+            with _attached(learner, trainer):
+                learner.on_save_checkpoint(saved)
+            AtomicCheckpointIO().save_checkpoint(saved, path)
         return learner
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's learner, w and what is evaluated, each in memory of its own."""
+        vectors = {"w": self._w, "evaluated": self._evaluated}
+        return {
+            "learner": self.copied_learner(),
+            "config": self.config,
+            **{name: None if vector is None else vector.detach().clone() for name, vector in vectors.items()},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["learner"])  # type: ignore[misc]  # a new object
+        self.config = state["config"]
+        if state["w"] is not None:
+            self.move_to(state["w"], state["evaluated"], {})
+
+    def copied_learner(self) -> Any:
+        """A copy that knows no Trainer and shares no memory."""
+        with _attached(self.learner, None):
+            learner = copy.deepcopy(self.learner)
+        for part in lightning_modules(learner):
+            for name in SHIMS:
+                part.__dict__.pop(name, None)
+        return learner
+
+
+@contextmanager
+def _attached(learner: Any, trainer: Any) -> Iterator[None]:
+    """The learner and the LightningModules in it have this Trainer for a while."""
+    before = [(part, part._trainer) for part in lightning_modules(learner)]
+    for part, _ in before:
+        part._trainer = trainer
+    try:
+        yield
+    finally:
+        for part, own in before:
+            part._trainer = own
+
+
+def _of_omegaconf(container: Any) -> dict[str, Any]:
+    return {"hyper_parameters": container, "hparams_type": type(container)}

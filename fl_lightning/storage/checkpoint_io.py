@@ -6,21 +6,21 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from decimal import Decimal
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.utilities import rank_zero_warn
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
+from fl_lightning.storage.apart import CannotPickle, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
+
+HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -30,20 +30,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     fsync; its reader loads flipped bits silently.
     """
 
+    _told = False
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write ``checkpoint``.
+        """Write ``checkpoint``, with what is no plain data apart (:mod:`fl_lightning.storage.apart`).
 
-        Raises:
-            UserError: the folder cannot be written to, or the checkpoint could not be read back.
+        Raises UserError where the folder cannot be written, or something cannot be pickled.
         """
         target = Path(path)
-        if where := _not_plain(checkpoint):
-            raise UserError(
-                f"The checkpoint {target} would not load again: {where}, and only plain data is read back. Save "
-                "tensors, numbers, text, lists and dicts (a NumPy scalar as float(value))."
-            )
+        lock.check(target)
+        checkpoint = self._all_readable(checkpoint)
         with suppress(OSError):
             for stale in target.parent.glob(".*.ckpt.tmp"):  # of a process that was killed while it wrote
                 stale.unlink()
@@ -56,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint, loaded with ``weights_only=True`` whatever is asked for.
+        """The checkpoint; what lies apart in it stays bytes, unless ``weights_only=False`` is asked for.
 
         Raises:
             UserError: the file is missing, damaged (each of its checksums is verified) or not a Lightning checkpoint of
@@ -67,7 +65,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, "it does not exist" if not source.exists() else "it is not a file")
         try:
             _verify(source)
-            checkpoint = torch.load(source, map_location=map_location, weights_only=True)
+            if weights_only is False:
+                checkpoint = torch.load(source, map_location=map_location, weights_only=False)
+            else:
+                checkpoint = read_plain(source, map_location=map_location)
         except pickle.UnpicklingError as error:
             reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
             raise _error(source, f"it holds more than plain data: {reason.strip()[:160]}") from error
@@ -79,15 +80,40 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
         return checkpoint
 
+    def _all_readable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        moved: list[str] = []
+        parts: dict[str, Any] = {}
+        for key, part in checkpoint.items():
+            try:
+                if key in HYPER_PARAMETERS:  # restored by load_from_checkpoint alone, so a run needs none of them
+                    parts[key] = _hyper_parameters(key, part)
+                else:
+                    parts[key] = set_apart(part, f"checkpoint[{key!r}]", moved)
+            except CannotPickle as error:
+                raise UserError(
+                    f"The checkpoint cannot be written: {error}. Keep it out of what on_save_checkpoint and state_dict "
+                    "give."
+                ) from error
+        if moved and not self._told:
+            self._told = True
+            rank_zero_warn(
+                f"{moved[0]}, which cannot be read without running code that the file names: where it has to be "
+                "restored, give trainer.fit(…, weights_only=False), at the command line --weights_only false. Tensors, "
+                "numbers, text, lists and dicts need no such trust (a NumPy scalar as float(value))."
+            )
+        return parts
 
-def _not_plain(value: Any, where: str = "checkpoint") -> str:
-    """Where something lies that ``weights_only=True`` refuses, and its type; empty if nowhere."""
-    if isinstance(value, dict):
-        return next(filter(None, (_not_plain(v, f"{where}[{k!r}]") for k, v in value.items())), "")
-    if type(value) in (list, tuple, set):
-        return next(filter(None, (_not_plain(v, f"{where}[{i}]") for i, v in enumerate(value))), "")
-    refused = (np.ndarray, np.generic, Path, range, slice, Enum, deque, frozenset, Decimal, timedelta)
-    return f"{where} is a {type(value).__name__}" if isinstance(value, refused) else ""
+
+def _hyper_parameters(key: str, given: Any) -> Any:
+    if not isinstance(given, dict):
+        return set_apart(given, f"checkpoint[{key!r}]", [])
+    kept: dict[Any, Any] = {}
+    for name, value in given.items():
+        try:
+            kept[name] = set_apart(value, f"the hyper-parameter {name!r}", [])
+        except CannotPickle as error:
+            rank_zero_warn(f"{error}: checkpoints lack it, so load_from_checkpoint has to be given it")
+    return kept
 
 
 def _verify(path: Path) -> None:
@@ -112,15 +138,6 @@ def _error(path: Path, what: str) -> UserError:
     )
     way_out = f"Another one is there: --ckpt_path {others[0]}." if others else "No other lies beside it."
     return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
-
-
-def is_plain(value: object) -> bool:
-    """Whether ``torch.load(weights_only=True)`` can read a hyper-parameter back."""
-    if isinstance(value, (list, tuple)):
-        return all(is_plain(v) for v in value)
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def use_atomic_checkpoints(trainer: Any) -> None:

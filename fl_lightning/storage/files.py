@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
 
 
 @contextmanager
@@ -18,19 +19,24 @@ def written_aside(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     What a killed process leaves behind is ``.<name>.tmp``, which the next write of the same name replaces.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder cannot be written to, or has become another process's.
     """
+    lock.check(path)
     aside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        aside.unlink(missing_ok=True)  # a frozen process may have it open, and would go on writing into ours
         with open(aside, "wb") as file:
             yield file
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+        lock.check(path)
         os.replace(aside, path)
         if durable:
             _sync_folder(path.parent)
+    except lock.TakenUp:  # what lies aside may be the other's by now
+        raise
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()

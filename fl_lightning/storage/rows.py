@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fl_lightning.processes import timeout
 from fl_lightning.storage.store import ClientStore
 
 Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
@@ -21,6 +22,10 @@ class ClientRows:
         self.store, self.rank, self.world = store, rank, world
         self._fetched: Rows = {}
         self._group: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is outside of any round and any group of processes."""
+        return {**vars(self), "_fetched": {}, "_group": None}
 
     def read(self, key: str, client: int) -> Tensor | None:
         """A committed row, or None; during a round, only for clients that this process trains or owns."""
@@ -65,7 +70,7 @@ class ClientRows:
 
     def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timeout())
         blobs = [_pack(rows) for rows in outgoing]
         sizes = torch.tensor([len(b) for b in blobs])
         table = [torch.empty_like(sizes) for _ in range(self.world)]
@@ -83,7 +88,7 @@ class ClientRows:
                 jobs.append(dist.irecv(incoming[other], other, group=self._group))
         for job in jobs:
             if job is not None:
-                job.wait()
+                job.wait(timeout())
         return [_unpack(incoming[other]) for other in sorted(incoming)]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage import segments
+from fl_lightning.storage import lock, segments
 from fl_lightning.storage.segments import RANKS, Index, merge_indices, segment_name, segment_number
 
 __all__ = ["ClientStore", "Index", "merge_indices"]
@@ -65,6 +65,26 @@ class ClientStore:
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: the rows in memory and of the temporary folder, and where the others lie."""
+        with self._lock:
+            spilled = np.asarray(sorted(self._spilled), dtype=np.int64)
+            rows, placed = dict(self._dirty), {}
+            for name, (clients, where) in self._where.items():
+                aside = np.isin(where, spilled)
+                placed[name] = clients[~aside], where[~aside]
+                for key in ((name, int(client)) for client in clients[aside]):
+                    if key not in rows and (row := self.read(*key)) is not None:
+                        rows[key] = row
+            own = {"budget_bytes": self.budget_bytes, "rank": self.rank, "world_size": self.world_size}
+            return {**own, "rows": rows, "placed": placed, "home": self._home, "number": self._number}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["budget_bytes"], state["rank"], state["world_size"])  # type: ignore[misc]  # a new object
+        self._dirty, self._where = state["rows"], {name: of for name, of in state["placed"].items() if len(of[0])}
+        self._dirty_bytes = sum(row.nbytes for row in self._dirty.values())
+        self._home, self._number = state["home"], state["number"]
 
     def read(self, name: str, client: int) -> Tensor | None:
         """The client's row on the CPU, not to be changed; None where it has none.
@@ -197,6 +217,7 @@ class ClientStore:
         nothing, and does not look at ``keep``, until one in 32 is new, so that the cost of a checkpoint does not
         grow with their number.
         """
+        lock.check(Path(folder))
         with self._lock:
             if self._collected is not None:
                 then, newest, present = self._collected

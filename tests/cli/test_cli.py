@@ -174,7 +174,7 @@ def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Cli:
 
 def test_folder(finished: Cli) -> None:
     run = finished.folder / "runs/digits-fedinit-1"
-    names = {path.name.split(".")[0] for path in run.iterdir()}
+    names = {path.name.split(".")[0] for path in run.iterdir() if path.name != ".lock"}
     assert names == {"config", "checkpoints", "state", "metrics", "partition", "events", "card", "run"}
     assert [row["round"] for row in rows(run)] == ["0", "1", "2", "3"]
     accuracies = [float(row["val/acc"]) for row in rows(run)]

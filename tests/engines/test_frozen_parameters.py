@@ -108,7 +108,7 @@ def test_a_frozen_backbone_that_nobody_writes_is_never_copied() -> None:
     module = federated(Backboned(), engine="concurrent", workers=2)
     module.learner.on_train_epoch_start = keep
     trainer(1).fit(module, blobs())
-    assert seen == [module.learner.backbone.weight.data_ptr()] * 2 and not module.model.written
+    assert seen == [module.learner.backbone.weight.data_ptr()] * 2 and not module.global_model.written
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "auto"])

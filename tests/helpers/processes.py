@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 
-def launched(target: Callable[..., None], world: int, *arguments: Any) -> list[int]:
-    """``target(*arguments, rank, world)`` in each of ``world`` processes, as a launcher starts them; their statuses."""
+def started(target: Callable[..., None], world: int, *arguments: Any) -> list[Any]:
+    """``target(*arguments, rank, world)`` in each of ``world`` processes, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -22,6 +22,12 @@ def launched(target: Callable[..., None], world: int, *arguments: Any) -> list[i
     ]
     for child in children:
         child.start()
+    return children
+
+
+def launched(target: Callable[..., None], world: int, *arguments: Any) -> list[int]:
+    """The statuses of :func:`started` processes."""
+    children = started(target, world, *arguments)
     for child in children:
         child.join(120)
     return [child.exitcode or 0 for child in children]

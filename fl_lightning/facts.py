@@ -1,0 +1,85 @@
+"""What a run is, as one flat dict of numbers and text: for loggers, and for the card."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pytorch_lightning.utilities import rank_zero_warn
+
+from fl_lightning.schedules import Schedule
+from fl_lightning.storage.apart import is_plain
+
+Facts = dict[str, str | int | float | bool]
+_PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
+
+
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
+    return {**{package: _version(package) for package in _PACKAGES}, "python": platform.python_version()}
+
+
+def of_learner(learner: Any) -> Facts:
+    """Class, hyper-parameters that are plain, and how many parameters are trained."""
+    hparams = {f"learner/{k}": _value(v) for k, v in dict(learner.hparams).items() if is_plain(v)}
+    trained = sum(p.numel() for p in learner.parameters() if p.requires_grad)
+    network = getattr(learner, "network", None)
+    named = {} if network is None else {"learner/network": type(network).__name__}
+    return {"learner": type(learner).__name__, **named, **hparams, "learner/parameters": trained}
+
+
+def of_run(module: Any, trainer: Any) -> Facts:
+    """Learner, method, data, partition, seed, engine and versions of a run that is about to begin its rounds."""
+    run, data = module.run, trainer.datamodule
+    facts: Facts = {**of_learner(module.learner), "method": run.methods.title()}
+    for callback in run.methods.callbacks:
+        own = {k: v for k, v in vars(callback).items() if k in _parameters(callback)}
+        kept = {k: v for k, v in own.items() if is_plain(v) or isinstance(v, Schedule)}
+        facts.update({f"method/{type(callback).__name__}/{k}": _value(v) for k, v in kept.items()})
+    facts["data"] = type(data).__name__
+    facts.update({f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"})
+    for name in ("num_clients", "batch_size"):
+        facts[f"data/{name}"] = _value(getattr(data, name, None))
+    facts["seed"], facts["rounds"] = module.run_seed, _value(trainer.max_epochs)
+    for name, value in vars(module.settings).items():
+        if name not in ("client_optimizer", "server_optimizer", "seed", "strict_resume") and value is not None:
+            facts[name] = _value(value)
+    for name, optimizer in (("client", run.clients), ("server", run.server)):
+        facts[f"{name}_optimizer"] = type(optimizer).__name__
+        for key, value in optimizer.param_groups[0].items():
+            if key not in ("params", "initial_lr") and is_plain(value) and value is not None:
+                facts[f"{name}_optimizer/{key}"] = _value(value)
+    facts.update({f"machine/{name.replace(' ', '_')}": _value(v) for name, v in module.engine_facts.items()})
+    facts["machine/processes"] = trainer.world_size
+    return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
+
+
+def log_to(loggers: list[Any], facts: Facts) -> None:
+    """Give them to every logger as hyper-parameters."""
+    for logger in loggers:
+        try:
+            logger.log_hyperparams(facts)
+        except Exception as error:  # others' code: some refuse a value that changed since a resumed run began
+            rank_zero_warn(f"{type(logger).__name__} did not take the hyper-parameters: {str(error)[:200]}")
+
+
+def _card(data: Any) -> dict[str, str]:
+    card = getattr(data, "card", None)
+    return {} if card is None else dict(card())
+
+
+def _parameters(of: Any) -> set[str]:
+    return set(inspect.signature(type(of)).parameters)
+
+
+def _value(value: Any) -> str | int | float | bool:
+    return value if isinstance(value, str | int | float | bool) else repr(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "not installed"

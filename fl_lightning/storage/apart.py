@@ -1,0 +1,115 @@
+"""What ``weights_only=True`` cannot read lies in a checkpoint as bytes, which become an object only where asked."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.serialization import safe_globals
+from torch.storage import _load_from_bytes
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.Size, torch.dtype)
+_CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RecursionError)
+
+
+class Apart:
+    """One object as the bytes of ``torch.save``.
+
+    In a checkpoint it is a call of torch's own reader of bytes. So ``torch.load(weights_only=False)``, and Lightning's
+    ``load_from_checkpoint(weights_only=False)``, find the object itself; :func:`read_plain` finds these bytes.
+    """
+
+    def __init__(self, saved: bytes) -> None:
+        self.saved = saved
+
+    @classmethod
+    def of(cls, value: Any) -> Apart:
+        """Of an object; raises what pickle raises where it cannot be pickled."""
+        saved = _saved(value)
+        on_gpu: Any = torch.cuda.is_initialized  # which torch does not type
+        if on_gpu():  # so that a machine without a GPU can read it
+            saved = _saved(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False))
+        return cls(saved)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        return _load_from_bytes, (self.saved,)
+
+
+def read_plain(path: Any, **options: Any) -> Any:
+    """``torch.load(weights_only=True)``, where what lies apart stays bytes."""
+    with safe_globals([(Apart, "torch.storage._load_from_bytes")]):
+        return torch.load(path, weights_only=True, **options)
+
+
+class CannotPickle(Exception):
+    """Says which object, and why."""
+
+
+def set_apart(value: Any, where: str, moved: list[str]) -> Any:
+    """``value`` with all in it that ``weights_only=True`` refuses as :class:`Apart`; itself where there is none.
+
+    Args:
+        where: its place, for a reader.
+        moved: takes place and class of each object that was set apart.
+
+    Raises:
+        CannotPickle: an object can be written in no way.
+    """
+    kind = type(value)
+    if kind in _PLAIN or kind is Apart:
+        return value
+    if kind in (dict, OrderedDict) and all(type(key) in _PLAIN for key in value):
+        new = {k: set_apart(v, f"{where}[{k!r}]", moved) for k, v in value.items()}
+        return value if all(new[k] is value[k] for k in value) else kind(new)
+    if kind in (list, tuple):
+        items = [set_apart(v, f"{where}[{i}]", moved) for i, v in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+    if _readable(value):
+        return value
+    try:
+        apart = Apart.of(value)
+    except _CANNOT_PICKLE as error:
+        why = " ".join(str(error).split())[:100]
+        raise CannotPickle(f"{where} is a {kind.__name__}, which cannot be pickled ({why})") from error
+    moved.append(f"{where} is a {kind.__name__}")
+    return apart
+
+
+def is_plain(value: object) -> bool:
+    """Whether a hyper-parameter is numbers, text, lists and dicts of them."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def places(value: Any, where: str = "") -> Iterator[str]:
+    """Where something lies apart in a checkpoint that :func:`read_plain` gave."""
+    if isinstance(value, Apart):
+        yield where
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from places(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from places(item, f"{where}[{i}]")
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _readable(value: Any) -> bool:
+    try:
+        torch.load(io.BytesIO(_saved(value)), weights_only=True)
+    except (pickle.UnpicklingError, *_CANNOT_PICKLE):
+        return False
+    return True

@@ -1,0 +1,212 @@
+"""One run at a time writes in a folder.
+
+The kernel's lock on ``.lock`` goes with the process that holds it, however it dies. Beside it the file has a mark of
+who wrote it last, which is compared before every write: a process that was frozen while another took its run up (the
+lock file was removed, or the file system knows no locks) finds another mark, and leaves the folder alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # a system without them: the mark is all there is
+    fcntl = None  # type: ignore[assignment]
+
+NAME = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_held: dict[Path, RunLock] = {}  # of this process, by folder
+
+
+class TakenUp(UserError):
+    """Another process goes on with this run."""
+
+
+class RunLock:
+    """A folder that this process writes in; :func:`hold` and :func:`join` make them."""
+
+    def __init__(self, folder: Path, descriptor: int | None, mark: str, before: bytes | None) -> None:
+        self.folder, self.mark = folder, mark
+        self._descriptor, self._before = descriptor, before
+        self.used = descriptor is None
+
+    def use(self) -> None:
+        """Writing begins: from here on the mark stays when the lock is given back."""
+        self.used = True
+
+    def check(self) -> None:
+        """Raises TakenUp where another process has made the folder its own."""
+        try:
+            written = (self.folder / NAME).read_bytes()
+        except FileNotFoundError:
+            if self._descriptor is None or not self.folder.is_dir():
+                return
+            os.close(self._descriptor)  # somebody removed the file, and the lock with it
+            self._descriptor = None
+            self._descriptor, _ = _locked(self.folder)
+            _write(self._descriptor, _about(self.mark))
+            return
+        if self.mark.encode() not in written:
+            raise TakenUp(
+                f"{self.folder}: {_who(written)} has taken this run up meanwhile, so process {os.getpid()} stops here "
+                "and writes nothing more. The run is in that folder; nothing is left to do."
+            )
+
+    def release(self) -> None:
+        """Give the folder back; where nothing was written, the file is as before."""
+        if _held.get(self.folder) is not self:
+            return
+        del _held[self.folder]
+        if self._descriptor is None:
+            return
+        if not self.used and self._before is None:
+            with suppress(OSError):
+                (self.folder / NAME).unlink()
+        elif not self.used:
+            _write(self._descriptor, self._before or b"")
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _forget(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+def hold(folder: Path) -> RunLock:
+    """Make the folder this process's own.
+
+    Raises:
+        UserError: another process holds it; says which.
+    """
+    folder = folder.resolve()
+    ours = _held.pop(folder, None)  # an earlier run of this process, which ended with an exception
+    descriptor, before = (ours._descriptor, None) if ours else (None, None)
+    if ours is None or descriptor is None:
+        descriptor, before = _locked(folder)
+    mark = secrets.token_hex(8)
+    _write(descriptor, _about(mark))
+    lock = _held[folder] = RunLock(folder, descriptor, mark, before)
+    lock.used = ours is not None
+    return lock
+
+
+def join(folder: Path, mark: str) -> RunLock:
+    """Write in a folder that the first process of the run holds."""
+    folder = folder.resolve()
+    lock = _held[folder] = RunLock(folder, None, mark, None)
+    return lock
+
+
+def check(path: Path) -> None:
+    """Before anything is written to ``path``: raises TakenUp where it lies in a folder that is no longer ours."""
+    for folder, lock in list(_held.items()):
+        place = path.resolve()
+        if place == folder or folder in place.parents:
+            lock.check()
+
+
+def _locked(folder: Path) -> tuple[int, bytes | None]:
+    """A locked descriptor of the folder's file, and what it held; None: it is new."""
+    path = folder / NAME
+    try:
+        while True:
+            new = not path.exists()
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if fcntl is not None:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    written = os.pread(descriptor, 1000, 0)
+                    os.close(descriptor)
+                    raise UserError(_refusal(folder, written)) from None
+                if error.errno not in _NO_LOCKS:
+                    os.close(descriptor)
+                    raise
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor, None if new else os.pread(descriptor, 1000, 0)
+            os.close(descriptor)  # it was removed meanwhile: what we locked is nobody's
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"Cannot write {path}: {why}. Give a folder that can be written to.") from error
+
+
+def _about(mark: str) -> bytes:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    text = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": mark}
+    return json.dumps(text).encode() + b"\n"
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    os.pwrite(descriptor, content, 0)
+    os.ftruncate(descriptor, len(content))
+
+
+def _read(written: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json.loads(written)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _who(written: bytes) -> str:
+    about = _read(written)
+    if not about:
+        return "another process"
+    return f"process {about.get('pid')} on {about.get('host')} (since {about.get('since')})"
+
+
+def _refusal(folder: Path, written: bytes) -> str:
+    about = _read(written)
+    frozen = ""
+    with suppress(OSError, IndexError):
+        state = Path(f"/proc/{about.get('pid')}/stat").read_text().rpartition(")")[2].split()[0]
+        if about.get("host") == socket.gethostname() and state == "T":
+            frozen = f" That process is stopped: kill -CONT {about['pid']} lets it go on, kill -KILL ends it."
+    return (
+        f"{folder}: {_who(written)} is writing a run in this folder, and two at once would spoil it.{frozen} Wait for "
+        "it or end it, then go on with its run by --ckpt_path last; or give another folder."
+    )
+
+
+def _in_child() -> None:
+    """A forked child (a loader's worker) must not keep the lock when its parent dies."""
+    for lock in _held.values():
+        lock._forget()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def held_by_all(folder: Path, trainer: Any) -> RunLock:
+    """The folder as the run's own: the first process holds it, the others write there beside it.
+
+    Raises:
+        UserError: in all of them, where another run holds it.
+    """
+    held, told = None, ("", "")
+    if trainer.is_global_zero:
+        try:
+            held = hold(folder)
+            told = (held.mark, "")
+        except UserError as error:
+            told = ("", str(error))
+    mark, refusal = trainer.strategy.broadcast(told)
+    if refusal:
+        raise UserError(refusal)
+    return held or join(folder, mark)

@@ -1,0 +1,105 @@
+"""Forged and damaged checkpoints are refused by name; what is no file among them is passed over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from fl_lightning.callbacks import ControlVariates, PartialAveraging
+from fl_lightning.cli.run_folder import checkpoints
+from fl_lightning.errors import UserError
+from tests.helpers.learners import blobs, federated, trainer
+
+
+def fit(folder: Path, rounds: int, method: Any = ControlVariates, **options: Any) -> Any:
+    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
+    run = trainer(rounds, [method(), last], enable_checkpointing=True, default_root_dir=folder)
+    module = federated()
+    run.fit(module, blobs(), **options)
+    return module
+
+
+def personal() -> Any:
+    return PartialAveraging(periods={"net.2.*": "never"})
+
+
+def weights(name: str, tensor: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], None]:
+    def forge(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"][name] = tensor(checkpoint["state_dict"][name])
+
+    return forge
+
+
+def spoilt(value: torch.Tensor, by: float) -> torch.Tensor:
+    value = value.clone()
+    value.view(-1)[0] = by
+    return value
+
+
+FORGED = {
+    "integers": (weights("net.0.weight", torch.Tensor.long), r"net\.0\.weight holds torch\.int64 there"),
+    "complex": (weights("net.0.weight", lambda v: v.to(torch.complex64)), r"holds torch\.complex64"),
+    "NaN": (weights("net.2.bias", lambda v: spoilt(v, float("nan"))), r"the weights net\.2\.bias hold values.*finite"),
+    "infinite": (weights("net.2.bias", lambda v: spoilt(v, float("-inf"))), r"net\.2\.bias hold values.*finite"),
+    "text": (weights("net.2.bias", lambda v: "hello"), r"net\.2\.bias is a str there"),
+    "no dict": (lambda c: c.update(state_dict=[1]), r"its state_dict is a list"),
+    "newer": (lambda c: c["federated"].update(version=99), r"version 99 .* newer fl-lightning"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGED)
+def test_forged_weights_are_refused_by_name(tmp_path: Path, forgery: str) -> None:
+    fit(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    forge, message = FORGED[forgery]
+    forge(checkpoint)
+    torch.save(checkpoint, path)
+    with pytest.raises(UserError, match=message):
+        fit(tmp_path, 2, ckpt_path="last")
+
+
+@pytest.mark.parametrize("by", ["NaN", "integers", "shape"])
+def test_a_forged_server_model_is_refused(tmp_path: Path, by: str) -> None:
+    """Under partial averaging the server's w lies beside the weights that are evaluated."""
+    fit(tmp_path, 1, personal)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    w = checkpoint["federated"]["w"]
+    forged = {"NaN": spoilt(w, float("nan")), "integers": w.long(), "shape": w[1:]}
+    checkpoint["federated"]["w"] = forged[by]
+    torch.save(checkpoint, path)
+    with pytest.raises(UserError, match="the server's model"):
+        fit(tmp_path, 2, personal, ckpt_path="last")
+
+
+class Hung(Exception):
+    pass
+
+
+def test_pipes_and_links_to_nothing_among_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    os.mkfifo(folder / "pipe.ckpt")
+    (folder / "gone.ckpt").symlink_to(tmp_path / "nowhere.ckpt")
+    (folder / "circle.ckpt").symlink_to(folder / "circle.ckpt")
+    (folder / "folder.ckpt").mkdir()
+
+    def hung(*_: Any) -> None:
+        raise Hung
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.alarm(60)
+    try:
+        fit(tmp_path, 3, ckpt_path=str(folder / "last.ckpt"))
+        assert [path.name for path in checkpoints(tmp_path)] == ["last.ckpt"]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

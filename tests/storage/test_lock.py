@@ -1,0 +1,107 @@
+"""The lock of a folder, between real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
+from fl_lightning.storage.files import written_aside
+from tests.helpers.learners import blobs, federated, trainer
+
+FORK = multiprocessing.get_context("fork")
+
+
+def in_another_process(target: Any, *arguments: Any) -> int:
+    child = FORK.Process(target=target, args=arguments)
+    child.start()
+    child.join(60)
+    return child.exitcode if child.exitcode is not None else -1
+
+
+def try_to_hold(folder: Path) -> None:
+    try:
+        lock.hold(folder).use()
+    except UserError:
+        os._exit(2)
+
+
+def test_held_by_one_process_until_it_gives_it_back(tmp_path: Path) -> None:
+    held = lock.hold(tmp_path)
+    assert in_another_process(try_to_hold, tmp_path) == 2
+    held.release()
+    assert not (tmp_path / ".lock").exists(), "nothing was written, so nothing is left"
+    assert in_another_process(try_to_hold, tmp_path) == 0
+    before = (tmp_path / ".lock").read_bytes()
+    lock.hold(tmp_path).release()
+    assert (tmp_path / ".lock").read_bytes() == before
+
+
+def test_this_process_may_hold_it_anew_after_a_fit_that_failed(tmp_path: Path) -> None:
+    failed = lock.hold(tmp_path)
+    again = lock.hold(tmp_path)
+    failed.release()
+    assert in_another_process(try_to_hold, tmp_path) == 2
+    again.release()
+    assert in_another_process(try_to_hold, tmp_path) == 0
+
+
+def hold_and_die(folder: Path) -> None:
+    lock.hold(folder).use()
+    if os.fork() == 0:  # a worker that outlives its parent
+        time.sleep(20)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+
+
+def test_a_child_does_not_keep_it_when_its_parent_is_killed(tmp_path: Path) -> None:
+    assert in_another_process(hold_and_die, tmp_path) == -9
+    assert in_another_process(try_to_hold, tmp_path) == 0
+
+
+def test_nothing_is_written_in_a_folder_that_another_took(tmp_path: Path) -> None:
+    held = lock.hold(tmp_path)
+    with written_aside(tmp_path / "deep" / "a") as file:
+        file.write(b"1")
+    (tmp_path / ".lock").unlink()
+    assert in_another_process(try_to_hold, tmp_path) == 0
+    with pytest.raises(lock.TakenUp, match="taken this run up"), written_aside(tmp_path / "deep" / "a") as file:
+        file.write(b"2")
+    assert (tmp_path / "deep" / "a").read_bytes() == b"1"
+    with written_aside(tmp_path.parent / "beside") as file:
+        file.write(b"2")
+    held.release()
+
+
+def test_what_a_frozen_process_has_open_is_not_what_the_other_writes(tmp_path: Path) -> None:
+    with open(tmp_path / ".a.tmp", "wb") as stale:  # it was frozen in the middle of writing a
+        with written_aside(tmp_path / "a") as file:
+            file.write(b"whole")
+        stale.write(b"torn torn torn")
+        stale.flush()
+        assert (tmp_path / "a").read_bytes() == b"whole"
+
+
+def fit(folder: Path, rounds: int = 2) -> None:
+    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
+    run = trainer(rounds, [last], enable_checkpointing=True, default_root_dir=folder)
+    try:
+        run.fit(federated(), blobs(), ckpt_path="last")
+    except UserError:
+        os._exit(2)
+
+
+def test_a_run_from_python_holds_the_folder_of_its_checkpoints_while_it_trains(tmp_path: Path) -> None:
+    held = lock.hold(tmp_path)
+    assert in_another_process(fit, tmp_path) == 2 and not (tmp_path / "checkpoints").exists()
+    held.release()
+    assert in_another_process(fit, tmp_path) == 0
+    fit(tmp_path, 3)
+    assert in_another_process(fit, tmp_path, 4) == 0, "given back after the fit"

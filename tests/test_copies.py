@@ -1,0 +1,85 @@
+"""A module that has trained can be copied and pickled: weights, settings and states go along."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from fl_lightning import FederatedModule
+from fl_lightning.callbacks import ControlVariates, PartialAveraging
+from fl_lightning.storage.store import ClientStore
+from tests.helpers.learners import Normed, blobs, client_rows, federated, momentum, trainer
+
+METHODS = {
+    "SCAFFOLD": lambda: [ControlVariates()],
+    "personal": lambda: [PartialAveraging(periods={"net.3.*": "never"})],
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+}
+
+
+def trained(method: str, **settings: Any) -> FederatedModule:
+    torch.manual_seed(0)
+    module = federated(Normed(), client_optimizer=momentum, keep_optimizer_state=True, **settings)
+    trainer(2, METHODS[method]()).fit(module, blobs())
+    return module
+
+
+def state(module: FederatedModule) -> dict[Any, Tensor]:
+    named = {**module.state_dict(), **module.server_states, **client_rows(module)}
+    return {**named, "w": module.global_vector.detach(), "evaluated": module.evaluated_vector.detach()}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_copy_has_everything_and_shares_nothing(method: str, how: str) -> None:
+    module = trained(method, engine="concurrent", workers=2)
+    before = {key: value.clone() for key, value in state(module).items()}
+    twin = COPIES[how](module)
+    found = state(twin)
+    assert found.keys() == before.keys() and all(torch.equal(found[key], value) for key, value in before.items())
+    assert twin.settings == module.settings and twin.model.learner is twin.learner and twin.run.model is twin.model
+    fit, other = trainer(2, METHODS[method]()), trainer(2, METHODS[method]())
+    again = copy.deepcopy(module)
+    fit.fit(twin, blobs())
+    other.fit(again, blobs())
+    assert torch.equal(twin.global_vector, again.global_vector) and not torch.equal(twin.global_vector, before["w"])
+    assert all(torch.equal(value, before[key]) for key, value in state(module).items())
+    assert torch.equal(twin.export().net[0].weight, twin.learner.net[0].weight)
+
+
+class Copying(pl.Callback):
+    twin: Any = None
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.twin = pickle.loads(pickle.dumps(pl_module))
+
+
+def test_a_module_can_be_pickled_while_it_trains() -> None:
+    module, copying = federated(), Copying()
+    trainer(2, [copying]).fit(module, blobs())
+    assert torch.equal(copying.twin.global_vector, module.global_vector)
+    assert len(pickle.dumps(module)) < 60_000  # each weight once, not once a parameter
+
+
+def test_a_copied_store_reads_rows_wherever_they_lie(tmp_path: Any) -> None:
+    store = ClientStore(budget_bytes=100)
+    store.commit({"a": {i: torch.full((8,), float(i)) for i in range(4)}})
+    store.flush(tmp_path)
+    store.commit({"a": {i: torch.full((8,), 10.0 + i) for i in range(2)}, "b": {7: torch.ones(3)}})
+    for make in COPIES.values():
+        twin = make(store)
+        assert [float(twin.read("a", i)[0]) for i in range(4)] == [10.0, 11.0, 2.0, 3.0]
+        twin.commit({"a": {0: torch.zeros(8)}})
+        assert float(store.read("a", 0)[0]) == 10.0 and torch.equal(twin.read("b", 7), torch.ones(3))
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == sorted(path.name for path in tmp_path.iterdir()) and twin.names() == ["a", "b"]

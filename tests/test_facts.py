@@ -1,0 +1,69 @@
+"""Every logger is told what runs, once training starts; the card names learner and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.loggers.logger import DummyLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from fl_lightning.callbacks import RelaxedInitialization, RunCard
+from fl_lightning.schedules import Exponential
+from tests.helpers.learners import Lit, blobs, federated, momentum, trainer
+from tests.helpers.zygote import Cli
+
+
+def of_tensorboard(folder: Path) -> dict[str, Any]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in found.items()}
+
+
+def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "board")]
+    methods = [RelaxedInitialization(beta=Exponential(0.9)), RunCard()]
+    run = trainer(1, methods, logger=loggers, default_root_dir=tmp_path)
+    run.fit(federated(Lit(hidden=6), client_optimizer=momentum, local_epochs=2), blobs())
+    told = yaml.safe_load((Path(loggers[0].log_dir) / "hparams.yaml").read_text())
+    expected = {
+        "learner": "Lit", "learner/hidden": 6, "learner/parameters": 154, "method": "FedInit",
+        "method/RelaxedInitialization/beta": "Exponential(gamma=0.9)", "data": "InMemoryDataModule",
+        "data/num_clients": 10, "data/batch_size": 8, "data/partition": "given", "seed": 1, "rounds": 1,
+        "participation": 0.3, "local_epochs": 2, "client_optimizer": "SGD", "client_optimizer/momentum": 0.9,
+        "server_optimizer": "SGD", "server_optimizer/lr": 1.0, "machine/engine": "sequential", "machine/processes": 1,
+    }  # fmt: skip
+    assert {name: told.get(name) for name in expected} == expected
+    assert {"versions/torch", "versions/fl-lightning", "data/partition_hash"} <= told.keys()
+    assert all(isinstance(value, str | int | float | bool) for value in told.values())
+    assert of_tensorboard(Path(loggers[1].log_dir))["learner"] == "Lit"
+    card = (tmp_path / "card.md").read_text()
+    assert "| learner | Lit, 154 trained parameters |" in card and "| data | InMemoryDataModule |" in card
+
+
+class Refusing(DummyLogger):
+    """As MLflow's, where a value changed since the run that is resumed began."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Changing param values is not allowed")
+
+
+def test_a_logger_that_refuses_them_does_not_end_the_run() -> None:
+    run = trainer(1, logger=Refusing())
+    with pytest.warns(UserWarning, match="Refusing did not take the hyper-parameters: Changing param"):
+        run.fit(federated(), blobs())
+    assert run.current_epoch == 1
+
+
+def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) -> None:
+    fit = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1, "--model.participation", 1)
+    assert cli(*fit, "--trainer.default_root_dir", "x").returncode == 0
+    told = of_tensorboard(cli.folder / "x")
+    assert told["learner"] == "ImageClassifier" and told["learner/network"] == "MLP" and told["data"] == "Digits"
+    assert "| learner | ImageClassifier (MLP), " in (cli.folder / "x/card.md").read_text()

@@ -1,0 +1,115 @@
+"""A process of a run that is stopped: the others name it, end, and the run goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from fl_lightning import FederatedStrategy
+from fl_lightning.callbacks import ControlVariates
+from fl_lightning.errors import UserError
+from fl_lightning.loggers import MetricsCSV
+from fl_lightning.processes import timeout
+from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.processes import started
+
+ROUNDS, STOPPED_IN = 4, 2
+
+
+class Stops(pl.Callback):
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == STOPPED_IN and trainer.global_rank == self.rank:
+            (self.folder / "stopped").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run(folder: Path, stopped: int, rank: int, world: int) -> None:
+    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
+    strategy = {"strategy": FederatedStrategy(timeout=3), "devices": world} if world > 1 else {}
+    fit = trainer(
+        ROUNDS, [ControlVariates(), Stops(stopped, folder), last], logger=MetricsCSV(folder), enable_checkpointing=True,
+        default_root_dir=folder, **strategy,
+    )  # fmt: skip
+    module = federated()
+    try:
+        fit.fit(module, blobs(), ckpt_path="last")
+    except UserError as error:
+        (folder / f"said-{rank}").write_text(str(error))
+        sys.exit(2)
+    torch.save(module.global_vector.detach(), folder / f"w-{rank}.pt")
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path, stopped: int) -> None:
+    children = started(run, 2, tmp_path, stopped)
+    other = children[1 - stopped]
+    other.join(100)
+    assert other.exitcode == 2
+    said = (tmp_path / f"said-{1 - stopped}").read_text()
+    pid = (tmp_path / "stopped").read_text()
+    assert f"rank {stopped} (process {pid} on {socket.gethostname()}) does not answer" in said
+    assert "timeout" in said and "\n" not in said and len(said) < 700
+    table = (tmp_path / "metrics.csv").read_text()
+    os.kill(int(pid), signal.SIGCONT)
+    children[stopped].join(60)
+    assert (
+        children[stopped].exitcode == 2
+        and f"rank {stopped} (process {pid}" in (tmp_path / f"said-{stopped}").read_text()
+    )
+    assert (tmp_path / "metrics.csv").read_text() == table
+
+    for child in started(run, 2, tmp_path, 9):
+        child.join(100)
+        assert child.exitcode == 0
+    with open(tmp_path / "metrics.csv") as file:
+        assert [row["round"] for row in csv.DictReader(file)] == [str(t) for t in range(ROUNDS)]
+    whole = tmp_path / "whole"
+    for child in started(run, 2, whole, 9):
+        child.join(100)
+    assert torch.equal(torch.load(tmp_path / "w-0.pt"), torch.load(whole / "w-0.pt"))
+
+
+class Waits(pl.Callback):
+    """Notes how long a process would wait, in each round."""
+
+    def __init__(self) -> None:
+        self.seen: list[timedelta] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(timeout())
+        time.sleep(0.3)
+
+
+def adapting(folder: Path, rank: int, world: int) -> None:
+    waits = Waits()
+    trainer(3, [waits], strategy="federated", devices=world).fit(federated(), blobs())
+    torch.save([of.total_seconds() for of in waits.seen], folder / f"waits-{rank}.pt")
+
+
+def test_by_default_it_waits_minutes_beyond_the_longest_round(tmp_path: Path) -> None:
+    for child in started(adapting, 2, tmp_path):
+        child.join(100)
+        assert child.exitcode == 0
+    first, second, third = torch.load(tmp_path / "waits-0.pt")
+    assert first == 1800 and 600.3 <= second <= third < 1000
+
+
+@pytest.mark.parametrize("given", [0, -3.0, timedelta(0)])
+def test_a_timeout_has_to_be_positive(given: Any) -> None:
+    with pytest.raises(UserError, match="timeout="):
+        FederatedStrategy(timeout=given)
