@@ -127,7 +127,7 @@ class Ours:
             return tuple(float(self.trainer.callback_metrics[k]) for k in ("time/round", "train/loss"))
         began = time.perf_counter()
         with torch.no_grad():
-            metrics = self.module.run_round(self.t)
+            metrics = self.module.run.run_round(self.t)
         self.t += 1
         return time.perf_counter() - began, metrics["train/loss"]
 

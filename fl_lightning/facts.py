@@ -30,10 +30,10 @@ def of_learner(learner: Any) -> Facts:
     return {"learner": type(learner).__name__, **named, **hparams, "learner/parameters": trained}
 
 
-def of_run(module: Any, trainer: Any) -> Facts:
+def of_run(run: Any, trainer: Any) -> Facts:
     """Learner, method, data, partition, seed, engine and versions of a run that is about to begin its rounds."""
-    run, data = module.run, trainer.datamodule
-    facts: Facts = {**of_learner(module.learner), "method": run.methods.title()}
+    data = trainer.datamodule
+    facts: Facts = {**of_learner(run.model.learner), "method": run.methods.title()}
     for callback in run.methods.callbacks:
         own = {k: v for k, v in vars(callback).items() if k in _parameters(callback)}
         kept = {k: v for k, v in own.items() if is_plain(v) or isinstance(v, Schedule)}
@@ -42,8 +42,8 @@ def of_run(module: Any, trainer: Any) -> Facts:
     facts.update({f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"})
     for name in ("num_clients", "batch_size"):
         facts[f"data/{name}"] = _value(getattr(data, name, None))
-    facts["seed"], facts["rounds"] = module.run_seed, _value(trainer.max_epochs)
-    for name, value in vars(module.settings).items():
+    facts["seed"], facts["rounds"] = run.seed(trainer), _value(trainer.max_epochs)
+    for name, value in vars(run.settings).items():
         if name not in ("client_optimizer", "server_optimizer", "seed", "strict_resume") and value is not None:
             facts[name] = _value(value)
     for name, optimizer in (("client", run.clients), ("server", run.server)):
@@ -51,7 +51,7 @@ def of_run(module: Any, trainer: Any) -> Facts:
         for key, value in optimizer.param_groups[0].items():
             if key not in ("params", "initial_lr") and is_plain(value) and value is not None:
                 facts[f"{name}_optimizer/{key}"] = _value(value)
-    facts.update({f"machine/{name.replace(' ', '_')}": _value(v) for name, v in module.engine_facts.items()})
+    facts.update({f"machine/{name.replace(' ', '_')}": _value(v) for name, v in run.plan.facts().items()})
     facts["machine/processes"] = trainer.world_size
     return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
 

@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, facts
+from fl_lightning import checkpoint, checks
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
-from fl_lightning.loop import Metrics
 from fl_lightning.methods import Methods
 from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
@@ -169,10 +168,6 @@ class FederatedModule(LearnerHooks):
         """Warn now, and again in the run card and the closing table."""
         self.run.note(text)
 
-    def run_round(self, t: int) -> Metrics:
-        """Round t; gives what was logged."""
-        return self.run.run_round(t)
-
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
         return self.global_model.export(path, self._trainer)
@@ -228,12 +223,11 @@ class FederatedModule(LearnerHooks):
     def on_train_start(self) -> None:
         self.run.claim(self.trainer, begins=True)
         self.run.start(self.current_epoch)
-        facts.log_to(self.trainer.loggers, facts.of_run(self, self.trainer))
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
         """The round of this epoch; gives its mean loss, where a callback asks for it."""
-        self.run_round(self.current_epoch)
+        self.run.run_round(self.current_epoch)
         self.trainer.should_stop |= any(gathered(self.stop_requested))
         return self.run.outputs()
 

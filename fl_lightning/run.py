@@ -12,7 +12,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, sampling
+from fl_lightning import checkpoint, checks, facts, sampling
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
@@ -221,6 +221,7 @@ class FederatedRun:
         for logger in self._trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
+        facts.log_to(self._trainer.loggers, facts.of_run(self, self._trainer))
 
     def run_round(self, t: int) -> Metrics:
         """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
