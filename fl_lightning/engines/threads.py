@@ -38,9 +38,13 @@ class Threads:
         self.pool = ThreadPoolExecutor(len(workers), "client", initializer=torch.set_num_threads, initargs=(1,))
 
     def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
-        for worker in self.workers:
-            worker.copy.follow(self.learner)
-            worker.forget()
+        try:
+            for worker in self.workers:
+                worker.copy.follow(self.learner)
+                worker.forget()
+        except BaseException:
+            self.close()
+            raise
         leaves = largest_first(round, leaves)
         replay = sum(round.steps[client] for _, client in leaves) >= WORTH * len(self.workers)
         before = RandomState()

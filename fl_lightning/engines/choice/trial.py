@@ -30,7 +30,7 @@ MEASURED_SECONDS = 0.02  # of each kind, each time
 AGREEING, WITHIN = 3, 1.1  # so many of the shortest times have to lie within this factor before they decide
 MOST_TIMES, MOST_SECONDS = 20, 1.0  # after which the shortest decide as they are
 CALL_SECONDS = 2e-6  # of a small call of PyTorch, where the thresholds were chosen
-AHEAD = 5  # so many more ratios on one side are clear
+AHEAD = 3  # so many more ratios on one side are clear
 LEAST_ALLOWED, SHARE_OF_ROUND = 0.3, 0.05  # seconds for comparing, or this share of round 0's steps where it is more
 REHEARSED_SECONDS, GPU_STEPS = 2.0, 100  # as much of a client's round is rehearsed
 

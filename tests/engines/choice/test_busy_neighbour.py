@@ -33,6 +33,11 @@ class Learner(pl.LightningModule):
         return self.optimizer(self.parameters(), lr=0.01)
 
 
+class Chosen(pl.Callback):
+    def on_train_start(self, *_):
+        raise StopIteration  # no round is needed
+
+
 def convolutions(width):
     return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(), nn.MaxPool2d(2),
                          nn.Flatten(), nn.Linear(width * 36, 10))
@@ -52,7 +57,10 @@ for start in range({STARTS}):
     for case, (network, optimizer) in enumerate(CASES):
         data = InMemoryDataModule((x, y), clients=[range(80 * i, 80 * i + 80) for i in range(12)], batch_size=10)
         module = federated(Learner(network(), optimizer).float(), participation=6, local_epochs=2, workers=2).float()
-        trainer(1).fit(module, data)
+        try:
+            trainer(1, [Chosen()]).fit(module, data)
+        except StopIteration:
+            pass
         facts = {{k: v for k, v in module.engine_facts.items() if k not in ("why", "server_threads", "threads")}}
         print("chose", case, sorted(facts.items()), flush=True)
         print("why", case, module.engine_facts["why"], flush=True)
