@@ -21,8 +21,8 @@ class OwnStep(Lit):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class GradientHook(Lit):
-    def on_after_backward(self) -> None: ...
+class OldLayers(Lit):
+    def configure_sharded_model(self) -> None: ...
 
 
 class Manual(Lit):
@@ -48,7 +48,7 @@ class Mixed(Lit):
     [
         (TwoOptimizers, ["TwoOptimizers", "2 optimizers", "client_optimizer"]),
         (OwnStep, ["OwnStep", "optimizer_step", "FederatedCallback"]),
-        (GradientHook, ["on_after_backward", "on_local_gradient"]),
+        (OldLayers, ["configure_sharded_model", "configure_model"]),
         (Manual, ["manual optimization", "training_step"]),
         (Lazy, ["lazy", "net.0.weight"]),
         (Mixed, ["several dtypes", "torch.float64"]),

@@ -87,7 +87,7 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     """
     with groups_made() as made:
         found = learner.configure_optimizers()
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Sequence):
+    if isinstance(found, Sequence) and len(found) == 2 and isinstance(found[0], Sequence):
         optimizers, schedulers = list(found[0]), list(found[1])
     else:
         entries = list(found) if isinstance(found, Sequence) else [found]

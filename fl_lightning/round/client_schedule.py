@@ -31,10 +31,10 @@ class ClientSchedule:
     ) -> None:
         self.unit, self.schedulers = unit, schedulers
         self._optimizer, self._groups = optimizer, optimizer.param_groups
-        optimizer.param_groups = given
         self.account = f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
         self._table = [self._now()]
-        self._elapsed = [0.0]
+        others = [{k: v for k, v in group.items() if k != "lr"} for group in self._table[0]]  # momentum of a cycle, say
+        optimizer.param_groups = [{**group, **own} for group, own in zip(given, others, strict=True)]
 
     @property
     def by_step(self) -> bool:

@@ -88,6 +88,24 @@ def test_a_scheduler_is_stepped_as_asked(engine: str, unit: str, momentum: float
         torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scheduler_that_cycles_momentum_cycles_it_from_none_too(engine: str) -> None:
+    data = blobs(clients=1)
+    module = federated(Scheduled(one_cycle), client_scheduler="local_steps", local_steps=6, participation=1.0,
+                       engine=engine)  # fmt: skip
+    alone = Scheduled(one_cycle).double()
+    alone.load_state_dict(module.learner.state_dict())
+    trainer(1).fit(module, data)
+    (optimizer, scheduler) = (given := alone.configure_optimizers())["optimizer"], given["lr_scheduler"]["scheduler"]
+    for x, y in data.client_batches(0, 0, 6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(alone.net(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("unit", ["rounds", "local_steps"])
 def test_captured_steps_have_the_bits_of_others(unit: str) -> None:
     given: dict[str, Any] = {"client_scheduler": unit, "local_steps": 9, "engine": "concurrent", "participation": 1.0}
