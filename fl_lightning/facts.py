@@ -56,9 +56,12 @@ def of_run(module: Any, trainer: Any) -> Facts:
     return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
 
 
-def log_to(loggers: list[Any], facts: Facts) -> None:
-    """Give them to every logger as hyper-parameters."""
-    for logger in loggers:
+def begin_logs(module: Any, trainer: Any) -> None:
+    """Loggers forget the rounds that are run again, and are told what runs as hyper-parameters."""
+    facts = of_run(module, trainer)
+    for logger in trainer.loggers:
+        if hasattr(logger, "resume"):
+            logger.resume(trainer.current_epoch)
         try:
             logger.log_hyperparams(facts)
         except Exception as error:  # others' code: some refuse a value that changed since a resumed run began

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from fl_lightning.learner import lightning_modules
+from fl_lightning.round.global_model import GlobalModel
 
 HOOKS = [
     "on_fit_end",
@@ -44,7 +45,7 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
 
     learner: Any
-    model: Any
+    model: GlobalModel
     _evaluated_batch_size: int = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ class LearnerHooks(pl.LightningModule):
         return {name: value for name, value in kept.items() if name not in (*STEPS, *TRANSFER)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types for it
         self.learner = self.model.learner
         self.adopt(self.learner)
 

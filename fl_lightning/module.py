@@ -223,10 +223,7 @@ class FederatedModule(LearnerHooks):
     def on_train_start(self) -> None:
         self.run.claim(self.trainer, begins=True)
         self.run.state.rounds = self.run.state.rounds or self.current_epoch  # of a checkpoint that does not say
-        for logger in self.trainer.loggers:
-            if hasattr(logger, "resume"):
-                logger.resume(self.current_epoch)
-        facts.log_to(self.trainer.loggers, facts.of_run(self, self.trainer))
+        facts.begin_logs(self, self.trainer)
         self.learner.on_train_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -29,19 +29,19 @@ class FederatedStrategy(DDPStrategy):
     processes is summed by the round, in a fixed order.
 
     Args:
-        *args, **kwargs: of Lightning's DDPStrategy.
         timeout: how long a process waits for another before the run ends, a timedelta or seconds. None: ten minutes
             beyond the longest round so far; half an hour until one is over.
+        **kwargs: of Lightning's DDPStrategy.
     """
 
     strategy_name = "federated"
 
-    def __init__(self, *args: Any, timeout: timedelta | float | None = None, **kwargs: Any) -> None:
+    def __init__(self, timeout: timedelta | float | None = None, **kwargs: Any) -> None:
         if timeout is not None and not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
         if timeout is not None and timeout <= timedelta(0):
             raise UserError(f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0.")
-        super().__init__(*args, timeout=timeout or default_timeout(), **kwargs)
+        super().__init__(timeout=timeout or default_timeout(), **kwargs)
         self.given_timeout = timeout
         self._longest = 0.0
         self._began: float | None = None  # the present round

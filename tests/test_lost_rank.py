@@ -67,9 +67,10 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path, stopped: in
     table = (tmp_path / "metrics.csv").read_text()
     os.kill(int(pid), signal.SIGCONT)
     children[stopped].join(60)
-    assert children[stopped].exitcode == 2 and f"rank {stopped} (process {pid}" in (
-        tmp_path / f"said-{stopped}"
-    ).read_text()
+    assert (
+        children[stopped].exitcode == 2
+        and f"rank {stopped} (process {pid}" in (tmp_path / f"said-{stopped}").read_text()
+    )
     assert (tmp_path / "metrics.csv").read_text() == table
 
     for child in started(run, 2, tmp_path, 9):

@@ -14,7 +14,7 @@ from fl_lightning.models import MLP, ImageClassifier
 from tests.helpers.zygote import Cli, Zygote
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false", "--model.participation", 1)
-LEARNER = '''
+LEARNER = """
 import pathlib, torch, pytorch_lightning as pl
 class Sized(pl.LightningModule):
     def __init__(self, hidden: int = 8, rates: tuple[float, float] = (0.1, 0.2)):
@@ -28,7 +28,7 @@ class Plain(Sized):
 class Saving(Sized):
     def on_save_checkpoint(self, checkpoint): checkpoint["special"] = pathlib.Path("somewhere")
     def on_load_checkpoint(self, checkpoint): print("special:", checkpoint["special"].name, flush=True)
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_a_callback_with_an_array_trains_on_and_resumes_with_trust(tmp_path: Pat
 
     with pytest.warns(UserWarning, match="seen.*ndarray"):
         assert run(2) == 2
-    with pytest.raises(UserError, match="seen.*--weights_only false"):
+    with pytest.raises(UserError, match=r"seen.*--weights_only false"):
         run(3, ckpt_path="last")
     assert run(3, ckpt_path="last", weights_only=False) == 3
 

@@ -19,9 +19,7 @@ from tests.helpers.learners import blobs, federated, trainer
 
 
 def fit(folder: Path, rounds: int, method: Any = ControlVariates, **options: Any) -> Any:
-    last = ModelCheckpoint(
-        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
-    )
+    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
     run = trainer(rounds, [method(), last], enable_checkpointing=True, default_root_dir=folder)
     module = federated()
     run.fit(module, blobs(), **options)
@@ -30,8 +28,6 @@ def fit(folder: Path, rounds: int, method: Any = ControlVariates, **options: Any
 
 def personal() -> Any:
     return PartialAveraging(periods={"net.2.*": "never"})
-
-
 
 
 def weights(name: str, tensor: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], None]:

@@ -39,9 +39,7 @@ def fit(rounds: int, folder: Path, elsewhere: Path, **options: Any) -> Any:
         ModelCheckpoint(filename="mine", monitor="val/acc", enable_version_counter=False),
         ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True),
     ]
-    run = trainer(
-        rounds, callbacks, logger=CSVLogger(elsewhere), enable_checkpointing=True, default_root_dir=folder
-    )
+    run = trainer(rounds, callbacks, logger=CSVLogger(elsewhere), enable_checkpointing=True, default_root_dir=folder)
     module = federated()
     run.fit(module, blobs(), **options)
     return module
