@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
+from fl_lightning import processes
 from fl_lightning.errors import UserError
 from fl_lightning.processes import default_timeout, set_timeout
 
@@ -29,19 +30,20 @@ class FederatedStrategy(DDPStrategy):
     processes is summed by the round, in a fixed order.
 
     Args:
-        *args, **kwargs: of Lightning's DDPStrategy.
         timeout: how long a process waits for another before the run ends, a timedelta or seconds. None: ten minutes
-            beyond the longest round so far; half an hour until one is over.
+            beyond the longest round so far. Half an hour at least before round 0, with its downloads and trials.
+        **kwargs: of Lightning's DDPStrategy.
     """
 
     strategy_name = "federated"
 
-    def __init__(self, *args: Any, timeout: timedelta | float | None = None, **kwargs: Any) -> None:
+    def __init__(self, timeout: timedelta | float | None = None, **kwargs: Any) -> None:
         if timeout is not None and not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
         if timeout is not None and timeout <= timedelta(0):
             raise UserError(f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0.")
-        super().__init__(*args, **{**kwargs, "timeout": timeout or default_timeout()})
+        at_first = max(timeout or default_timeout(), default_timeout())  # processes start slowly
+        super().__init__(timeout=at_first, **kwargs)
         self.given_timeout = timeout
         self._longest = 0.0
         self._began: float | None = None  # the present round
@@ -60,8 +62,7 @@ class FederatedStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         super().setup_distributed()
         self._began, self._longest = None, 0.0
-        assert self._timeout is not None
-        set_timeout(self._timeout)
+        set_timeout(max(self.given_timeout or default_timeout(), default_timeout()))
         store = dist.distributed_c10d._get_default_store()
         store.set(f"fl/who/{self.global_rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._who = [store.get(f"fl/who/{rank}").decode() for rank in range(self.world_size)]
@@ -69,10 +70,11 @@ class FederatedStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One round; the time since the last one began says how long the others may take."""
         now = time.monotonic()
-        if self._began is not None and self.given_timeout is None and now - self._began > self._longest:
+        if self._began is None:
+            set_timeout(self.given_timeout or default_timeout())
+        elif self.given_timeout is None and now - self._began > self._longest:
             self._longest = now - self._began
-            self._timeout = timedelta(seconds=self._longest) + _MARGIN
-            set_timeout(self._timeout)
+            set_timeout(timedelta(seconds=self._longest) + _MARGIN)
         self._began = now
         return super().training_step(*args, **kwargs)
 
@@ -118,16 +120,16 @@ class FederatedStrategy(DDPStrategy):
     def _paragraph(self, lost: list[int]) -> str:
         named = " and ".join(f"rank {rank} ({self._who[rank]})" for rank in lost)
         own = f"rank {self.global_rank} ({self._who[self.global_rank]})"
-        assert self._timeout is not None
         what = (
             f"{named} does not answer, so {own} ends the run: it was stopped or has ended, or its machine is lost"
             if lost
             else f"{own} lost the other processes, which ended the run: it was stopped, or too slow"
         )
+        seconds = processes.timeout().total_seconds()
         return (
             f"{what}. The run goes on from its last checkpoint, on any number of processes: --ckpt_path last. Where a "
-            f"process only needs longer than {self._timeout.total_seconds():g} s, give FederatedStrategy(timeout=…) "
-            "more seconds, --trainer.strategy.timeout at the command line."
+            f"process only needs longer than {seconds:g} s, give FederatedStrategy(timeout=…) more seconds, "
+            "--trainer.strategy.timeout at the command line."
         )
 
 

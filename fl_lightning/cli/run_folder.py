@@ -8,7 +8,7 @@ import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
@@ -101,9 +101,8 @@ class _Events(TensorBoardLogger):
         """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1."""
         from torch.utils.tensorboard import summary as tensorboard
 
-        hparams: Any = tensorboard.hparams  # which torch does not type
-        writer = self.experiment._get_file_writer()
-        for summary in hparams(dict(params), dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)):
+        writer, of_tensorboard = self.experiment._get_file_writer(), cast(Any, tensorboard)  # which has no types
+        for summary in of_tensorboard.hparams(dict(params), dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)):
             writer.add_summary(summary, step)
 
 

@@ -31,8 +31,7 @@ class Apart:
     def of(cls, value: Any) -> Apart:
         """Of an object; raises what pickle raises where it cannot be pickled."""
         saved = _saved(value)
-        on_gpu: Any = torch.cuda.is_initialized  # which torch does not type
-        if on_gpu():  # so that a machine without a GPU can read it
+        if torch.cuda.is_available() and b"cuda" in saved:  # so that a machine without a GPU can read it
             saved = _saved(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False))
         return cls(saved)
 
