@@ -12,7 +12,7 @@ from fl_lightning.errors import UserError
 
 
 def check_batch_sizes(batch_size: Any, eval_batch_size: Any, drop_last: Any) -> None:
-    """Raises UserError unless both sizes are whole numbers above 0, or None."""
+    """Refuse sizes that are neither whole numbers above 0 nor None."""
     for name, size, null in (
         ("batch_size", batch_size, "the whole client in one batch"),
         ("eval_batch_size", eval_batch_size, "as many samples as fit"),
@@ -24,7 +24,7 @@ def check_batch_sizes(batch_size: Any, eval_batch_size: Any, drop_last: Any) -> 
 
 
 def epoch_batches(samples: int, size: int | None, drop_last: bool) -> int:
-    """Batches in an epoch of so many samples, at least one."""
+    """How many batches an epoch of this many samples has, at least one."""
     if size is None:
         return 1
     return max(1, samples // size) if drop_last else -(-samples // size)

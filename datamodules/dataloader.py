@@ -60,7 +60,7 @@ def check_map_style(dataset: Any, what: str) -> None:
 
 
 def loader_facts(loader: Any, name: str) -> LoaderFacts:
-    """Of the training loader of the data module ``name``.
+    """The facts of the training loader of the data module ``name``.
 
     Raises:
         UserError: no single loader of a map-style dataset, or a sampler that clients cannot honour, by name.

@@ -50,7 +50,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Workers:
-    """As torch's DataLoader has them; ``number=0``: read in the process itself."""
+    """Settings as of torch's DataLoader; ``number=0``: read in the process itself."""
 
     number: int = 0
     ahead: int = 2  # batches, for each worker
@@ -60,7 +60,7 @@ class Workers:
 
 
 class AheadReader:
-    """Reads batches in ``workers.number`` processes, which all readers of the moment share.
+    """Reads batches in ``workers.number`` processes, which all who read at the same time share.
 
     torch's DataLoader serves one reader at a time and starts processes for each; clients that train side by side
     would each have their own. Processes start when they are first needed and stay until :meth:`close`.
@@ -147,7 +147,7 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
 
 
 def _end_with(parent: int) -> None:
-    """A run that is killed leaves no worker behind."""
+    """End with the parent process, so that a run that is killed leaves no worker behind."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -66,7 +66,7 @@ def split_samples(
     val_fraction: float,
     seed: int,
 ) -> Split:
-    """Hold ``val_fraction`` of the samples out, then split the others: as ``clients`` says, else by the partition.
+    """Hold ``val_fraction`` of the samples out, then split the rest: as ``clients`` says, else by the partition.
 
     Args:
         counts: the number of clients asked for, and the one where neither that nor the partition says it.
@@ -110,7 +110,7 @@ def split_samples(
 
 
 def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
-    """Lists are looked through at once; lazy sequences when a client is asked for."""
+    """Lists are checked at once, lazy sequences when a client is asked for."""
     if len(clients) == 0:
         raise UserError("clients is empty: give at least one client's sample indices.")
     if isinstance(clients, list | tuple):
@@ -120,7 +120,7 @@ def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
 
 
 def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
-    """Of all indices; of the recipe where they are lazy and very many."""
+    """A hash of all indices, or of the recipe where there are very many lazy ones."""
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
         state.update(clients.recipe.encode())

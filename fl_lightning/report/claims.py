@@ -1,4 +1,4 @@
-"""What was claimed before the runs, and what they say of it."""
+"""What was claimed before the runs, and what they say about it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def differences(claim: Claim, values: Sequence[tuple[float | None, float | None]
 def verdict(
     direction: str, margin: float, mean: float | None, low: float | None, high: float | None, lost: bool = False
 ) -> str:
-    """What a paired interval says of a claim.
+    """What a paired interval says about a claim.
 
     Args:
         direction: of the claim; "less" turns mean and interval round.

@@ -71,7 +71,7 @@ def look(number: int) -> dict[str, Any]:
 
 
 def plain(axes: Axes, grid: str = "y") -> None:
-    """Grid lines along one axis alone ("" none)."""
+    """Grid lines along one axis only ("": none)."""
     axes.grid(False)
     if grid:
         axes.grid(True, axis=grid)  # type: ignore[arg-type]  # a Literal of x, y, both

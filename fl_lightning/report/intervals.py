@@ -47,7 +47,7 @@ def paired(differences: Sequence[float]) -> Interval:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction; None is no comparison and is not counted.
+    """Holm's step-down correction; None stands for no comparison, and is not counted.
 
     >>> holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]

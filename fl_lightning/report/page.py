@@ -1,4 +1,4 @@
-"""The report as one page: everything inline, nothing asked of the network."""
+"""The report as one page: everything is inline, nothing is fetched from the network."""
 
 from __future__ import annotations
 

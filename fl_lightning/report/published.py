@@ -25,7 +25,7 @@ class Published:
     note: str = ""
 
     def of(self, arm: str) -> tuple[float, float | None] | None:
-        """What was printed for ``arm``; None: nothing."""
+        """What was printed for ``arm``; None where nothing was."""
         return next((printed for pattern, printed in self.arms.items() if fnmatch.fnmatchcase(arm, pattern)), None)
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:

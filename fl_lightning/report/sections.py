@@ -18,7 +18,7 @@ from fl_lightning.report.wording import NONE, SCORE_TITLES, Unit, p_value, secon
 
 
 def unit_of(summary: Summary, metric: str | None = None) -> Unit:
-    """How this report shows values of ``metric`` (None: its own)."""
+    """How this report shows values of ``metric`` (None: the report's own metric)."""
     name = metric or summary.metric
     values = [measured(run, name)[1] for run in summary.found.runs]
     return unit(name, max((float(v.max()) for v in values if len(v)), default=1.0))

@@ -85,7 +85,7 @@ class Pair:
 
 @dataclass
 class Verdict:
-    """What the runs say of a claim."""
+    """What the runs say about a claim."""
 
     claim: Claim
     verdict: str
