@@ -93,6 +93,13 @@ class FederatedRun:
         """Whether this is another fit by the same Trainer, after rounds that were committed."""
         return self.held is None and self._fitted_by == id(trainer) and self.state.rounds > 0
 
+    def load_start(self, trainer: Any) -> None:
+        """The weights of ``init_from``, where this is no other fit of the same run."""
+        if self.settings.init_from is not None and not self.goes_on(trainer):
+            weights = checkpoint.load_weights(self.settings.init_from)
+            checkpoint.check_weights(self.model.learner, weights)
+            self.model.learner.load_state_dict(weights)
+
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """Of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
