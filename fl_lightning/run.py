@@ -118,6 +118,8 @@ class FederatedRun:
         for part, training in self._modes:  # an exception in validation leaves them as validation has them
             part.training = training
         if self.goes_on(trainer):
+            fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
+            fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
         rank, world, held = trainer.global_rank, trainer.world_size, self.held
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)

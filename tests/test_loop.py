@@ -17,6 +17,8 @@ from fl_lightning.checks import check_trainer
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdam
 from tests.helpers.breaking import (
+    AT_SERVER,
+    BROKEN_IN,
     LOCAL,
     OF_LIGHTNING,
     PLACES,
@@ -87,6 +89,18 @@ def test_a_run_repeats_itself() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_fitted_again_after_an_exception(place: str) -> None:
     assert not different(CASES["sequential"].fitted_again(Fuse(place)), uninterrupted("sequential"))
+
+
+@pytest.mark.parametrize("place", [*AT_SERVER, *LOCAL, "on_before_optimizer_step", "first logger", "second logger"])
+def test_a_round_that_was_broken_off_never_began(place: str) -> None:
+    module, run, logged = CASES["partial"].begun(Fuse(""), rounds=BROKEN_IN)
+    run.fit(module, blobs())
+    expected = leavings(module, run, logged)
+    fuse = Fuse(place)
+    module, run, logged = CASES["partial"].begun(fuse)
+    broken(module, run, fuse)
+    loggers = {"monitored", *(name for name in leavings(module, run, logged) if name.startswith("logged"))}
+    assert not set(different(leavings(module, run, logged), expected)) - loggers
 
 
 @pytest.mark.parametrize("place", PLACES)
