@@ -194,11 +194,8 @@ class FederatedModule(LearnerHooks):
     def configure_model(self) -> None:
         self.learner.configure_model()
         self.global_model.build()
-        begins = self.trainer.state.fn == "fit" and not self.run.goes_on(self.trainer)
-        if begins and self.settings.init_from is not None:
-            weights = checkpoint.load_weights(self.settings.init_from)
-            checkpoint.check_weights(self.learner, weights)
-            self.learner.load_state_dict(weights)
+        if self.trainer.state.fn == "fit":
+            self.run.load_start(self.trainer)
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
         self.global_model.build()

@@ -121,6 +121,13 @@ class FederatedRun:
         """Whether this is another fit by the same Trainer, after rounds that were committed."""
         return self.held is None and self._fitted_by == id(trainer) and self.state.rounds > 0
 
+    def load_start(self, trainer: Any) -> None:
+        """The weights of ``init_from``, where this is no other fit of the same run."""
+        if self.settings.init_from is not None and not self.goes_on(trainer):
+            weights = checkpoint.load_weights(self.settings.init_from)
+            checkpoint.check_weights(self.model.learner, weights)
+            self.model.learner.load_state_dict(weights)
+
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """The optimizers of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
@@ -146,6 +153,8 @@ class FederatedRun:
         for part, training in self._modes:  # an exception in validation leaves them as validation has them
             part.training = training
         if self.goes_on(trainer):
+            fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
+            fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
         rank, world, held = trainer.global_rank, trainer.world_size, self.held
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)

@@ -12,11 +12,14 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
+from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging, RelaxedInitialization
 from fl_lightning.checks import check_trainer
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdam
 from tests.helpers.breaking import (
+    AT_SERVER,
+    BROKEN_IN,
     LOCAL,
     OF_LIGHTNING,
     PLACES,
@@ -28,7 +31,7 @@ from tests.helpers.breaking import (
     different,
     leavings,
 )
-from tests.helpers.learners import blobs
+from tests.helpers.learners import blobs, federated, trainer
 from tests.helpers.processes import launched
 
 
@@ -89,6 +92,18 @@ def test_fitted_again_after_an_exception(place: str) -> None:
     assert not different(CASES["sequential"].fitted_again(Fuse(place)), uninterrupted("sequential"))
 
 
+@pytest.mark.parametrize("place", [*AT_SERVER, *LOCAL, "on_before_optimizer_step", "first logger", "second logger"])
+def test_a_round_that_was_broken_off_never_began(place: str) -> None:
+    module, run, logged = CASES["partial"].begun(Fuse(""), rounds=BROKEN_IN)
+    run.fit(module, blobs())
+    expected = leavings(module, run, logged)
+    fuse = Fuse(place)
+    module, run, logged = CASES["partial"].begun(fuse)
+    broken(module, run, fuse)
+    loggers = {"monitored", *(name for name in leavings(module, run, logged) if name.startswith("logged"))}
+    assert not set(different(leavings(module, run, logged), expected)) - loggers
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_resumed_from_an_exceptions_checkpoint(tmp_path: Path, place: str) -> None:
     assert not different(CASES["sequential"].resumed(Fuse(place), tmp_path, False), uninterrupted("sequential"))
@@ -135,6 +150,21 @@ def test_interrupted_by_ctrl_c_at_any_line_of_the_end(case: str) -> None:
 def test_what_validation_left_in_a_first_check_does_not_stay() -> None:
     fuse = Fuse("validation_step", round=0)
     assert not different(CASES["sequential"].fitted_again(fuse, num_sanity_val_steps=1), uninterrupted("sequential"))
+
+
+def test_a_row_that_cannot_be_stored_undoes_the_round() -> None:
+    class Phases(FederatedCallback):
+        angle = ClientState(synchronised=False, shape=(2,), dtype=torch.complex128)
+
+        def on_local_end(self, clients: Any) -> None:
+            self.angle[clients] = self.angle[clients] + 1j
+
+    module = federated()
+    before = module.global_vector.detach().clone()
+    with pytest.raises(ValueError, match="cannot be stored"):
+        trainer(1, [Phases(), ControlVariates()]).fit(module, blobs())
+    assert torch.equal(module.global_vector, before)
+    assert module.run.state.rounds == 0 and not module.client_rows.store.names()
 
 
 def test_what_a_fit_starts_from_is_not_loaded_again(tmp_path: Path) -> None:

@@ -109,6 +109,20 @@ def test_in_its_visiting_order_few_leaves_are_held_at_once(n: int) -> None:
     assert most <= math.ceil(math.log2(n)) + 1
 
 
+@settings(deadline=None)
+@given(takes_part, st.randoms(use_true_random=False))
+def test_what_is_lent_is_neither_kept_nor_changed(parts: list[bool], order: random.Random) -> None:
+    of, lent = leaves(parts), leaves(parts)
+    tree, visited = TreeSum(len(of)), order.sample(range(len(of)), len(of))
+    for j in visited:
+        values = lent[j]
+        tree.add(j, values, lent=("x", "max:k", "n", "log:loss"))
+        assert bits(values) == bits(of[j])
+        for value in (values or {}).values():
+            value.fill_(99)  # its owner goes on
+    assert bits(tree.total) == bits(summed(of, visited))
+
+
 def of_one_process(folder: Path, parts: list[bool], rank: int, world: int) -> None:
     mine = leaves(parts)[rank::world]
     total = sum_over_processes(summed(mine, visiting_order(len(mine))))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -336,3 +337,13 @@ def test_a_checkpoint_copied_beside_another_run_does_not_find_its_rows(tmp_path:
     filled(tmp_path / "other", clients=3)
     with pytest.raises(UserError, match="the file is missing"):
         ClientStore().load(one.index(), tmp_path / "other")
+
+
+def test_a_row_that_was_superseded_is_not_kept(tmp_path: Path) -> None:
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.zeros(2)}})
+    old = weakref.ref(store.read("M.s", 1))
+    store.flush(tmp_path)
+    assert old() is not None  # it is read again without the disk
+    store.commit({"M.s": {1: torch.ones(2)}})
+    assert old() is None
