@@ -22,6 +22,7 @@ from fl_lightning.engines.replay.reachable import (
     class_data,
     state_of_generator,
 )
+from fl_lightning.learner import SHIMS
 
 EMPTY = (OrderedDict, dict, list, tuple, set)
 
@@ -36,7 +37,7 @@ class Attributes:
     Without ``in_place`` a tensor whose values changed is still what it was, and classes are left out.
     """
 
-    SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", "log", "log_dict")
+    SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *SHIMS)
 
     def __init__(self, learner: nn.Module, metrics: bool = False, in_place: bool = True) -> None:
         self.learner, self.metrics, self.in_place = learner, metrics, in_place
