@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
@@ -84,7 +85,8 @@ def check_trainer(trainer: Any) -> None:
     """
     quick = bool(trainer.fast_dev_run)
     for name in ("lr_decay", "server_lr_decay"):
-        rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
+        if trainer.lightning_module is not None:
+            rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
     refused = [
         (
             "max_steps",
@@ -154,7 +156,7 @@ def check_trainer(trainer: Any) -> None:
                 )
     for callback in trainer.callbacks:
         averaging = any(c.__name__ == "StochasticWeightAveraging" for c in type(callback).__mro__)
-        normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trainer.lightning_module.modules())
+        normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _parts(trainer))
         if averaging and any(normalised):
             raise UserError(
                 "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate the statistics of the "
@@ -174,6 +176,11 @@ def check_trainer(trainer: Any) -> None:
                 "processes cannot do together: where one fails, the others are elsewhere. Set save_on_exception=False; "
                 "the checkpoint of the last round is what to resume from."
             )
+
+
+def _parts(trainer: Any) -> Iterator[nn.Module]:
+    module = trainer.lightning_module
+    return iter(()) if module is None else module.modules()
 
 
 def check_fixed_parameters(trainer: Any) -> None:

@@ -47,7 +47,11 @@ def test_a_copy_has_everything_and_shares_nothing(method: str, how: str) -> None
     twin = COPIES[how](module)
     found = state(twin)
     assert found.keys() == before.keys() and all(torch.equal(found[key], value) for key, value in before.items())
-    assert twin.settings == module.settings and twin.model.learner is twin.learner and twin.run.model is twin.model
+    assert (
+        twin.settings == module.settings
+        and twin.global_model.learner is twin.learner
+        and twin.run.model is twin.global_model
+    )
     fit, other = trainer(2, METHODS[method]()), trainer(2, METHODS[method]())
     again = copy.deepcopy(module)
     fit.fit(twin, blobs())

@@ -29,7 +29,7 @@ OF_LIGHTNING = (
     "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end",
     "on_train_epoch_end",
 )  # fmt: skip
-OTHERS = ("training_step", "validation_step", "first logger", "second logger", "saving logger", "spilling")
+OTHERS = ("training_step", "validation_step", "first logger", "second logger", "spilling")
 PLACES = (*AT_SERVER, *LOCAL, *OF_LIGHTNING, *OTHERS)
 LINES = {f"{Path(fl_lightning.__file__).parent}/{name}.py" for name in (
     "loop", "aggregation/server_update", "round/global_model", "round/ledger", "storage/rows", "storage/run_state",
