@@ -9,33 +9,25 @@ Edit = tuple[str, str, str]  # file, right text (once in it), wrong text
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, where it is planted, and the callbacks whose tests should see it."""
+    """A fault, and where it is planted; the tests of the first file should see it."""
 
     name: str
     edits: list[Edit]
-    classes: list[str]
 
 
 FAULTS = [
-    Fault(
-        "SCAFFOLD: c_i is never stored",
-        [("callbacks/control_variates.py", "self.c_i[clients] += change", "pass")],
-        ["ControlVariates"],
-    ),
+    Fault("SCAFFOLD: c_i is never stored", [("callbacks/control_variates.py", "self.c_i[clients] += change", "pass")]),
     Fault(
         "SCAFFOLD: the sign of c_i is flipped",
         [("callbacks/control_variates.py", "self.c - self.c_i[clients]\n", "self.c_i[clients] - self.c\n")],
-        ["ControlVariates"],
     ),
     Fault(
         "SCAFFOLD: K is taken from the configuration, not counted",
-        [("fl_lightning/rounds.py", "here = self.steps * ", "here = torch.full_like(self.steps, 5.0) * ")],
-        ["ControlVariates"],
+        [("fl_lightning/round/clients.py", "here = self.steps * ", "here = torch.full_like(self.steps, 5.0) * ")],
     ),
     Fault(
         "FedDyn: the dual is not anchored at w^t",
         [("callbacks/dynamic_regularization.py", "moved = clients.x - clients.w", "moved = clients.x - clients.start")],
-        ["DynamicRegularization"],
     ),
     Fault(
         "FedProx: the norm is not squared",
@@ -46,7 +38,6 @@ FAULTS = [
                 "self.mu * (clients.x - clients.w) / (1e-12 + clients.norm(clients.x - clients.w))",
             )
         ],
-        ["ProximalTerm"],
     ),
     Fault(
         "SAM perturbs with weight decay",
@@ -57,46 +48,66 @@ FAULTS = [
                 "        gradient = gradient + 0.01 * clients.x\n        norm = clients.norm(gradient)\n",
             )
         ],
-        ["SharpnessAwareMinimization"],
     ),
     Fault(
         "FedALS: φ is never averaged (the paper's misprint)",
         [
             (
-                "fl_lightning/parts.py",
+                "fl_lightning/round/partial.py",
                 "return period is not None and (t + 1) % period == 0",
                 "return period == 1",
             )
         ],
-        ["PartialAveraging"],
     ),
     Fault(
         "server state is left out of the checkpoint",
         [
             (
-                "fl_lightning/persistence.py",
-                '"server": {k: v.clone() for k, v in module.server_states.items()}',
+                "fl_lightning/checkpoint.py",
+                '"server": {key: value.clone() for key, value in state.server.items()}',
                 '"server": {}',
             )
         ],
-        ["ControlVariates", "ClientMomentum"],
     ),
     Fault(
         "client state is left out of the checkpoint",
-        [("fl_lightning/persistence.py", '"clients": index', '"clients": {}')],
-        ["ControlVariates", "RelaxedInitialization"],
+        [("fl_lightning/checkpoint.py", '"clients": index', '"clients": {}')],
     ),
     Fault(
         "buffers of the last client are kept",
         [
-            ("fl_lightning/engines/sequential.py", "            self.replica.load_buffers(buffers)\n", ""),
+            ("fl_lightning/engines/sequential.py", "            copy.load_buffers(round.buffers)\n", ""),
             (
-                "fl_lightning/server_step.py",
-                "    for name, buffer in module.learner.named_buffers():\n        if",
-                "    for name, buffer in ():\n        if",
+                "fl_lightning/round/global_model.py",
+                "        for name, buffer in self.learner.named_buffers():\n            if",
+                "        for name, buffer in ():\n            if",
             ),
         ],
-        ["SharpnessAwareMinimization"],
+    ),
+    Fault(
+        "a started share of an epoch is rounded down",
+        [
+            (
+                "fl_lightning/round/cohort.py",
+                "-int(-((epochs - whole) * batches) // 1)",
+                "int(((epochs - whole) * batches) // 1)",
+            )
+        ],
+    ),
+    Fault(
+        "Cosine is one round late",
+        [("fl_lightning/schedules.py", "math.pi * round / self.rounds", "math.pi * max(round - 1, 0) / self.rounds")],
+    ),
+    Fault(
+        "buffers move during a full gradient",
+        [
+            ("fl_lightning/engines/worker.py", "                    copy.load_buffers(buffers)\n                    t", "                    t"),
+            ("fl_lightning/engines/worker.py", "                copy.load_buffers(buffers)\n        return", "        return"),
+        ],
+    ),
+    Fault(
+        "the second pass of SAM draws new random numbers",
+        [("fl_lightning/engines/local_step.py", "            before.restore()\n", "            pass\n")],
     ),
 ]
 
