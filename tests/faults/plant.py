@@ -69,7 +69,7 @@ class Planted:
         for file, wrong in sources.items():
             plant(self.functions, file, wrong)
         (first, *_) = sources
-        return first_failure(fitting(self.uses, self.checks[first], called))
+        return first_failure(fitting(self.uses, self.checks[first], called), self.uses)
 
     def by_fault(self, fault: Fault) -> str:
         sources = edited(fault)

@@ -21,7 +21,8 @@ import torch
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[2]
-WORKERS, LIMIT = 2, 600  # children at once; seconds for one of them
+WORKERS = 2  # children at once
+SLACK = 30, 6  # seconds, and times what its tests usually take, until a fault is said not to end
 FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
 Function = tuple[str, int]  # file, its first line
 CALLED: set[Function] = set()
@@ -157,7 +158,6 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
             os.setpgid(0, 0)
             torch.set_num_threads(1)
             signal.signal(signal.SIGALRM, lambda *_: _end(answer, "it does not end"))
-            signal.alarm(LIMIT)
             text = job()
             signal.alarm(0)
             answer.write_text(text, "utf-8")
@@ -230,5 +230,6 @@ def within(test: str, check: str) -> bool:
     return test.startswith((check + "/", check + "::"))
 
 
-def first_failure(tests: list[str]) -> str:
+def first_failure(tests: list[str], uses: Uses) -> str:
+    signal.alarm(int(SLACK[0] + SLACK[1] * sum(uses[test][1] for test in tests)))
     return run_tests(tests[:FIRST]).failed or (run_tests(tests[FIRST:]).failed if tests[FIRST:] else "")
