@@ -70,7 +70,12 @@ def test_steps_are_clipped_above_the_norm_and_not_at_it(engine: str) -> None:
 
     for limit, share, moved in ((5.0, 0.0, [-6.0, -8.0]), (2.5, 1.0, [-3.0, -4.0])):
         module, logged = run(
-            Sloped(), [], engine=engine, clip_norm=limit, local_steps=2, client_optimizer=lambda p: torch.optim.SGD(p, 1.0)
+            Sloped(),
+            [],
+            engine=engine,
+            clip_norm=limit,
+            local_steps=2,
+            client_optimizer=lambda p: torch.optim.SGD(p, 1.0),
         )
         assert float(logged["clipped_steps"]) == share
         assert module.global_vector.tolist() == pytest.approx(moved)

@@ -121,7 +121,9 @@ def test_random_numbers_are_a_function_of_seed_round_client_and_purpose() -> Non
         for client in range(2):
             for purpose in ("full", "learner"):
                 seed_client(1, t, client, purpose)
-                expected.append((torch.initial_seed(), purpose, (float(torch.rand(1)), float(np.random.rand()), random.random())))
+                expected.append(
+                    (torch.initial_seed(), purpose, (float(torch.rand(1)), float(np.random.rand()), random.random()))
+                )
     assert found == expected
 
 

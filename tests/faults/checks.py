@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-ORACLE = "tests/callbacks/test_oracle_agreement.py"
-ENGINES = ["tests/engines/test_unequal_clients.py", "tests/engines/test_threads.py"]
-STEPS = [*ENGINES, "tests/engines/test_random_state.py", "tests/test_module.py", "tests/test_methods.py"]
-PARTS = ["tests/round/test_partial.py", "tests/callbacks/test_partial_averaging.py", ORACLE]
+SERVER = "tests/aggregation/test_server_update.py"
+HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py"],
-    "fl_lightning/round/context.py": ["tests/round/test_context.py", "tests/aggregation", ORACLE],
-    "fl_lightning/round/partial.py": PARTS,
-    "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", "tests/aggregation", ORACLE],
-    "fl_lightning/round/clients.py": ["tests/round/test_clients.py", *PARTS, *ENGINES, "tests/test_methods.py"],
+    "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER],
+    "fl_lightning/round/partial.py": ["tests/round/test_partial.py"],
+    "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER],
+    "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
-    "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py", ORACLE],
-    "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", "tests/aggregation", ORACLE],
-    "fl_lightning/aggregation/server_update.py": ["tests/aggregation/test_server_update.py", "tests/aggregation", ORACLE],
+    "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
+    "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", SERVER],
+    "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py"],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
-    "fl_lightning/engines/local_step.py": ["tests/engines/test_local_step.py", *STEPS, ORACLE],
-    "fl_lightning/engines/worker.py": ["tests/engines/test_worker.py", *STEPS, ORACLE],
-    "fl_lightning/engines/choice/plan.py": ["tests/engines/choice/test_plan.py", "tests/engines/choice"],
-    "fl_lightning/engines/choice/build.py": ["tests/engines/choice/test_build.py", "tests/engines/choice", *ENGINES],
-    "fl_lightning/loop.py": ["tests/test_loop.py", "tests/aggregation", "tests/test_schedules.py", ORACLE],
+    "fl_lightning/engines/local_step.py": ["tests/engines/test_local_step.py", HOOKS],
+    "fl_lightning/engines/worker.py": [
+        "tests/engines/test_worker.py",
+        "tests/engines/test_local_step.py",
+        HOOKS,
+        THREADS,
+    ],
+    "fl_lightning/engines/choice/plan.py": ["tests/engines/choice/test_plan.py"],
+    "fl_lightning/engines/choice/build.py": ["tests/engines/choice", THREADS],
+    "fl_lightning/loop.py": ["tests/test_loop.py", "tests/aggregation", "tests/test_schedules.py", HOOKS],
     "datamodules/partitions.py": ["tests/datamodules/test_partitions.py"],
     "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],
 }

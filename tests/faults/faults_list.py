@@ -101,8 +101,16 @@ FAULTS = [
     Fault(
         "buffers move during a full gradient",
         [
-            ("fl_lightning/engines/worker.py", "                    copy.load_buffers(buffers)\n                    t", "                    t"),
-            ("fl_lightning/engines/worker.py", "                copy.load_buffers(buffers)\n        return", "        return"),
+            (
+                "fl_lightning/engines/worker.py",
+                "                    copy.load_buffers(buffers)\n                    t",
+                "                    t",
+            ),
+            (
+                "fl_lightning/engines/worker.py",
+                "                copy.load_buffers(buffers)\n        return",
+                "        return",
+            ),
         ],
     ),
     Fault(

@@ -41,7 +41,15 @@ TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
-OPPOSITE = {"ceil": "floor", "floor": "ceil", "max": "min", "min": "max", "maximum": "minimum", "any": "all", "all": "any"}
+OPPOSITE = {
+    "ceil": "floor",
+    "floor": "ceil",
+    "max": "min",
+    "min": "max",
+    "maximum": "minimum",
+    "any": "all",
+    "all": "any",
+}
 EITHER_WAY = ("max", "min", "maximum", "minimum", "equal", "promote_types")  # of two arguments
 SETUP = ("__init__", "on_fit_start")
 
@@ -176,7 +184,12 @@ def _changes_of_call(node: ast.Call) -> Iterator[tuple[str, Callable[[Any], ast.
     elif isinstance(node.func, ast.Attribute) and name in IN_PLACE:
         yield f"sign: {shown}", _opposite_method
     starred = any(isinstance(argument, ast.Starred) for argument in node.args)
-    if len(node.args) > 1 and not starred and name not in EITHER_WAY and ast.dump(node.args[-1]) != ast.dump(node.args[-2]):
+    if (
+        len(node.args) > 1
+        and not starred
+        and name not in EITHER_WAY
+        and ast.dump(node.args[-1]) != ast.dump(node.args[-2])
+    ):
         yield f"last two arguments swapped: {shown}", _swap_arguments
 
 

@@ -22,7 +22,8 @@ from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[2]
 WORKERS = 2  # children at once
-SLACK = 30, 6  # seconds, and times what its tests usually take, until a fault is said not to end
+SLACK = 4, 3  # seconds of the processor, and times what its tests usually take, until a fault is said not to end
+WAITING = 120  # seconds more of the clock
 FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
 Function = tuple[str, int]  # file, its first line
 CALLED: set[Function] = set()
@@ -157,9 +158,9 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
         try:
             os.setpgid(0, 0)
             torch.set_num_threads(1)
-            signal.signal(signal.SIGALRM, lambda *_: _end(answer, "it does not end"))
+            for timer in (signal.SIGALRM, signal.SIGPROF):
+                signal.signal(timer, lambda *_: _end(answer, "it does not end"))
             text = job()
-            signal.alarm(0)
             answer.write_text(text, "utf-8")
         except BaseException as error:
             answer.write_text(f"ERROR {type(error).__name__}: {error}", "utf-8")
@@ -231,5 +232,10 @@ def within(test: str, check: str) -> bool:
 
 
 def first_failure(tests: list[str], uses: Uses) -> str:
-    signal.alarm(int(SLACK[0] + SLACK[1] * sum(uses[test][1] for test in tests)))
-    return run_tests(tests[:FIRST]).failed or (run_tests(tests[FIRST:]).failed if tests[FIRST:] else "")
+    for some in (tests[:FIRST], tests[FIRST:]):
+        usual = SLACK[0] + SLACK[1] * sum(uses[test][1] for test in some)
+        signal.setitimer(signal.ITIMER_PROF, usual)  # what others do on the machine does not count
+        signal.alarm(int(usual + WAITING))
+        if some and (failed := run_tests(some).failed):
+            return failed
+    return ""

@@ -69,7 +69,9 @@ def test_logs_and_uploads_have_a_row_a_client() -> None:
     clients = some_clients(a_round())
     clients.log("flat", torch.ones(2))
     clients.log("column", torch.ones(2, 1, requires_grad=True))
-    assert clients.logs["flat"].shape == clients.logs["column"].shape == (2,) and not clients.logs["column"].requires_grad
+    assert (
+        clients.logs["flat"].shape == clients.logs["column"].shape == (2,) and not clients.logs["column"].requires_grad
+    )
     clients.upload("M.u", Upload(), ONES.float())
     clients.upload("M.n", Upload(shape=(), dtype=torch.int64), clients.ids)
     assert clients.uploads["M.u"].shape == (2, D) and clients.uploads["M.u"].dtype == torch.float64

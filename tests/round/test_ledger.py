@@ -36,6 +36,13 @@ def test_what_was_only_read_is_not_settled() -> None:
     assert ledger.settled_server({"M.a": OWN}) == {}
 
 
+def test_what_was_assigned_is_settled_even_where_nothing_changed() -> None:
+    ledger = Ledger(a_round())
+    with ledger.server_hooks():
+        ledger.set_server_state("M.a", OWN, ledger.server_state("M.a", OWN))
+    assert list(ledger.settled_server({"M.a": OWN})) == ["M.a"]
+
+
 def test_a_state_never_written_is_made_once_and_is_the_same_for_all_who_read_it() -> None:
     ledger = Ledger(a_round())
     first = ledger.server_state("M.a", OWN)

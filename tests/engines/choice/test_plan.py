@@ -49,6 +49,8 @@ def test_a_card_tells_what_belongs_to_the_engine() -> None:
     }
     assert EnginePlan("concurrent", not_captured="few steps").facts()["capture"] == "no: few steps"
     stacked = EnginePlan("stacked", at_once=5, workers=2, channels_last=True).facts()
-    assert stacked["clients"] == "5" and stacked["memory"] == "channels_last" and not {"workers", "capture"} & set(stacked)
+    assert (
+        stacked["clients"] == "5" and stacked["memory"] == "channels_last" and not {"workers", "capture"} & set(stacked)
+    )
     assert not {"clients", "memory", "workers"} & set(EnginePlan("sequential").facts())
     assert (str(beside), str(EnginePlan("sequential"))) == ("concurrent × 2", "sequential")
