@@ -17,7 +17,7 @@ LABELS = np.repeat([4, 1, 7], [30, 50, 20])
 def test_a_client_draws_from_each_class_as_its_proportions_say() -> None:
     """The definition: q_i, then how many of each class, then which of them, from client i's own generator."""
     clients = Dirichlet(0.5, replacement=True, samples_per_client=40).split(LABELS, 5, 3)
-    pools = [np.flatnonzero(LABELS == label) for label in (1, 4, 7)]
+    pools = [np.flatnonzero(label == LABELS) for label in (1, 4, 7)]
     for client in range(5):
         rng = generator(3, "partition", client)
         taken = rng.multinomial(40, rng.dirichlet([0.5] * 3))
@@ -41,7 +41,7 @@ def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() ->
     clients = Dirichlet(0.3).split(LABELS, 4, 5)
     assert [len(c) for c in clients] == [25] * 4 and sorted(np.concatenate(clients)) == list(range(100))
     for c, label in enumerate((1, 4, 7)):
-        order = generator(5, "partition-stock", c).permutation(np.flatnonzero(LABELS == label))
+        order = generator(5, "partition-stock", c).permutation(np.flatnonzero(label == LABELS))
         dealt = [i for client in clients for i in client if LABELS[i] == label]
         assert dealt == order.tolist()
 

@@ -121,7 +121,8 @@ FAULTS = [
 
 
 def _equal(file: str, line: str, reason: str, *mutations: str) -> dict[tuple[str, str, str], str]:
-    return {(f"callbacks/{file}.py", line, mutation): reason for mutation in mutations}
+    path = file if file.endswith(".py") else f"callbacks/{file}.py"
+    return {(path, line, mutation): reason for mutation in mutations}
 
 
 WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
@@ -162,6 +163,24 @@ SURVIVORS = {
         "mask[layout[name][0]] = True",
         "equivalent: 2 is True in a mask",
         "factor: mask[layout[name][0]] = True (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/schedules.py",
+        "if round >= self.rounds:",
+        "equivalent: half a cosine ends at its end",
+        "boundary: round >= self.rounds (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/round/clients.py",
+        "self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))",
+        "equivalent but slower: zeros are made, and then overwritten",
+        "left out: self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape)) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/round/clients.py",
+        "if self.kept_mask is not None and self.kept_origin is not None:",
+        "equivalent: both are there, or neither",
+        "and ↔ or: self.kept_mask is not None and self.kept_origin is not None (column 3)",
     ),
 }
 """(file, right line, mutation) -> why no test can, or need, tell it from the right one."""

@@ -1,4 +1,4 @@
-"""Faults in forked children: the tests are imported once, a child changes the code of functions and runs some of them."""
+"""Faults in forked children: tests are imported once; a child changes the code of functions, and runs some of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import builtins
 import gc
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable

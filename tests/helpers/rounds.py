@@ -1,4 +1,4 @@
-"""A round made by hand, of a learner with four parameters: what is staged, seen and counted can be worked out on paper."""
+"""A round made by hand, of four parameters: what it stages, shows and counts can be worked out on paper."""
 
 from __future__ import annotations
 

@@ -160,3 +160,17 @@ def test_without_parts_nothing_is_kept() -> None:
     assert some_clients(a_round(), [3]).kept_parts() == {} == some_clients(a_round(parts=parts()), [3]).kept_parts()
     clients = some_clients(a_round())
     assert clients.kept_mask is None and clients.origin is clients.start
+
+
+def test_who_asked_for_numbers_is_known_since_its_step_is_not_replayed_for_others() -> None:
+    clients = some_clients(a_round())
+    assert not clients.looked_up
+    assert clients.client_ids == [3, 5] and clients.looked_up
+
+
+@pytest.mark.parametrize("state", [ClientState(), Scratch()])
+def test_rows_keep_their_storage_when_they_are_assigned(state: Any) -> None:
+    clients = some_clients(a_round())
+    rows = clients.rows("M.s", state)
+    clients.write("M.s", state, 2 * torch.ones(2, D))
+    assert clients.rows("M.s", state) is rows and rows.tolist() == [[2.0] * D] * 2
