@@ -119,3 +119,42 @@ def test_a_gradient_is_mixed_then_corrected_then_clipped_then_stepped_with(engin
             p.data *= 0.5
     expected = torch.cat([p.detach().flatten() for p in learner.parameters()])
     torch.testing.assert_close(module.global_vector.detach(), expected, rtol=0, atol=1e-6)
+
+
+class Bowl(Lit):
+    """½‖x‖²: the gradient is the point where it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1, bias=False)
+        self.net.weight.data.fill_(4.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net.weight**2).sum() / 2
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+class Aside(FederatedCallback):
+    def perturbation(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient.sign() / 4
+
+
+class Halved(FederatedCallback):
+    def on_loss_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+@pytest.mark.parametrize(
+    ("methods", "reached"),
+    [([], [2.0, 1.0]), ([Aside], [1.875, 0.8125]), ([Halved], [3.0, 2.25]), ([Aside, Halved], [2.9375, 2.140625])],
+)
+def test_a_step_goes_against_the_gradient_at_the_perturbed_point(engine: str, methods: Any, reached: Any) -> None:
+    """At a rate of ½ from 4; 0.25 aside of 4 the gradient is 4.25; half of it is mixed."""
+    for steps, value in enumerate(reached, 1):
+        made = [method() for method in methods]
+        module, _ = run(
+            Bowl(), made, engine=engine, local_steps=steps, client_optimizer=lambda p: torch.optim.SGD(p, 0.5)
+        )
+        assert module.global_vector.tolist() == [value, value]

@@ -182,5 +182,11 @@ SURVIVORS = {
         "equivalent: both are there, or neither",
         "and ↔ or: self.kept_mask is not None and self.kept_origin is not None (column 3)",
     ),
+    **_equal(
+        "fl_lightning/engines/local_step.py",
+        "self.all_generators = before.drawn_since()",
+        "equivalent but slower: generators that nobody draws from are read and put back in each step",
+        "left out: self.all_generators = before.drawn_since() (column 0)",
+    ),
 }
 """(file, right line, mutation) -> why no test can, or need, tell it from the right one."""
