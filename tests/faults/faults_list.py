@@ -188,5 +188,29 @@ SURVIVORS = {
         "equivalent but slower: generators that nobody draws from are read and put back in each step",
         "left out: self.all_generators = before.drawn_since() (column 0)",
     ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "return leaves if len(leaves) < 2 else visit(leaves[0::2]) + visit(leaves[1::2])",
+        "equivalent: two leaves are in order either way",
+        "boundary: len(leaves) < 2 (column 17)",
+    ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "while leaf >= stride or leaf + stride < self.n:",
+        "equivalent: a level more, on which the leaf has no sibling",
+        "boundary: leaf + stride < self.n (column 24)",
+    ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "if sibling < self.n:",
+        "equivalent: from that stride on, a sibling is always one of the n",
+        "boundary: sibling < self.n (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "values = _merge(values, self._waiting.pop((sibling, stride)))",
+        "equivalent: a + b and b + a have the same bits",
+        "last two arguments swapped: _merge(values, self._waiting.pop((sibling, stride))) (column 9)",
+    ),
 }
 """(file, right line, mutation) -> why no test can, or need, tell it from the right one."""
