@@ -91,18 +91,18 @@ def of_file(file: str, planted: Planted) -> tuple[int, list[Mutant]]:
     jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(found)]
     survivors, began = [], time.monotonic()
     for done, (k, caught) in enumerate(in_children(jobs), 1):
+        mutant = found[int(k)]
         if caught.startswith("ERROR"):
-            raise SystemExit(f"{file}: {found[int(k)].what}: {caught}")
-        survivors += [] if caught else [int(k)]
+            raise SystemExit(f"{file}: {mutant.what}: {caught}")
+        if not caught:
+            survivors.append(mutant)
+            reason = SURVIVORS.get(mutant.key, "NO REASON KNOWN")
+            print(f"  {file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {reason}", flush=True)
         print(f"\r{done} of {len(found)} mutants, {len(survivors)} survive", end="", file=sys.stderr, flush=True)
     print("\r", end="", file=sys.stderr)
-    seconds = time.monotonic() - began
-    print(f"{file}: {len(found) - len(survivors)} of {len(found)} caught ({seconds:.0f} s)", flush=True)
-    for k in sorted(survivors):
-        mutant = found[k]
-        print(f"  {mutant.number}: {mutant.what}\n    {mutant.line}")
-        print(f"    {SURVIVORS.get(mutant.key, 'NO REASON KNOWN')}", flush=True)
-    return len(found), [found[k] for k in sorted(survivors)]
+    caught_here, seconds = len(found) - len(survivors), time.monotonic() - began
+    print(f"{file}: {caught_here} of {len(found)} caught ({seconds:.0f} s)", flush=True)
+    return len(found), survivors
 
 
 def main(names: list[str]) -> int:
