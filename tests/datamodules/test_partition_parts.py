@@ -70,7 +70,7 @@ def test_a_saved_partition_knows_its_clients_and_is_of_as_many(tmp_path: Any) ->
     saved = Saved(tmp_path / "p.npz")
     assert saved.clients == 4 and repr(saved) == f"Saved({str(tmp_path / 'p.npz')!r})"
     assert [len(c) for c in saved.split(y, 4, 7)] == [3, 3, 2, 2]
-    with pytest.raises(UserError, match="num_clients is 3, but .* has 4 clients"):
+    with pytest.raises(UserError, match=r"num_clients is 3, but .* has 4 clients"):
         saved.split(y, 3, 0)
 
 
@@ -96,5 +96,5 @@ def test_what_is_no_index_of_a_sample_is_refused(indices: Any, words: str) -> No
 
 @pytest.mark.parametrize("sigma", [-0.1, float("inf"), float("nan"), "1"])
 def test_a_sigma_is_a_finite_number_of_at_least_zero(sigma: Any) -> None:
-    with pytest.raises(UserError, match="QuantitySkew's sigma is .*: give a number of at least 0"):
+    with pytest.raises(UserError, match=r"QuantitySkew's sigma is .*: give a number of at least 0"):
         QuantitySkew(sigma)
