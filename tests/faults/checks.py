@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SERVER = "tests/aggregation/test_server_update.py"
 HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
+ROUND = [SERVER, "tests/test_loop.py", "tests/callbacks/test_oracle_agreement.py"]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py"],
@@ -13,8 +14,8 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
-    "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", SERVER],
-    "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py"],
+    "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", *ROUND],
+    "fl_lightning/aggregation/server_update.py": ["tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
     "fl_lightning/engines/local_step.py": ["tests/engines/test_local_step.py", HOOKS],
     "fl_lightning/engines/worker.py": [
