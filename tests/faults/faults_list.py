@@ -34,8 +34,8 @@ FAULTS = [
         [
             (
                 "callbacks/proximal_term.py",
-                "self.mu * (clients.x - clients.w)",
-                "self.mu * (clients.x - clients.w) / (1e-12 + clients.norm(clients.x - clients.w))",
+                "gradient.add_(clients.x - clients.w, alpha=self.mu)",
+                "gradient.add_((a := clients.x - clients.w) / (1e-12 + clients.norm(a)), alpha=self.mu)",
             )
         ],
     ),
@@ -211,6 +211,18 @@ SURVIVORS = {
         "values = _merge(values, self._waiting.pop((sibling, stride)))",
         "equivalent: a + b and b + a have the same bits",
         "last two arguments swapped: _merge(values, self._waiting.pop((sibling, stride))) (column 9)",
+    ),
+    **_equal(
+        "datamodules/label_skew.py",
+        "if q.sum() > 0:",
+        "equivalent: a mean is above 0 where the sum is",
+        "mean instead: q.sum() (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/loop.py",
+        "self.state.rows.fetch(ids)",
+        "one process has nothing to fetch; two are tested in storage/test_rows and test_resume",
+        "left out: self.state.rows.fetch(ids) (column 0)",
     ),
 }
 """(file, right line, mutation) -> why no test can, or need, tell it from the right one."""
