@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 
-from fl_lightning import Exponential
+from fl_lightning import Exponential, UserError
+from fl_lightning.schedules import Cosine, Schedule, Steps, arguments, decay_factor, decay_text
 from tests.helpers.learners import blobs, federated, trainer
 
 
@@ -20,3 +22,47 @@ def test_learning_rates_follow_their_schedules() -> None:
 
     trainer(3, [See()]).fit(federated(lr_decay=0.5, server_lr_decay=Exponential(0.1)), blobs())
     assert seen == pytest.approx([0.1, 1.0, 0.05, 0.1, 0.025, 0.01])
+
+
+def test_a_cosine_falls_from_one_in_round_0_to_its_end_after_its_rounds() -> None:
+    assert [Cosine(4)(t) for t in range(7)] == pytest.approx([1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0, 0, 0])
+    assert [Cosine(3, end=0.2)(t) for t in range(5)] == pytest.approx([1.0, 0.8, 0.4, 0.2, 0.2])
+    assert [Cosine(1, end=0.3)(t) for t in range(2)] == [1.0, 0.3]
+
+
+def test_steps_hold_from_their_round_on() -> None:
+    assert [Steps({3: 0.1, 1: 0.5})(t) for t in range(5)] == [1.0, 0.5, 0.5, 0.1, 0.1]
+
+
+def test_a_number_decays_geometrically_and_a_schedule_is_its_value() -> None:
+    assert decay_factor(0.5, 0) == 1.0 and decay_factor(0.5, 3) == 0.125 and decay_factor(Steps({0: 0.3}), 2) == 0.3
+    assert Exponential(2.0)(3) == 8.0 and Exponential(10.0)(400) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Cosine(0), "Cosine: rounds=0"),
+        (lambda: Cosine(5, end=math.nan), "Cosine: end=nan"),
+        (lambda: Exponential(math.inf), "Exponential: gamma=inf"),
+        (lambda: Steps({2: math.nan}), "Steps: the value of round 2=nan"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make()
+
+
+def test_schedules_say_what_they_are() -> None:
+    assert repr(Cosine(5)) == "Cosine(rounds=5, end=0.0)"
+    assert (decay_text(0.5), decay_text(1.0)) == (" × 0.5^t", "")
+    assert decay_text(Exponential(0.5)) == " × Exponential(gamma=0.5)"
+
+    class Mine(Schedule):
+        def __init__(self, of: Any, inner: Schedule, hidden: int) -> None:
+            self.of, self.inner, self._hidden = of, inner, hidden
+
+        def __call__(self, round: int) -> float:
+            return 1.0
+
+    assert arguments(Mine(abs, Exponential(0.5), 3)) == "inner=Exponential(gamma=0.5)"

@@ -85,3 +85,16 @@ def test_bool_and_complex_buffers() -> None:
     module, _ = fitted(Kinds, 1, engine="sequential", local_steps=3)
     assert module.learner.seen.dtype == torch.bool and bool(module.learner.seen.all())
     torch.testing.assert_close(module.learner.phase, torch.tensor([3j]))
+
+
+def test_a_buffer_that_counts_far_is_not_cut_short() -> None:
+    class Counting(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+        def move(self, x: Tensor) -> None:
+            self.passes += 300
+
+    module, _ = fitted(Counting, 1, engine="sequential", local_steps=1)
+    assert int(module.learner.passes) == 300

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from fl_lightning.round.cohort import Cohort
 from tests.helpers.learners import blobs, federated, trainer
 
 
@@ -19,3 +24,55 @@ def test_bernoulli_sampling_varies_the_number_and_never_takes_nobody() -> None:
     trainer(1).fit(module, blobs())
     sizes = [len(module.participants(t)) for t in range(300)]
     assert min(sizes) == 1 and max(sizes) >= 3 and 0.9 < sum(sizes) / 300 < 1.7
+
+
+def cohort(batches: int = 7, clients: int = 10, **given: Any) -> Cohort:
+    class Data:
+        num_clients = clients
+
+        def batches_per_epoch(self, client: int) -> int:
+            return batches + client
+
+        def client_sizes(self) -> list[int]:
+            return [10 * i for i in range(clients)]
+
+    facts = {"participation": 3, "sampling": "uniform", "local_epochs": None, "local_steps": None, **given}
+    return Cohort(Data(), 1, **facts)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "steps"),
+    [(1.5, 7, 11), (1.5, 8, 12), (0.1, 3, 1), (2, 7, 14), (0.3, 10, 3), (1.1, 10, 11), (2.001, 10, 21), (None, 7, 35)],
+)
+def test_a_started_share_of_an_epoch_is_rounded_up_in_exact_decimals(epochs: Any, batches: int, steps: int) -> None:
+    assert cohort(batches, local_epochs=epochs).steps(0) == steps
+
+
+def test_steps_win_over_epochs_and_epochs_are_of_the_client() -> None:
+    assert cohort(7, local_epochs=2).steps(3) == 20 and cohort(7, local_epochs=2, local_steps=5).steps(3) == 5
+
+
+def test_sizes_are_of_who_was_asked_for() -> None:
+    assert cohort().sizes([2, 9]) == {2: 20, 9: 90}
+
+
+def test_the_most_clients_of_a_round() -> None:
+    assert (cohort().most, cohort(sampling="bernoulli").most) == (3, 10)
+    assert {len(cohort().participants(t)) for t in range(20)} == {3}
+
+
+@pytest.mark.parametrize(("participation", "mean"), [(3, 3.0), (0.36, 3.6)])
+def test_bernoulli_sampling_takes_each_client_with_its_probability(participation: Any, mean: float) -> None:
+    """A fraction is taken as it is, not rounded to whole clients: 3.6 of 10; four standard errors of 4,000 rounds."""
+    drawn = cohort(participation=participation, sampling="bernoulli")
+    assert abs(sum(len(drawn.participants(t)) for t in range(4000)) / 4000 - mean) < 4 * (mean * 0.7 / 4000) ** 0.5
+
+
+def test_all_take_part_in_ascending_order() -> None:
+    assert cohort(participation="all").participants(4) == tuple(range(10))
+
+
+def test_a_cohort_says_how_much_it_does() -> None:
+    assert cohort().describe() == "3 of 10 clients · 5 epochs"
+    assert cohort(local_steps=4).describe() == "3 of 10 clients · 4 steps"
+    assert cohort(local_epochs=1.5).describe() == "3 of 10 clients · 1.5 epochs"

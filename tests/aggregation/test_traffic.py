@@ -1,0 +1,73 @@
+"""What a round sends, against counts on paper: a model of four doubles, clients 3 and 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fl_lightning.aggregation import traffic
+from fl_lightning.callback import FederatedCallback, ServerState, Upload
+from fl_lightning.methods import Methods
+from fl_lightning.round.ledger import Ledger
+from tests.helpers.rounds import LAST, D, a_round, parts, some_clients
+
+BUFFERS = {"mean": torch.zeros(3, dtype=torch.float64), "seen": torch.zeros((), dtype=torch.int64)}
+UPLOADS = {"M.whole": Upload(), "M.two": Upload(shape=(2,))}
+
+
+def counts(uploads: dict[str, Any] | None = None, sent: tuple[Any, Any] = (None, None), **given: Any) -> list[int]:
+    clients = some_clients(a_round(**given), [3])
+    clients.sent(*sent)
+    for key, value in (uploads or {}).items():
+        clients.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
+    found = traffic.of_client(clients, BUFFERS)
+    traffic.add_upload(found, clients, UPLOADS)
+    return found.tolist()
+
+
+def test_a_client_is_sent_the_model_and_buffers_and_sends_its_update() -> None:
+    assert counts() == [D, 1, D, 8 * D, 3 * 8 + 8]
+
+
+def test_uploads_that_are_counted_add_to_it() -> None:
+    given = {"M.whole": torch.ones(1, D, dtype=torch.float64), "M.two": torch.ones(1, 2), "M.derived": torch.ones(1, 3)}
+    assert counts(given) == [D, 1, D + D + 2, 8 * (D + D + 2), 32]
+
+
+def test_a_method_says_how_much_it_sends_in_place_of_its_update() -> None:
+    assert counts(sent=(1.5, None)) == [D, 1, 2, 12, 32]
+    assert counts(sent=(3, 5.4)) == [D, 1, 3, 5, 32]
+
+
+def test_a_part_that_is_kept_is_neither_sent_nor_received() -> None:
+    """In round 0 it is received, since nobody has a copy, and not sent."""
+    assert counts(parts=parts((LAST, 2)))[:4] == [D, 1, 2, 16]
+    values = {"parts.x": torch.zeros(2), "parts.origin": torch.zeros(2), "parts.elapsed": torch.zeros(1)}
+    rows = {(name, 3): value for name, value in {**values, "parts.round": torch.tensor(0)}.items()}
+    whole = {"M.whole": torch.ones(1, D, dtype=torch.float64)}
+    assert counts(t=1, parts=parts((LAST, 3)), rows=rows)[:4] == [2, 1, 2, 16]
+    assert counts(whole, t=1, parts=parts((LAST, 3)), rows=rows)[:4] == [2, 1, 4, 32]
+
+
+class M(FederatedCallback):
+    whole, two, never = ServerState(sent=True), ServerState(sent=True, shape=(2,)), ServerState(sent=True)
+    own = ServerState()
+
+
+def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
+    states = {"M.whole": torch.zeros(D, dtype=torch.float64), "M.own": torch.zeros(D, dtype=torch.float64)}
+    ledger = Ledger(a_round(server_states=states))
+    ledger.server["M.two"] = torch.zeros(2)  # made in this round: four bytes a number
+    ledger.total = {"traffic": torch.tensor([2 * D, 2, 11, 90, 64])}
+    assert traffic.of_round(ledger, Methods([M()])) == {
+        "down_parameters": 2 * D + 2 * D + 2 * 2,
+        "down_bytes": 8 * 2 * D + 8 * 2 * D + 4 * 2 * 2,
+        "up_parameters": 11,
+        "up_bytes": 90,
+        "buffers_bytes": 128,
+    }
+
+
+def test_a_round_in_which_nobody_took_part_sends_nothing() -> None:
+    assert set(traffic.of_round(Ledger(a_round()), Methods([])).values()) == {0}

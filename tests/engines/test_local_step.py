@@ -1,0 +1,160 @@
+"""One local step: the second pass of SAM, clipping, and the order in which hooks change a gradient."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks import SharpnessAwareMinimization
+from tests.helpers.learners import InPlace, Lit, blobs, federated, momentum, trainer
+
+ENGINES = ["sequential", "concurrent"]
+
+
+def run(learner: Lit, methods: Any, rounds: int = 1, **arguments: Any) -> Any:
+    module, of = federated(learner, **{"participation": "all", **arguments}), trainer(rounds, methods)
+    of.fit(module, blobs(clients=2))
+    return module, of.callback_metrics
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "python"])
+def test_both_passes_of_sam_draw_the_same_random_numbers(library: str) -> None:
+    """Also in later steps, when those generators that nobody drew from are no longer watched."""
+    drawn: list[float] = []
+
+    class Drawing(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            one = {"torch": lambda: float(torch.rand(1)), "numpy": np.random.rand, "python": random.random}[library]
+            drawn.append(float(one()))
+            return super().training_step(batch, batch_idx)
+
+    run(Drawing(), [SharpnessAwareMinimization(0.05)], engine="sequential")
+    assert drawn[0::2] == drawn[1::2] and len(set(drawn)) == len(drawn) // 2 >= 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_second_pass_of_sam_neither_moves_buffers_nor_is_logged(engine: str) -> None:
+    class Counting(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.passes += 1
+            return super().training_step(batch, batch_idx)
+
+    module, _ = run(Counting(), [SharpnessAwareMinimization(0.05)], engine=engine, local_steps=3)
+    assert int(module.learner.passes) == 3
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+def test_steps_are_clipped_above_the_norm_and_not_at_it(engine: str) -> None:
+    """A gradient of 3 and 4 is of norm 5; at a rate of 1 a step moves by what is left of it."""
+
+    class Sloped(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1, bias=False)
+            self.net.weight.data.zero_()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.net.weight * torch.tensor([[3.0, 4.0]])).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    for limit, share, moved in ((5.0, 0.0, [-6.0, -8.0]), (2.5, 1.0, [-3.0, -4.0])):
+        module, logged = run(
+            Sloped(),
+            [],
+            engine=engine,
+            clip_norm=limit,
+            local_steps=2,
+            client_optimizer=lambda p: torch.optim.SGD(p, 1.0),
+        )
+        assert float(logged["clipped_steps"]) == share
+        assert module.global_vector.tolist() == pytest.approx(moved)
+    _, logged = run(Sloped(), [], engine=engine, local_steps=2)
+    assert "clipped_steps" not in logged
+
+
+class Ordered(FederatedCallback):
+    """Each hook changes the gradient in a way that shows when it came."""
+
+    def on_loss_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1
+
+    def on_local_step_end(self, clients: Any) -> None:
+        clients.x *= 0.5
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+@pytest.mark.parametrize("optimizer", [None, momentum])
+def test_a_gradient_is_mixed_then_corrected_then_clipped_then_stepped_with(engine: str, optimizer: Any) -> None:
+    data = blobs(clients=1)
+    arguments = {"participation": "all", "local_steps": 3, "clip_norm": 9.0, "client_optimizer": optimizer}
+    module = federated(engine=engine, **arguments)
+    learner = Lit().double()
+    learner.load_state_dict(module.learner.state_dict())
+    trainer(1, [Ordered()]).fit(module, data)
+
+    own = (optimizer or (lambda p: torch.optim.SGD(p, 0.1, weight_decay=1e-3)))(learner.parameters())
+    for x, y in data.client_batches(0, 0, 3):
+        own.zero_grad()
+        torch.nn.functional.cross_entropy(learner.net(x), y).backward()
+        for p in learner.parameters():
+            assert p.grad is not None
+            p.grad = 2 * p.grad + 1
+        torch.nn.utils.clip_grad_norm_(learner.parameters(), 9.0)
+        own.step()
+        for p in learner.parameters():
+            p.data *= 0.5
+    expected = torch.cat([p.detach().flatten() for p in learner.parameters()])
+    torch.testing.assert_close(module.global_vector.detach(), expected, rtol=0, atol=1e-6)
+
+
+class Bowl(Lit):
+    """½‖x‖²: the gradient is the point where it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1, bias=False)
+        self.net.weight.data.fill_(4.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net.weight**2).sum() / 2
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+class Aside(FederatedCallback):
+    def perturbation(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient.sign() / 4
+
+
+class Halved(FederatedCallback):
+    def on_loss_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+@pytest.mark.parametrize(
+    ("methods", "reached"),
+    [([], [2.0, 1.0]), ([Aside], [1.875, 0.8125]), ([Halved], [3.0, 2.25]), ([Aside, Halved], [2.9375, 2.140625])],
+)
+def test_a_step_goes_against_the_gradient_at_the_perturbed_point(engine: str, methods: Any, reached: Any) -> None:
+    """At a rate of ½ from 4; 0.25 aside of 4 the gradient is 4.25; half of it is mixed."""
+    for steps, value in enumerate(reached, 1):
+        made = [method() for method in methods]
+        module, _ = run(
+            Bowl(), made, engine=engine, local_steps=steps, client_optimizer=lambda p: torch.optim.SGD(p, 0.5)
+        )
+        assert module.global_vector.tolist() == [value, value]

@@ -1,0 +1,240 @@
+"""Faults in forked children: tests are imported once; a child changes the code of functions, and runs some of them."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import gc
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+ROOT = Path(__file__).parents[2]
+WORKERS = 2  # children at once
+SLACK = 4, 3  # seconds of the processor, and times what its tests usually take, until a fault is said not to end
+WAITING = 120  # seconds more of the clock
+FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
+Function = tuple[str, int]  # file, its first line
+CALLED: set[Function] = set()
+Uses = dict[str, tuple[set[Function], float]]  # test -> (functions of the package that it calls, seconds)
+
+
+class Recorder:
+    """A pytest plugin: which of the marked functions each test calls, and the first test that fails."""
+
+    def __init__(self) -> None:
+        self.uses: Uses = {}
+        self.failed = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        began = time.perf_counter()
+        CALLED.clear()
+        try:
+            return (yield)
+        finally:
+            self.uses[item.nodeid] = (set(CALLED), time.perf_counter() - began)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = f"{report.nodeid} (collection)"
+
+
+class Marked(ast.NodeTransformer):
+    """Each function of a file, those within functions aside, says first that it was called."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        said = ast.parse(f"__called__.add(({self.file!r}, {line}))").body[0]
+        for part in ast.walk(said):
+            ast.copy_location(part, node.body[0])
+        documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+        node.body.insert(1 if documented else 0, said)
+        return node
+
+
+def path_of(filename: str) -> str:
+    """A source file of ours, relative to the repository and without links; "" for others."""
+    if "fl_lightning" not in filename:
+        return ""
+    path = Path(filename).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+
+
+def run_tests(selected: list[str], *options: str) -> Recorder:
+    recorder = Recorder()
+    os.chdir(ROOT)
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        status = pytest.main([*selected, *quiet, *options], plugins=[recorder])
+    if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
+        raise RuntimeError(f"pytest could not run {selected[:2]}: {status!r}")
+    return recorder
+
+
+def prepare(checks: list[str]) -> dict[Function, list[FunctionType]]:
+    """Import all that the checks need, here and once; gives the package's functions."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plain = [Phase.explicit, Phase.generate]  # a failure is a failure: no search for the smallest
+    settings.register_profile("faults", database=None, derandomize=True, phases=plain, deadline=None)
+    settings.load_profile("faults")
+    failed = run_tests(checks, "--collect-only").failed
+    if failed:
+        raise SystemExit(f"{failed} cannot be imported")
+    functions: dict[Function, list[FunctionType]] = {}
+    for found in gc.get_objects():
+        if isinstance(found, FunctionType) and (file := path_of(found.__code__.co_filename)):
+            functions.setdefault((file, found.__code__.co_firstlineno), []).append(found)
+    return functions
+
+
+def outer_codes(tree: ast.Module | str) -> dict[int, CodeType]:
+    """The code of functions of a module and of its classes, by first line."""
+    found: dict[int, CodeType] = {}
+
+    def visit(code: CodeType) -> None:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType) and inner.co_flags & 2:  # a function's locals are fast: not a class's body
+                found[inner.co_firstlineno] = inner
+            elif isinstance(inner, CodeType):
+                visit(inner)
+
+    visit(compile(tree, "source", "exec"))
+    return found
+
+
+def plant(functions: dict[Function, list[FunctionType]], file: str, wrong: ast.Module | str) -> None:
+    """Give the functions of a file their wrong code, wherever they are held."""
+    right = outer_codes((ROOT / file).read_text("utf-8"))
+    changed = False
+    for line, code in outer_codes(wrong).items():
+        if code != right.get(line):
+            for function in functions.get((file, line), []):
+                here = function.__code__
+                function.__code__ = code.replace(co_filename=here.co_filename)
+                changed = True
+    if not changed:
+        raise LookupError(f"{file}: what the fault changes was not imported by any check")
+
+
+def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple[str, str]]:
+    """Run each job in a forked child, a few at once; gives (name, what the job returned) in order of arrival."""
+    running: dict[int, tuple[str, Path]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        waiting = iter(jobs)
+        while True:
+            while len(running) < WORKERS and (job := next(waiting, None)) is not None:
+                answer = Path(folder) / f"{time.monotonic_ns()}"
+                running[_fork(job[1], answer)] = (job[0], answer)
+            if not running:
+                return
+            child, status = os.wait()
+            name, answer = running.pop(child)
+            yield name, answer.read_text("utf-8") if answer.exists() else f"the process died ({status})"
+
+
+def _fork(job: Callable[[], str], answer: Path) -> int:
+    child = os.fork()
+    if not child:
+        try:
+            os.setpgid(0, 0)
+            torch.set_num_threads(1)
+            for timer in (signal.SIGALRM, signal.SIGPROF):
+                signal.signal(timer, lambda *_: _end(answer, "it does not end"))
+            text = job()
+            answer.write_text(text, "utf-8")
+        except BaseException as error:
+            answer.write_text(f"ERROR {type(error).__name__}: {error}", "utf-8")
+        finally:
+            os._exit(0)
+    return child
+
+
+def _end(answer: Path, text: str) -> None:
+    """Write down the answer and end the child with all that it has started."""
+    answer.write_text(text, "utf-8")
+    os.killpg(0, signal.SIGKILL)
+
+
+def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str], checks: Iterable[str]) -> Uses:
+    """Every check once, without a fault: what each test calls of these files, and how long it takes."""
+    vars(builtins)["__called__"] = CALLED
+    marked = {f: Marked(f).visit(ast.parse((ROOT / f).read_text("utf-8"))) for f in files}
+
+    def job(path: str) -> Callable[[], str]:
+        def run() -> str:
+            for file, tree in marked.items():
+                plant(functions, file, tree)
+            recorder = run_tests([path])
+            return repr((recorder.failed, recorder.uses))
+
+        return run
+
+    uses: Uses = {}
+    for path, text in in_children([(path, job(path)) for path in checks]):
+        if not text.startswith("("):
+            raise SystemExit(f"without any fault, {path}: {text}")
+        failed, found = ast.literal_eval(text)
+        if failed:
+            raise SystemExit(f"without any fault, {failed} fails: mend that first")
+        uses |= found
+    # The cells of one method's row of contracts share a report, which the first of them makes.
+    rows: dict[str, set[Function]] = {}
+    for test, (called, _) in uses.items():
+        rows.setdefault(_row(test), set()).update(called)
+    return {test: (rows[_row(test)], seconds) for test, (_, seconds) in uses.items()}
+
+
+def _row(test: str) -> str:
+    return test.rpartition("-")[0] if "keep_the_contracts" in test else test
+
+
+def fitting(uses: Uses, checks: list[str], called: set[Function]) -> list[str]:
+    """The tests of these checks that call one of these functions, the quickest first, as many as end in time.
+
+    Of the first check, which is the file's own, all: what its child processes call is not seen.
+    """
+    mine = [
+        (seconds, test)
+        for test, (functions, seconds) in uses.items()
+        if any(within(test, check) for check in checks) and (functions & called or within(test, checks[0]))
+    ]
+    taken, total = [], 0.0
+    for seconds, test in sorted(mine):
+        total += seconds
+        if total > LONGEST and len(taken) >= FIRST:
+            break
+        taken.append(test)
+    return taken
+
+
+def within(test: str, check: str) -> bool:
+    return test.startswith((check + "/", check + "::"))
+
+
+def first_failure(tests: list[str], uses: Uses) -> str:
+    for some in (tests[:FIRST], tests[FIRST:]):
+        usual = SLACK[0] + SLACK[1] * sum(uses[test][1] for test in some)
+        signal.setitimer(signal.ITIMER_PROF, usual)  # what others do on the machine does not count
+        signal.alarm(int(usual + WAITING))
+        if some and (failed := run_tests(some).failed):
+            return failed
+    return ""

@@ -1,0 +1,176 @@
+"""What local hooks see: columns, starts, displacements, rows of states as they are read, written and carried on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning.callback import ClientState, Scratch, Upload
+from fl_lightning.errors import UserError
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import ClientRates
+from tests.helpers.rounds import LAST, D, a_round, parts, some_clients
+
+ONES = torch.ones(D, dtype=torch.float64)
+
+
+def test_columns_are_of_who_trains_together() -> None:
+    both, one = some_clients(a_round()), some_clients(a_round(), [5])
+    assert both.steps.tolist() == [[2], [4]] and both.sizes.tolist() == [[10], [30]] and one.steps.tolist() == [[4]]
+    assert both.weights.tolist() == [[0.25], [0.75]] and one.weights.tolist() == [[0.75]]
+    assert both.ids.tolist() == [3, 5] and both.ids.dtype == torch.int64 and both.steps.dtype == torch.float64
+
+
+def test_models_are_assigned_by_value() -> None:
+    clients = some_clients(a_round())
+    x = clients.x
+    clients.x = clients.x
+    clients.x = 2 * x
+    assert clients.x is x and x[1].tolist() == [2, 4, 6, 8]
+
+
+def test_the_start_is_known_from_the_first_step_on() -> None:
+    clients = Clients(a_round(), [3], torch.zeros(1, D, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="not in on_local_start"):
+        _ = clients.start
+    clients.begin(own_starts=True)
+    clients.x += 1
+    assert not clients.start.any()
+    elsewhere = Clients(a_round(), [3], torch.zeros(1, D, dtype=torch.float64))
+    elsewhere.begin(own_starts=False)
+    assert torch.equal(elsewhere.start[0], elsewhere.w)  # where no method moves starts, that is w
+
+
+def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_nothing_elapsed() -> None:
+    clients = some_clients(a_round())
+    clients.x -= ONES
+    assert not clients.mean_gradient_read and clients.elapsed.tolist() == [[1.0], [2.0]]
+    assert clients.mean_gradient.tolist() == [[1.0] * D, [0.5] * D] and clients.mean_gradient_read
+    still = some_clients(a_round(rates=ClientRates(0.0, torch.tensor(0.0, dtype=torch.float64))))
+    still.x -= ONES
+    assert not still.mean_gradient.any()
+
+
+def test_where_rates_differ_the_rate_and_all_that_needs_it_are_refused() -> None:
+    clients = some_clients(a_round(rates=ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)")))
+    for name in ("lr", "elapsed", "mean_gradient"):
+        with pytest.raises(UserError, match="several values"):
+            getattr(clients, name)
+
+
+def test_whoever_trains_the_clients_gives_their_full_gradient() -> None:
+    clients = Clients(a_round(), [3], torch.zeros(1, D), lambda who, x: x * who.sizes)
+    assert clients.full_gradient(torch.ones(1, D)).tolist() == [[10.0] * D]
+
+
+def test_logs_and_uploads_have_a_row_a_client() -> None:
+    clients = some_clients(a_round())
+    clients.log("flat", torch.ones(2))
+    clients.log("column", torch.ones(2, 1, requires_grad=True))
+    assert (
+        clients.logs["flat"].shape == clients.logs["column"].shape == (2,) and not clients.logs["column"].requires_grad
+    )
+    clients.upload("M.u", Upload(), ONES.float())
+    clients.upload("M.n", Upload(shape=(), dtype=torch.int64), clients.ids)
+    assert clients.uploads["M.u"].shape == (2, D) and clients.uploads["M.u"].dtype == torch.float64
+    assert clients.uploads["M.n"].tolist() == [3, 5] and clients.uploads["M.n"].dtype == torch.int64
+    assert len(clients.given()) == 4
+    clients.sent(bytes=7)
+    assert clients.transmitted == (None, 7)
+
+
+@pytest.mark.parametrize(
+    ("state", "first"),
+    [
+        (ClientState(), [0.0] * D),
+        (ClientState("current_model"), [1.0, 2.0, 3.0, 4.0]),
+        (ClientState("initial_model"), [-1.0, -2.0, -3.0, -4.0]),
+        (ClientState(shape=(2,), dtype=torch.float32), [0.0, 0.0]),
+        (ClientState(lambda w: w.sum(), shape=(2,)), [10.0, 10.0]),
+    ],
+)
+def test_a_row_is_the_committed_one_or_else_how_its_state_begins(state: ClientState, first: Any) -> None:
+    held = torch.full_like(torch.tensor(first), 9.0)
+    clients = some_clients(a_round(rows={("M.s", 5): held}))
+    rows = clients.rows("M.s", state)
+    assert rows.tolist() == [first, held.tolist()] and clients.rows("M.s", state) is rows
+    assert rows.dtype == (state.dtype or (torch.float64 if state.initial != "zeros" else rows.dtype))
+    assert list(clients.written()) == []  # nothing outlives a round by being read
+
+
+def test_rows_that_were_assigned_or_changed_in_place_outlive_the_round_and_scratch_does_not() -> None:
+    assigned, in_place, scratch = ClientState(), ClientState(), Scratch()
+    clients = some_clients(a_round(rows={("M.read", 3): ONES}))
+    clients.rows("M.read", ClientState())
+    clients.write("M.assigned", assigned, 2 * torch.ones(2, D))
+    rows = clients.rows("M.in_place", in_place)
+    rows += 3
+    clients.write("M.scratch", scratch, torch.ones(2, D))
+    clients.rows("M.scratch", scratch).add_(1)
+    same = clients.rows("M.same", in_place)
+    clients.write("M.same", in_place, same)
+    found = {key: value[0, 0].item() for key, value in clients.written()}
+    assert found == {"M.assigned": 2.0, "M.in_place": 3.0, "M.same": 0.0}
+    assert clients.rows("M.scratch", scratch).tolist() == [[2.0] * D] * 2
+    assert clients.rows("M.other", scratch).tolist() == [[0.0] * D] * 2
+
+
+def test_a_local_step_may_read_columns_starts_and_rows() -> None:
+    clients = some_clients(a_round())
+    rows, steps = clients.rows("M.s", ClientState()), clients.steps
+    found = clients.step_tensors()
+    assert found["M.s"] is rows and any(value is steps for value in found.values())
+    assert any(value is clients.start for value in found.values()) and "_x" not in found
+
+
+def kept(**given: Any) -> tuple[Any, dict[tuple[str, int], torch.Tensor]]:
+    """Round 1 of a part of period 3; client 3 kept a copy of it at the end of round 0, client 5 has none."""
+    clients = some_clients(a_round(parts=parts((LAST, 3))), [3])
+    clients.x += 6
+    rows = {(name, 3): row for name, row in clients.kept_parts().items()}
+    return a_round(t=1, w=10 * ONES, parts=parts((LAST, 3)), rows=rows, **given), rows
+
+
+def test_a_client_goes_on_from_the_parts_that_it_keeps_and_knows_since_when() -> None:
+    round, rows = kept()
+    assert {name: row.tolist() for (name, _), row in rows.items()} == {
+        "parts.x": [9.0, 10.0],
+        "parts.origin": [3.0, 4.0],
+        "parts.elapsed": [1.0],
+        "parts.round": 0,
+    }
+    clients = some_clients(round)
+    assert clients.x.tolist() == [[10, 10, 9, 10], [10] * D] and clients.kept_mask is not None
+    assert clients.kept_mask.tolist() == [LAST.tolist(), [False] * D]
+    assert clients.start.tolist() == clients.x.tolist()
+    assert clients.origin.tolist() == [[10, 10, 3, 4], [10] * D]
+    assert clients.elapsed.tolist() == [[1, 1, 2, 2], [2] * D]
+
+
+def test_a_copy_that_has_been_averaged_since_is_not_taken() -> None:
+    _, rows = kept()
+    clients = some_clients(a_round(t=3, w=10 * ONES, parts=parts((LAST, 3)), rows=rows))
+    assert clients.x.tolist() == clients.origin.tolist() == [[10.0] * D] * 2
+    assert clients.elapsed.tolist() == [[1.0] * D, [2.0] * D]
+
+
+def test_without_parts_nothing_is_kept() -> None:
+    assert some_clients(a_round(), [3]).kept_parts() == {} == some_clients(a_round(parts=parts()), [3]).kept_parts()
+    clients = some_clients(a_round())
+    assert clients.kept_mask is None and clients.origin is clients.start
+
+
+def test_who_asked_for_numbers_is_known_since_its_step_is_not_replayed_for_others() -> None:
+    clients = some_clients(a_round())
+    assert not clients.looked_up
+    assert clients.client_ids == [3, 5] and clients.looked_up
+
+
+@pytest.mark.parametrize("state", [ClientState(), Scratch()])
+def test_rows_keep_their_storage_when_they_are_assigned(state: Any) -> None:
+    clients = some_clients(a_round())
+    rows = clients.rows("M.s", state)
+    clients.write("M.s", state, 2 * torch.ones(2, D))
+    assert clients.rows("M.s", state) is rows and rows.tolist() == [[2.0] * D] * 2

@@ -1,0 +1,41 @@
+"""The facts of a round: rates after decay, and the values of states that were never written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fl_lightning.errors import UserError
+from fl_lightning.round.context import ClientRates
+from tests.helpers.rounds import LAST, D, a_round, parts
+
+
+def test_rates_decay_and_a_method_that_needs_one_refuses_several() -> None:
+    rates = ClientRates(1.0, torch.tensor(0.5)).decayed(0.25)
+    assert float(rates.lr) == 0.125 and rates.factor == 0.25
+    rates.require_one()
+    with pytest.raises(UserError, match="several values of lr"):
+        ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)").require_one()
+
+
+def test_a_state_begins_as_its_declaration_says() -> None:
+    round = a_round()
+    zeros = round.initial("zeros", None, None)
+    assert zeros.shape == (D,) and zeros.dtype == torch.float64 and not zeros.any()
+    assert round.initial("zeros", (2, 3), torch.int64).shape == (2, 3)
+    assert round.initial("zeros", (2, 3), torch.int64).dtype == torch.int64
+    assert torch.equal(round.initial("initial_model", None, None), round.w0)
+    assert torch.equal(round.initial("current_model", None, None), round.w)
+    made = round.initial(lambda w: w.sum(), (2,), torch.float32)
+    assert made.tolist() == [10.0, 10.0] and made.dtype == torch.float32
+
+
+def test_all_is_averaged_unless_there_are_parts() -> None:
+    assert a_round().averaged is None
+    kept = a_round(t=0, parts=parts((LAST, 2))).averaged
+    assert kept is not None and kept.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_sums_are_at_least_of_single_precision(dtype: torch.dtype, wide: torch.dtype) -> None:
+    assert a_round(w=torch.ones(D, dtype=dtype)).wide == wide

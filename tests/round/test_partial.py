@@ -1,0 +1,54 @@
+"""Parts with periods of their own: when they are averaged, and until when a client's copy of one is good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning.errors import UserError
+from tests.helpers.rounds import FIRST, LAST, D, parts
+
+
+def test_a_part_is_averaged_at_the_end_of_its_period() -> None:
+    both = parts((FIRST, 3), (LAST, None))
+    assert both.kept.tolist() == [True, False, True, True]
+    averaged = [both.averaged(t).tolist() for t in range(6)]
+    assert [a[0] for a in averaged] == [False, False, True, False, False, True]
+    assert all(a[1] and not a[2] and not a[3] for a in averaged)
+
+
+def test_a_copy_is_good_until_its_part_is_averaged_again() -> None:
+    """Of period 3: averaged at the ends of rounds 2 and 5, so that who wrote in 3 or 4 goes on from it in 4 and 5."""
+    of = parts((FIRST, 3))
+    good = [(t, written) for t in range(7) for written in range(t) if of.valid(t, written, 3)]
+    assert good == [(1, 0), (2, 0), (2, 1), (4, 3), (5, 3), (5, 4)]
+    assert of.valid(6, 0, None) and of.valid(0, 0, None)  # never averaged: whatever was written
+    assert not of.valid(5, None, 3) and not of.valid(5, None, None)
+
+
+def test_a_part_averaged_every_round_or_empty_is_none() -> None:
+    none = parts((FIRST, 1), (torch.zeros(D, dtype=torch.bool), 2))
+    assert none.masks == [] and none.periods == [] and not none.kept.any() and bool(none.averaged(0).all())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(FIRST, 0)],
+        [(FIRST, True)],
+        [(FIRST, 1.5)],
+        [(FIRST, 2), (FIRST | LAST, 3)],
+        [(FIRST[:2], 2)],
+        [(FIRST.long(), 2)],
+    ],
+    ids=["period 0", "period True", "period 1.5", "overlap", "shape", "dtype"],
+)
+def test_what_is_no_part_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"^p(arts|eriods): "):
+        parts(*given)
+
+
+def test_parts_that_touch_do_not_overlap() -> None:
+    assert len(parts((FIRST, 2), (LAST, 2)).masks) == 2 and len(parts((FIRST, 2), (LAST, 2.0)).masks) == 2  # type: ignore[arg-type]  # a YAML's 2.0

@@ -1,0 +1,178 @@
+"""One round, from the token to the commit: what is told, logged, noted and left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState
+from fl_lightning.callbacks import PartialAveraging
+from fl_lightning.errors import Diverged
+from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, momentum, trainer
+
+
+class Diverging(Lit):
+    """The clients of 18 samples, 3 and 8, whose last batch has two, have no finite loss in round 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        bad = self.current_epoch == 1 and len(batch[1]) == 2
+        return super().training_step(batch, batch_idx) * (float("nan") if bad else 1.0)
+
+
+def sized(clients: int = 5) -> Any:
+    return blobs(clients=clients, per_client=24)
+
+
+def test_who_diverges_is_named_or_left_out_of_the_round() -> None:
+    module = federated(Diverging(), participation="all")
+    with pytest.raises(Diverged, match="the update of client 3 in round 1"):
+        trainer(2).fit(module, sized())
+    skipping, finished = federated(Diverging(), participation="all", on_nonfinite="skip"), list[list[int]]()
+
+    class Watching(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            finished.append(server.ids.tolist())
+
+    with pytest.warns(UserWarning, match=r"round 1: clients \[3\] were left out"):
+        trainer(2, [Watching()]).fit(skipping, sized())
+    assert finished == [[0, 1, 2, 3, 4], [0, 1, 2, 4]]
+
+
+def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> None:
+    class Counted(FederatedCallback):
+        rounds, number = ClientState(synchronised=False, shape=()), ServerState(synchronised=False, shape=())
+
+        def on_local_end(self, clients: Any) -> None:
+            self.rounds[clients] += 1
+            clients.log("one", clients.ids.double())
+
+        def on_round_end(self, server: Any) -> None:
+            self.number += server.n
+
+    class Both(Diverging, InPlace):
+        pass
+
+    module, run = federated(Both(), participation="all", on_nonfinite="skip"), trainer(2, [Counted()])
+    run.fit(module, sized())
+    rows = {client: int(row) for (_, client), row in client_rows(module).items()}
+    assert rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2} and int(module.server_states["Counted.number"]) == 9
+    assert float(run.callback_metrics["one"]) == (0 + 1 + 2 + 4) / 4
+    assert bool(module.learner.mean.isfinite().all()) and bool(module.learner.mean.any())
+
+
+def test_hooks_see_the_round_as_it_stands() -> None:
+    seen: dict[str, Any] = {}
+
+    class Watching(FederatedCallback):
+        def on_round_start(self, server: Any) -> None:
+            seen["start"] = server.w.clone()
+
+        def on_server_update(self, server: Any) -> None:
+            seen["before"] = server.w.clone()
+
+        def on_round_end(self, server: Any) -> None:
+            seen.update(w=server.w.clone(), w_before=server.w_before.clone(), evaluated=server.evaluated.clone())
+            seen.update(sent=dict(server.communication), round=server.round)
+
+    module = federated(participation="all")
+    trainer(2, [Watching()]).fit(module, sized())
+    assert torch.equal(seen["start"], seen["before"]) and torch.equal(seen["start"], seen["w_before"])
+    assert torch.equal(seen["w"], module.global_vector) and torch.equal(seen["evaluated"], seen["w"])
+    assert not torch.equal(seen["w"], seen["w_before"]) and seen["round"] == 1
+    assert seen["sent"]["down_parameters"] == 5 * module.layout.size
+
+
+def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -> None:
+    class Saying(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            clients.log("client", clients.ids.double())
+
+        def on_round_end(self, server: Any) -> None:
+            server.log("server", server.w.sum() * 0 + 7)
+
+    run = trainer(1, [Saying()])
+    run.fit(federated(participation="all", lr_decay=0.5), sized())
+    logged = run.callback_metrics
+    assert float(logged["client"]) == 2.0 and float(logged["server"]) == 7.0
+    assert 0 < float(logged["time/round"]) < 600 and float(logged["client_lr"]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"client_optimizer": momentum}, "other than plain SGD"),
+        ({"clip_norm": 1e-3}, "while clipping is active (clip_norm=0.001)"),
+        ({"clip_norm": 1e9}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_mean_gradient_that_is_none_is_said_where_a_method_reads_it(arguments: Any, words: Any, reads: bool) -> None:
+    class Reading(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            if reads:
+                _ = clients.mean_gradient
+
+    module = federated(**arguments)
+    trainer(1, [Reading()]).fit(module, sized())
+    notes = [note for note in module.notes if "for the mean gradient" in note]
+    assert len(notes) == int(reads and words is not None) and all(words in note for note in notes)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_weights_are_sizes_or_ones_and_rows_of_each_round_come_back_in_the_next(weighting: str) -> None:
+    met: dict[tuple[int, int], list[float]] = {}
+
+    class Rows(FederatedCallback):
+        last = ClientState(synchronised=False, shape=())
+
+        def on_local_start(self, clients: Any) -> None:
+            met[clients.round, clients.client_ids[0]] = [float(self.last[clients]), float(clients.weights)]
+            self.last[clients] = clients.round + 1.0
+
+    trainer(2, [Rows()]).fit(federated(participation="all", weighting=weighting, engine="sequential"), sized())
+    sizes = [24, 22, 20, 18, 16]
+    share = [n / sum(sizes) for n in sizes] if weighting == "samples" else [0.2] * 5
+    assert met == {(t, i): [float(t), pytest.approx(share[i])] for t in range(2) for i in range(5)}
+
+
+def test_a_state_may_start_from_the_first_model_in_any_round() -> None:
+    met: list[bool] = []
+
+    class First(FederatedCallback):
+        first = ServerState(initial="initial_model", synchronised=False)
+
+        def on_round_end(self, server: Any) -> None:
+            met.append(torch.equal(server.initial_model, start) and torch.equal(self.first, start))
+
+    module = federated()
+    start = module.global_vector.detach().clone()
+    trainer(3, [First()]).fit(module, sized())
+    assert met == [True] * 3
+
+
+def test_after_a_part_was_evaluated_as_the_clients_mean_all_of_w_is_evaluated_again() -> None:
+    """Averaged every second round: in between the clients' mean is evaluated, then w."""
+    seen: list[bool] = []
+
+    class Watching(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            seen.append(torch.equal(server.evaluated, server.w))
+
+    trainer(4, [PartialAveraging(periods={"net.2.*": 2}), Watching()]).fit(federated(participation="all"), sized())
+    assert seen == [False, True, False, True]
+
+
+def test_each_client_is_told_of_as_it_ends() -> None:
+    told = list[tuple[int, int]]()
+
+    class Listening(pl.Callback):
+        def on_client_end(self, trainer: pl.Trainer, module: Any, done: int, of: int) -> None:
+            told.append((done, of))
+
+    trainer(2, [Listening()]).fit(federated(participation=3), sized())
+    assert told == [(1, 3), (2, 3), (3, 3)] * 2
