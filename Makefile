@@ -5,7 +5,7 @@ RUN := $(BIN)/fl-lightning
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format faults gpu-check
+.PHONY: help demo test test-lightning check format faults gpu-check
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -38,6 +38,9 @@ demo: .venv/installed  ## train federatedly on real images (FedInit on skewed di
 
 test: .venv/installed-test  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
+	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 check: .venv/installed-dev  ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -8,11 +8,8 @@ import sys
 import time
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
-
 from fl_lightning.callbacks.run_card import Tally, closing_table
+from fl_lightning.lightning import ProgressBar, Tqdm, pl
 
 _SHOWN = (
     ("loss", "train/loss", "{:.4f}"),

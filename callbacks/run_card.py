@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import TensorBoardLogger
 
 from fl_lightning import facts
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.lightning import TensorBoardLogger, pl
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.metrics import Metrics
 from fl_lightning.schedules import arguments

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from numpy.typing import ArrayLike, NDArray
 
@@ -23,6 +22,7 @@ from fl_lightning.datamodules.split import Split, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import pl
 from fl_lightning.sampling import check_seed, generator
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.parsing import AttributeDict
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fl_lightning.datamodules.base import FederatedDataModule
@@ -19,6 +17,7 @@ from fl_lightning.datamodules.reading import Workers, check_workers, own_generat
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.datamodules.transfer import overridden
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import AttributeDict, pl
 
 
 class FromDatasets(FederatedDataModule):

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.datamodules.partitions import Indices
@@ -21,6 +19,7 @@ from fl_lightning.datamodules.samples import (
     TensorSamples,
     batch_to_device,
 )
+from fl_lightning.lightning import pl, rank_zero_warn
 from fl_lightning.sampling import generator
 
 KEPT_BYTES = 256 * 2**20  # evaluation batches are made once and kept up to this size

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import pytorch_lightning as pl
 from torch import Tensor
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner import Layout
+from fl_lightning.lightning import pl
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
 from fl_lightning.schedules import Schedule

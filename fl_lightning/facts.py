@@ -7,8 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pytorch_lightning.utilities import rank_zero_warn
-
+from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.apart import is_plain
 

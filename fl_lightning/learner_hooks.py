@@ -6,12 +6,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.core.optimizer import LightningOptimizer
-from pytorch_lightning.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from fl_lightning.learner import SHIMS, lightning_modules, overrides
+from fl_lightning.lightning import LightningOptimizer, extract_batch_size, pl
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.run import FederatedRun

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.loggers import Logger
-from pytorch_lightning.utilities import rank_zero_only
-
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import Logger, rank_zero_only
 from fl_lightning.metrics import Row, read_rows
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside

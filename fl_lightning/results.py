@@ -8,14 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lightning import isolate_rng, pl
 from fl_lightning.metrics import Metrics
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +22,7 @@ from fl_lightning.engines.choice.workshop import setting_of
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule

@@ -11,11 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from pytorch_lightning.overrides.distributed import _sync_module_states
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from fl_lightning import processes
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import DDPStrategy, StrategyRegistry, _sync_module_states
 from fl_lightning.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round

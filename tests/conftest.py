@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("tests.helpers", "tests.oracles")
+
+from tests.helpers import other_lightning  # noqa: E402
+
+if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
+    other_lightning.stand_in()
 
 from tests.helpers.zygote import Cli, Zygote  # noqa: E402
 

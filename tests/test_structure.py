@@ -14,7 +14,7 @@ LONGEST = 350
 
 # from the ground up: a file may import what stands on an earlier line, and of its own package anything but a circle
 LAYERS = """
-errors
+errors lightning
 configs processes devices sampling schedules strategies metrics storage
 optim checks learner settings state loggers facts
 round rounds

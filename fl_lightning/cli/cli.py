@@ -8,12 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytorch_lightning as pl
 import torch
 import yaml
 from jsonargparse import Namespace
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
-from pytorch_lightning.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 import fl_lightning.callbacks
@@ -41,6 +38,7 @@ from fl_lightning.cli.run_record import RunRecord
 from fl_lightning.cli.signals import GracefulStop
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
 from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO

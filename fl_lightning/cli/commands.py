@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from fl_lightning.checkpoint import KEY
 from fl_lightning.cli.cli import FederatedCLI
@@ -17,6 +16,7 @@ from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import written_aside
 
@@ -99,7 +99,7 @@ def _execute(cli: FederatedCLI) -> int:
 
 
 def _quiet() -> None:
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+    for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)  # tips, device lines, "fit stopped"
     for message in _NOISE:
         warnings.filterwarnings("ignore", message)

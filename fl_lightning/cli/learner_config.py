@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fl_lightning.lightning import NAMESPACE
 from fl_lightning.storage.apart import is_plain
 
 
@@ -26,7 +27,7 @@ def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> di
     if not objects:
         return arguments
     return {
-        "_instantiator": "pytorch_lightning.cli.instantiate_module",
+        "_instantiator": f"{NAMESPACE}.cli.instantiate_module",
         **({"_class_path": written["class_path"]} if "dict_kwargs" in written else {}),
         **arguments,
     }

@@ -10,12 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Checkpoint
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
-from pytorch_lightning.utilities import rank_zero_only
-
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
 from fl_lightning.loggers import MetricsCSV
 from fl_lightning.module import FederatedModule
 from fl_lightning.storage import lock

@@ -10,11 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Timer
-
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import Diverged
+from fl_lightning.lightning import Timer, pl
 from fl_lightning.storage.files import written_aside
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")

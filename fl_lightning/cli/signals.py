@@ -7,7 +7,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-import pytorch_lightning as pl
+from fl_lightning.lightning import pl
 
 
 class GracefulStop(pl.Callback):

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
+from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.module import FederatedModule
 
 SIZES = [1, 5, 9, 4, 12, 7]  # batches of 4: a client with one sample, short last batches, different K_i
@@ -83,7 +82,7 @@ def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMe
 @contextmanager
 def quiet() -> Iterator[None]:
     """One thread, no warnings, no messages; afterwards the caller's settings and random state are as before."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric")]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels, threads = [logger.level for logger in loggers], torch.get_num_threads()
     torch.set_num_threads(1)
     for logger in loggers:

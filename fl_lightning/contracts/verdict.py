@@ -7,9 +7,9 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import lightning_fabric
-import pytorch_lightning as pl
 import torch
+
+from fl_lightning.lightning import FABRIC, pl
 
 
 class Failed(Exception):
@@ -79,7 +79,7 @@ def where(error: BaseException) -> str:
     """An error with the innermost line of a callback: ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = Path(__file__).parents[1]
-    theirs = [Path(str(module.__file__)).parent for module in (torch, pl, lightning_fabric)]
+    theirs = [Path(str(module.__file__)).parent for module in (torch, pl, FABRIC)]
     for frame in reversed(frames):
         path = Path(frame.filename)
         core = ours in path.parents and ours / "callbacks" not in path.parents

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
@@ -27,6 +26,7 @@ from fl_lightning.learner import (
     tie,
     trainable,
 )
+from fl_lightning.lightning import LightningOptimizer
 from fl_lightning.round.clients import LOSS
 from fl_lightning.round.context import Round
 

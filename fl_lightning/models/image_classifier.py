@@ -6,13 +6,13 @@ import math
 import sys
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import pl
 
 
 class ImageClassifier(pl.LightningModule):

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.utilities import rank_zero_warn
 
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import TorchCheckpointIO, rank_zero_warn
 from fl_lightning.storage import lock
 from fl_lightning.storage.apart import CannotPickle, read_plain, set_apart
 from fl_lightning.storage.files import written_aside

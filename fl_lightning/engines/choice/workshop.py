@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -20,6 +19,7 @@ from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import Layout, check_trainable
+from fl_lightning.lightning import Precision
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort

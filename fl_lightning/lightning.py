@@ -1,0 +1,85 @@
+"""The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``, whichever was imported first.
+
+Both are the same code under two names, whose classes know nothing of each other: a Trainer of one refuses a module of
+the other. So everything here comes from one of them, and nothing else in the package names either.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
+_HOMES = {
+    "AttributeDict": "utilities.parsing",
+    "Checkpoint": "callbacks",
+    "DDPStrategy": "strategies",
+    "LightningArgumentParser": "cli",
+    "LightningCLI": "cli",
+    "LightningOptimizer": "core.optimizer",
+    "Logger": "loggers",
+    "MisconfigurationException": "utilities.exceptions",
+    "ModelCheckpoint": "callbacks",
+    "Precision": "plugins.precision",
+    "ProgressBar": "callbacks",
+    "StrategyRegistry": "strategies",
+    "TensorBoardLogger": "loggers",
+    "Timer": "callbacks",
+    "TorchCheckpointIO": "plugins.io",
+    "Tqdm": "callbacks.progress.tqdm_progress",
+    "extract_batch_size": "utilities.data",
+    "isolate_rng": "utilities.seed",
+    "rank_zero_only": "utilities",
+    "rank_zero_warn": "utilities",
+    "_sync_module_states": "overrides.distributed",
+}
+
+
+def _chosen() -> str:
+    imported = [name for name in sys.modules if name in NAMESPACES]
+    installed = [name for name in NAMESPACES if find_spec(name.split(".")[0]) is not None]
+    return (imported or installed or [NAMESPACES[0]])[0]
+
+
+NAMESPACE = _chosen()
+"""``"pytorch_lightning"`` or ``"lightning.pytorch"``."""
+
+if TYPE_CHECKING:
+    import pytorch_lightning
+    from lightning_fabric.utilities.exceptions import MisconfigurationException as MisconfigurationException
+    from pytorch_lightning.callbacks import Checkpoint as Checkpoint
+    from pytorch_lightning.callbacks import ModelCheckpoint as ModelCheckpoint
+    from pytorch_lightning.callbacks import ProgressBar as ProgressBar
+    from pytorch_lightning.callbacks import Timer as Timer
+    from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm as Tqdm
+    from pytorch_lightning.cli import LightningArgumentParser as LightningArgumentParser
+    from pytorch_lightning.cli import LightningCLI as LightningCLI
+    from pytorch_lightning.core.optimizer import LightningOptimizer as LightningOptimizer
+    from pytorch_lightning.loggers import Logger as Logger
+    from pytorch_lightning.loggers import TensorBoardLogger as TensorBoardLogger
+    from pytorch_lightning.overrides.distributed import _sync_module_states as _sync_module_states
+    from pytorch_lightning.plugins.io import TorchCheckpointIO as TorchCheckpointIO
+    from pytorch_lightning.plugins.precision import Precision as Precision
+    from pytorch_lightning.strategies import DDPStrategy as DDPStrategy
+    from pytorch_lightning.strategies import StrategyRegistry as StrategyRegistry
+    from pytorch_lightning.utilities import rank_zero_only as rank_zero_only
+    from pytorch_lightning.utilities import rank_zero_warn as rank_zero_warn
+    from pytorch_lightning.utilities.data import extract_batch_size as extract_batch_size
+    from pytorch_lightning.utilities.parsing import AttributeDict as AttributeDict
+    from pytorch_lightning.utilities.seed import isolate_rng as isolate_rng
+
+    pl = pytorch_lightning
+else:
+    pl = import_module(NAMESPACE)
+FABRIC = import_module("lightning_fabric" if NAMESPACES[0] == NAMESPACE else "lightning.fabric")
+LOGGERS = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric")
+"""Names of Lightning's own loggers, for whoever wants them quiet."""
+
+
+def __getattr__(name: str) -> Any:
+    """Imported at first use: the command line's parser, say, is of no use to a script."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{NAMESPACE}.{_HOMES[name]}"), name)
