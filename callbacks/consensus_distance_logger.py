@@ -8,9 +8,11 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Up
 
 
 class ConsensusDistanceLogger(FederatedCallback):
-    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - mean x_K‖², and ``consensus/<layer>``.
+    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖² with x̄ their mean, and three forms of it by layer.
 
-    A layer is the module that owns the parameters; its value is divided by the number of its coordinates.
+    ``consensus/<layer>``: the sum over the layer's coordinates, as in FedALS; ``consensus_per_coordinate/<layer>``:
+    divided by their number; ``consensus_relative/<layer>``: divided by ‖x̄‖² on the layer (left out where that is 0).
+    They can rank layers differently. A layer is called by its module's path; a norm belongs to the layer before it.
 
     Args:
         per_layer: also by layer; costs a sum of D numbers more in a round.
@@ -36,14 +38,21 @@ class ConsensusDistanceLogger(FederatedCallback):
             return
         variance = (self.squared.mean() - mean**2).clamp(min=0)
         server.log("consensus/total", variance.sum())
+        centre = (server.w_before.double() + mean) ** 2
         for layer, slices in layers(server.layout).items():
-            own = torch.cat([variance[s] for s in slices])
-            server.log(f"consensus/{layer}", own.mean())
+            raw = torch.stack([variance[s].sum() for s in slices]).sum()
+            norm = torch.stack([centre[s].sum() for s in slices]).sum()
+            server.log(f"consensus/{layer}", raw)
+            server.log(f"consensus_per_coordinate/{layer}", raw / sum(s.stop - s.start for s in slices))
+            if norm > 0:
+                server.log(f"consensus_relative/{layer}", raw / norm)
 
 
 def layers(layout: Layout) -> dict[str, list[slice]]:
-    """Coordinates by the module that owns them; a parameter of the learner itself stands alone."""
-    found: dict[str, list[slice]] = {}
-    for name, (where, _) in layout.items():
-        found.setdefault(name.rpartition(".")[0] or name, []).append(where)
+    """Coordinates of each layer by the path of its module; of a learner without layers, by what owns them."""
+    found = {path: [layout[name][0] for name in names] for path, names in layout.layers.items() if names}
+    if "" in found:
+        found = {}
+        for name, (where, _) in layout.items():
+            found.setdefault(name.rpartition(".")[0] or name, []).append(where)
     return found
