@@ -1,7 +1,7 @@
 """FedALS and FedPer: parts of the model that are averaged every so many rounds, or never.
 
-P. Gholami, H. Seferoglu: Improved Generalization of Federated Learning with Less Frequent Averaging of Representation
-Layers (2024), Algorithm 1: the head every round, the extractor every α rounds. M. G. Arivazhagan et al.: Federated
+P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated Learning (2024),
+Algorithm 1: the head every round, the extractor every α rounds. M. G. Arivazhagan et al.: Federated
 Learning with Personalization Layers (2019): the head never. Keeping the clients' copies is the framework's work.
 """
 

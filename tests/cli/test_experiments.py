@@ -306,7 +306,7 @@ DATA = ("CIFAR10", "CIFAR100", "MNIST", "SVHN")
 ARRAYS += "\n".join(f"class {name}(Arrays, datamodules.{name}):\n    pass\n" for name in DATA)
 
 
-KINDS = {  # of experiments that differ in a number of clients, an α or classes alone, which are overridden here, the last
+KINDS = {  # of experiments that differ in a number of clients, an α or classes alone: the last
     (name.split("/")[1], *(str(of[key]) for key in ("data.class_path", "model.learner.network")), kind): name
     for name, of in EXPERIMENTS.items()
     for kind in [of["data.partition"]["class_path"]]
