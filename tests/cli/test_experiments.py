@@ -127,7 +127,7 @@ def table() -> Iterator[tuple[str, dict[str, Any]]]:
 
 EXPERIMENTS = dict(table())
 
-ADAM = {"class_path": "FedAdam", "lr": 0.1, "betas": [0.9, 0.99], "tau": 1e-3}
+ADAM = {"class_path": "FedAdam", "lr": 0.1, "betas": [0.9, 0.99], "tau": 1e-3, "bias_correction": False}
 
 
 def ri(beta: float) -> dict[str, Any]:
