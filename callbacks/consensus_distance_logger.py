@@ -12,21 +12,23 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Up
 
 
 class ConsensusDistanceLogger(FederatedCallback):
-    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - mean x_K‖², and ``consensus/<layer>``.
+    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖² with x̄ their mean, and three forms of it by layer.
 
-    A layer is a module that owns parameters; its value is divided by the number of its parameters.
+    ``consensus/<layer>``: the sum over the layer's coordinates, as in FedALS; ``consensus_per_coordinate/<layer>``:
+    divided by their number; ``consensus_relative/<layer>``: divided by ‖x̄‖² on the layer (left out where that is 0).
+    They can rank layers differently. A layer is called by its module's path; a norm belongs to the layer before it.
     Sent and kept: nothing; what the clients hand over to be measured is not counted.
 
     Args:
         per_layer: whether to log each layer too, which costs one more sum of D numbers a round.
 
     Example:
-        the layers, of 16 and 15 parameters, add up to the total.
+        the layers add up to the total.
 
         >>> from fl_lightning.callbacks import ConsensusDistanceLogger
         >>> from fl_lightning.testing import tiny_run
         >>> logged = tiny_run(ConsensusDistanceLogger()).trainer.callback_metrics
-        >>> layers = 16 * logged["consensus/first"] + 15 * logged["consensus/head"]
+        >>> layers = logged["consensus/first"] + logged["consensus/head"]
         >>> layers.allclose(logged["consensus/total"])
         True
     """
@@ -51,14 +53,21 @@ class ConsensusDistanceLogger(FederatedCallback):
             return
         variance = (self.squared.mean() - mean**2).clamp(min=0)
         server.log("consensus/total", variance.sum())
+        centre = (server.w_before.double() + mean) ** 2
         for layer, slices in layers(server.layout).items():
-            own = torch.cat([variance[s] for s in slices])
-            server.log(f"consensus/{layer}", own.mean())
+            raw = torch.stack([variance[s].sum() for s in slices]).sum()
+            norm = torch.stack([centre[s].sum() for s in slices]).sum()
+            server.log(f"consensus/{layer}", raw)
+            server.log(f"consensus_per_coordinate/{layer}", raw / sum(s.stop - s.start for s in slices))
+            if norm > 0:
+                server.log(f"consensus_relative/{layer}", raw / norm)
 
 
 def layers(layout: Layout) -> dict[str, list[slice]]:
-    """Each layer's coordinates, by its module's name; a parameter of the learner itself is a layer of its own."""
-    found: dict[str, list[slice]] = {}
-    for name, (where, _) in layout.items():
-        found.setdefault(name.rpartition(".")[0] or name, []).append(where)
+    """Coordinates of each layer by the path of its module; of a learner without layers, by what owns them."""
+    found = {path: [layout[name][0] for name in names] for path, names in layout.layers.items() if names}
+    if "" in found:
+        found = {}
+        for name, (where, _) in layout.items():
+            found.setdefault(name.rpartition(".")[0] or name, []).append(where)
     return found

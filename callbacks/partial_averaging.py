@@ -116,7 +116,7 @@ class PartialAveraging(FederatedCallback):
         if self.extractor is not None:
             patterns = [self.extractor] if isinstance(self.extractor, str) else self.extractor
             return dict.fromkeys(patterns, self.period)
-        layers = layout.layers
+        layers = list(layout.layers.values())
         number = len(layers) - 1 if self.extractor_layers is None else self.extractor_layers
         if not 0 <= number <= len(layers):
             raise UserError(f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers.")

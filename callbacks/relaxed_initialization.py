@@ -19,6 +19,9 @@ from fl_lightning.callback import (
     Note,
     RunFacts,
     Schedule,
+    Server,
+    ServerState,
+    Upload,
     UserError,
     suggest,
 )
@@ -27,7 +30,7 @@ from fl_lightning.callback import (
 def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
     """Whether a constant drift is amplified without bound."""
     beta = vars(method)["beta"]
-    averages_models = method.rule == "models" and run.n < run.m
+    averages_models = method.rule == "models" and method.arm != "centred" and run.n < run.m
     return averages_models and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
 
 
@@ -42,6 +45,10 @@ class RelaxedInitialization(FederatedCallback):
         beta: β; 0 is FedAvg, may be negative.
         aggregate: what the server averages: ``"models"``, x_{i,K}, as the paper has it; ``"updates"``,
             x_{i,K} - x_{i,0}, as the authors' simulator does.
+        offset: ``"own"``: the rule above. Two control arms split it in two, with l the mean of all clients' last_i, w^0
+            of those that never trained: ``"mean"`` starts every client at w + β (w - l), ``"centred"`` client i at
+            w + β (l - last_i). Their offsets add up to the rule's. The server sends l, and keeps it up from
+            x_{i,K} - last_i, which participants send. Not defined together with partial averaging, and refused.
 
     Raises:
         UserError: another aggregate, or beta is neither a finite number nor a schedule.
@@ -73,23 +80,49 @@ class RelaxedInitialization(FederatedCallback):
         ),
     )
 
-    def __init__(self, beta: float | Schedule = 0.1, aggregate: Literal["models", "updates"] = "models") -> None:
+    def __init__(
+        self,
+        beta: float | Schedule = 0.1,
+        aggregate: Literal["models", "updates"] = "models",
+        offset: Literal["own", "mean", "centred"] = "own",
+    ) -> None:
         super().__init__()
-        if aggregate not in ("models", "updates"):
-            raise UserError(
-                f"RelaxedInitialization: aggregate={aggregate!r} is not known; accepted are 'models' and 'updates'."
-                + suggest(str(aggregate), ["models", "updates"])
-            )
-        self.beta, self.rule = beta, aggregate
+        _one_of("aggregate", aggregate, ["models", "updates"])
+        _one_of("offset", offset, ["own", "mean", "centred"])
+        self.beta, self.rule, self.arm = beta, aggregate, offset
+        if offset != "own":  # an argument that a checkpoint of before does not have
+            self.offset = offset
         if aggregate == "updates":
             vars(self)["transmit"] = self.displacement  # this instance alone owns the hook
+        if offset != "own":
+            self.declare("last_mean", ServerState(initial="initial_model", sent=True, synchronised=False))
+            self.declare("moved_on", Upload())
+            vars(self)["cannot_run_with"] = {"parts": f"offset={offset!r} is not defined where clients keep parts"}
 
     def on_local_start(self, clients: Clients) -> None:
-        clients.x += self.beta * (clients.x - self.last[clients])
+        if self.arm == "own":
+            clients.x += self.beta * (clients.x - self.last[clients])
+        elif self.arm == "mean":
+            clients.x += self.beta * (clients.x - self.last_mean)
+        else:
+            clients.x += self.beta * (self.last_mean - self.last[clients])
 
     def on_local_end(self, clients: Clients) -> None:
+        if self.arm != "own":
+            self.moved_on[clients] = clients.x - self.last[clients]
         self.last[clients] = clients.x
+
+    def on_server_update(self, server: Server) -> None:
+        if self.arm != "own":
+            self.last_mean += self.moved_on.sum() / server.num_clients
 
     def displacement(self, clients: Clients, update: Tensor) -> Tensor:
         """What is sent with ``aggregate="updates"``."""
         return clients.x - clients.origin
+
+
+def _one_of(name: str, value: str, accepted: list[str]) -> None:
+    if value not in accepted:
+        shown = f"{', '.join(map(repr, accepted[:-1]))} and {accepted[-1]!r}"
+        hint = suggest(str(value), accepted)
+        raise UserError(f"RelaxedInitialization: {name}={value!r} is not known; accepted are {shown}.{hint}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch.nn.functional import pad
 
 from fl_lightning.datamodules.samples import Change
 from fl_lightning.devices import to_device
+from fl_lightning.errors import UserError, suggest
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,49 @@ class Draws:
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Random crop with zero padding, then a horizontal flip with probability 1/2 if ``flip``."""
+    """Random crop with zero padding, then a horizontal flip with probability 1/2 if ``flip``.
+
+    Args:
+        padding: pixels on each side.
+        probability: that an image is cropped; else it stays where it is.
+    """
 
     padding: int = 4
     flip: bool = True
+    probability: float = 1.0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> CropFlip:
+        """From the option ``augment``, a mapping; what it leaves out has its default.
+
+        >>> CropFlip.of({"flip": False})
+        CropFlip(padding=4, flip=False, probability=1.0)
+
+        Raises:
+            UserError: another key, or a value that is none.
+        """
+        known = [field.name for field in fields(cls)]
+        for key, value in given.items():
+            if key not in known:
+                raise UserError(
+                    f"data.augment: the key {key!r} is not known; accepted are {', '.join(known)}."
+                    + suggest(str(key), known)
+                )
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if key == "flip" and not isinstance(value, bool):
+                raise UserError(f"data.augment.flip is {value!r}; give true or false.")
+            if key == "padding" and not (number and isinstance(value, int) and value >= 0):
+                raise UserError(f"data.augment.padding is {value!r}; give a whole number of pixels, from 0.")
+            if key == "probability" and not (number and 0 <= value <= 1):
+                raise UserError(f"data.augment.probability is {value!r}; give a number from 0 to 1.")
+        return cls(**given)
 
     def draw(self, rng: np.random.Generator, n: int) -> Draws:
         flips = rng.random(n) < 0.5 if self.flip else np.zeros(n, dtype=bool)
-        return Draws(rng.integers(0, 2 * self.padding + 1, (n, 2)), flips)
+        offsets = rng.integers(0, 2 * self.padding + 1, (n, 2))
+        if self.probability < 1:
+            offsets[rng.random(n) >= self.probability] = self.padding  # the image itself
+        return Draws(offsets, flips)
 
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
         """Images x ``(n, channels, height, width)`` of any dtype, augmented, in a new tensor."""

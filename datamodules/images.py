@@ -27,8 +27,9 @@ class ImageDataModule(FederatedDataModule):
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch.
         val_fraction: share of the training data held out for validation; 0: validate on the standard test set.
-        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: only for CIFAR.
-        download: whether to get missing files first.
+        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for CIFAR alone; or a
+        mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it leaves out as written here.
+        download: get the files first, where they are missing.
         seed: None: the run's.
     """
 
@@ -49,7 +50,7 @@ class ImageDataModule(FederatedDataModule):
         biases: Sequence[Bias] = (),
         batch_size: int | None = 50,
         val_fraction: float = 0.0,
-        augment: bool | None = None,
+        augment: bool | dict[str, Any] | None = None,
         download: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
@@ -66,7 +67,9 @@ class ImageDataModule(FederatedDataModule):
             eval_batch_size=eval_batch_size,
         )
         self.root, self.download = Path(root), download
-        if self.augment_by_default if augment is None else augment:
+        if isinstance(augment, dict):
+            self.augmentation = CropFlip.of(augment)
+        elif self.augment_by_default if augment is None else augment:
             self.augmentation = self.crop
 
     def _open(self, train: bool, download: bool = False) -> Any:

@@ -32,7 +32,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
     >>> layout.size, layout["bias"]
     (8, (slice(6, 8, None), torch.Size([2])))
 
-    ``layers``: the names of each layer's parameters, as :func:`layers_of` gives them.
+    ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has them.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             self[name] = (slice(start, start + parameter.numel()), parameter.shape)
             start += parameter.numel()
         self.size = start
-        self.layers = [[name for name in names if name in self] for names in layers_of(learner)]
+        self.layers = {path: [n for n in names if n in self] for path, names in layers_of(learner).items()}
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parameters' views into ``vector`` ``(D,)``, in layout order."""
@@ -134,11 +134,14 @@ def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str
     return values | {n: p.detach().clone() for n, p in learner.named_parameters() if n in written}
 
 
-def layers_of(learner: nn.Module) -> list[list[str]]:
-    """Names of each layer's parameters; those of other modules belong to the layer registered before them."""
-    layers: list[list[str]] = []
+def layers_of(learner: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters of each layer by its module's path; a learner without layers is one, called "".
+
+    Parameters of other modules belong to the last layer registered before them, else to the first.
+    """
+    layers: dict[str, list[str]] = {}
     early: list[str] = []
-    inside = "\0"
+    latest, inside = early, "\0"
     for name, module in learner.named_modules():
         prefix = name + "." if name else ""
         if name.startswith(inside):
@@ -146,13 +149,11 @@ def layers_of(learner: nn.Module) -> list[list[str]]:
         layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
         own = [prefix + p for p, _ in module.named_parameters(recurse=layer)]
         if layer:
-            layers.append(own)
+            latest = layers[name] = own if layers else early + own
             inside = prefix or "\0"
         else:
-            (layers[-1] if layers else early).extend(own)
-    if layers:
-        layers[0] = early + layers[0]
-    return layers or [early]
+            latest.extend(own)
+    return layers or {"": early}
 
 
 def check_learner_parameters(learner: nn.Module) -> None:

@@ -20,35 +20,44 @@ class Schedule(ABC):
     def __call__(self, round: int) -> float: ...
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
+        shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}  # as checkpoints of before have it
+        arguments = ", ".join(f"{k}={v!r}" for k, v in shown.items())
         return f"{type(self).__name__}({arguments})"
 
 
 class Exponential(Schedule):
-    """``gamma ** t``."""
+    """``scale * gamma ** t``: a learning rate's decay, or a coefficient that starts at ``scale``.
 
-    def __init__(self, gamma: float) -> None:
-        self.gamma = _finite("Exponential: gamma", gamma)
+    >>> [Exponential(0.5, scale=0.1)(t) for t in range(3)]
+    [0.1, 0.05, 0.025]
+    """
+
+    def __init__(self, gamma: float, scale: float = 1.0) -> None:
+        self.gamma, self.scale = _finite("Exponential: gamma", gamma), _finite("Exponential: scale", scale)
 
     def __call__(self, round: int) -> float:
         try:
-            return float(self.gamma**round)
+            return float(self.scale * self.gamma**round)
         except OverflowError:
-            return math.inf
+            return math.copysign(math.inf, self.scale) if self.scale else 0.0
 
 
 class Cosine(Schedule):
-    """From 1 to ``end`` over ``rounds`` rounds along half a cosine, then ``end``."""
+    """``scale`` times: from 1 to ``end`` over ``rounds`` rounds along half a cosine, then ``end``.
 
-    def __init__(self, rounds: int, end: float = 0.0) -> None:
+    >>> [round(Cosine(2, end=0.5, scale=0.1)(t), 3) for t in range(4)]
+    [0.1, 0.075, 0.05, 0.05]
+    """
+
+    def __init__(self, rounds: int, end: float = 0.0, scale: float = 1.0) -> None:
         if rounds < 1:
             raise UserError(f"Cosine: rounds={rounds!r} is not accepted; it has to be at least 1.")
-        self.rounds, self.end = rounds, _finite("Cosine: end", end)
+        self.rounds, self.end, self.scale = rounds, _finite("Cosine: end", end), _finite("Cosine: scale", scale)
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
-            return self.end
-        return self.end + (1 - self.end) * (1 + math.cos(math.pi * round / self.rounds)) / 2
+            return self.scale * self.end
+        return self.scale * (self.end + (1 - self.end) * (1 + math.cos(math.pi * round / self.rounds)) / 2)
 
 
 class Steps(Schedule):
@@ -92,7 +101,7 @@ def arguments(of: object) -> str:
     """The arguments that an object was made with and keeps, as text; functions are left out.
 
     >>> arguments(Cosine(100))
-    'rounds=100, end=0.0'
+    'rounds=100, end=0.0, scale=1.0'
     """
     own = {k: vars(of)[k] for k in inspect.signature(type(of)).parameters if k in vars(of)}
     return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))

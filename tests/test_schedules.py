@@ -66,3 +66,17 @@ def test_schedules_say_what_they_are() -> None:
             return 1.0
 
     assert arguments(Mine(abs, Exponential(0.5), 3)) == "inner=Exponential(gamma=0.5)"
+
+
+def test_schedules_start_at_their_scale() -> None:
+    assert [Exponential(0.9, scale=0.1)(t) for t in (0, 2)] == pytest.approx([0.1, 0.081])
+    assert [Exponential(0.9)(t) for t in (0, 2)] == pytest.approx([1.0, 0.81])
+    cosine = Cosine(4, end=0.5, scale=0.2)
+    assert [cosine(t) for t in (0, 2, 4, 9)] == pytest.approx([0.2, 0.15, 0.1, 0.1])
+    assert Exponential(2.0, scale=-1.0)(10_000) == -float("inf") and Exponential(2.0, scale=0.0)(10_000) == 0
+
+
+@pytest.mark.parametrize("make", [lambda: Exponential(0.9, scale=float("nan")), lambda: Cosine(3, scale=float("inf"))])
+def test_a_scale_is_a_finite_number(make: Any) -> None:
+    with pytest.raises(UserError, match=r"scale=.*finite"):
+        make()

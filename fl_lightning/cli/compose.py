@@ -94,13 +94,13 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
 
 
 def packaged() -> dict[str, Traversable]:
-    """Every packaged config: name without ``.yaml`` → file, in the order in which they are used."""
+    """Every packaged config: name without ``.yaml`` → file, in the order in which they are used; no sweep's claims."""
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
         for entry in folder.iterdir():
             if entry.is_dir():
                 yield from walk(entry, f"{prefix}{entry.name}/")
-            elif entry.name.endswith(".yaml"):
+            elif entry.name.endswith(".yaml") and not entry.name.endswith(".claims.yaml"):
                 yield prefix + entry.name.removesuffix(".yaml"), entry
 
     order = ["base", "data", "model", "method", "experiment", "trainer", "logger", "debug"]

@@ -20,21 +20,28 @@ class ImageClassifier(pl.LightningModule):
 
     Args:
         network: inputs ``(n, …)`` to logits ``(n, num_classes)``.
-        lr, weight_decay: of SGD, where no client optimizer is set.
+        lr, weight_decay, momentum: of SGD, where no client optimizer is set.
 
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """
 
     builds_arguments = ("network",)  # a checkpoint may have it as a config does: class_path, init_args
 
-    def __init__(self, network: nn.Module, num_classes: int, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        lr: float = 0.1,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
             if not math.isfinite(value):
                 raise UserError(f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite number.")
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = _built(network)
-        self.lr, self.weight_decay = lr, weight_decay
+        self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
 
@@ -73,7 +80,7 @@ class ImageClassifier(pl.LightningModule):
         return probabilities
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum)
 
 
 def _built(network: Any) -> Any:

@@ -37,6 +37,8 @@ def test_order_of_callbacks_does_not_matter() -> None:
         (c.PartialAveraging, c.NormalizedAveraging),
         (c.PartialAveraging, c.TopKCompression),
         (lambda: c.RelaxedInitialization(aggregate="updates"), c.TopKCompression),
+        (lambda: c.RelaxedInitialization(offset="mean"), c.PartialAveraging),
+        (lambda: c.RelaxedInitialization(offset="centred"), c.PartialAveraging),
         (c.ClientMomentum, c.ClientMomentum),
     ],
 )
@@ -50,6 +52,7 @@ def test_what_cannot_run_together_is_refused_with_both_names_and_the_reason(a: A
 
 
 RI, UPDATES = c.RelaxedInitialization, lambda: c.RelaxedInitialization(aggregate="updates")
+MEAN, CENTRED = (lambda offset=offset: c.RelaxedInitialization(offset=offset) for offset in ("mean", "centred"))
 VECTORS: list[tuple[list[Any], int, int, int]] = [
     ([], 1, 1, 0),
     ([c.ProximalTerm], 1, 1, 0),
@@ -57,6 +60,8 @@ VECTORS: list[tuple[list[Any], int, int, int]] = [
     ([c.NormalizedAveraging], 1, 1, 0),
     ([RI], 1, 1, 1),
     ([UPDATES], 1, 1, 1),
+    ([MEAN], 2, 2, 1),
+    ([CENTRED], 2, 2, 1),
     ([c.ControlVariates], 2, 2, 1),
     ([c.ControlVariates, c.SharpnessAwareMinimization], 2, 2, 1),
     ([c.ControlVariates, RI], 2, 2, 2),

@@ -9,6 +9,9 @@ import pytest
 
 from fl_lightning import FederatedCallback
 from fl_lightning import callbacks as c
+from fl_lightning.callbacks.consensus_distance_logger import layers
+from fl_lightning.learner import Layout
+from fl_lightning.models import ResNet20
 from tests.helpers.federation import network
 
 
@@ -36,13 +39,23 @@ def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any
         x = ends.of(t)
         squared = ((x - x.mean(0)) ** 2).mean(0)
         assert metrics["consensus/total"] == pytest.approx(squared.sum(), rel=1e-6)
-        assert metrics["consensus/net.0"] == pytest.approx(squared[:16].mean(), rel=1e-6)
-        assert metrics["consensus/net.2"] == pytest.approx(squared[16:].mean(), rel=1e-6)
+        for layer, where in {"net.0": slice(0, 16), "net.2": slice(16, 31)}.items():
+            raw, centre = squared[where].sum(), x.mean(0)[where]
+            assert metrics[f"consensus/{layer}"] == pytest.approx(raw, rel=1e-6)
+            assert metrics[f"consensus_per_coordinate/{layer}"] == pytest.approx(squared[where].mean(), rel=1e-6)
+            assert metrics[f"consensus_relative/{layer}"] == pytest.approx(raw / (centre @ centre), rel=1e-6)
         u = x - evaluated[t]
         norms = np.linalg.norm(u, axis=1)
         cosines = [u[i] @ u[j] / norms[i] / norms[j] for i in range(3) for j in range(3) if i != j]
         assert metrics["drift/norm"] == pytest.approx(norms.mean(), rel=1e-6)
         assert metrics["drift/cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
+
+
+def test_a_norm_is_counted_with_the_layer_before_it() -> None:
+    names = list(layers(Layout(ResNet20(10, depth=8))))
+    assert names == ["conv1", *(f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)), "fc"]
+    found = layers(Layout(ResNet20(10, depth=8)))
+    assert sum(s.stop - s.start for s in found["conv1"]) == 16 * 3 * 9 + 16 + 16  # and its norm's weight and bias
 
 
 def test_total_alone_costs_less_and_is_the_same() -> None:

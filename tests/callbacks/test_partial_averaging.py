@@ -31,7 +31,9 @@ class Mixed(nn.Module):
 
 
 def test_a_norm_belongs_to_the_layer_before_it_and_an_attention_block_is_one_layer() -> None:
-    embedding, attention, convolution, head = layers_of(Mixed())
+    layers = layers_of(Mixed())
+    assert list(layers) == ["embedding", "attention", "body.0", "head"], "by the paths of their modules"
+    embedding, attention, convolution, head = layers.values()
     assert embedding == ["scale", "first_norm.weight", "first_norm.bias", "embedding.weight"]
     assert attention == [
         f"attention.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
@@ -50,7 +52,7 @@ def test_extractor_of_resnet20(layers: int | None, size: int | None) -> None:
     parts = method.parts(Layout(network))
     kept = sum(int(mask.sum()) for mask, _ in parts)
     if size is None:
-        names = [n for layer in layers_of(network)[:16] for n in layer]
+        names = [n for layer in list(layers_of(network).values())[:16] for n in layer]
         size = sum(p.numel() for n, p in network.named_parameters() if n in names)
         assert 0 < size < 269_072
     assert kept == size and all(period == 10 for _, period in parts)

@@ -20,6 +20,7 @@ from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"aggregate": "updates", **given}),
+    "FedInit, mean": lambda **given: c.RelaxedInitialization(**{"offset": "mean", **given}),
     "FedInit, scheduled": lambda **given: c.RelaxedInitialization(**{"beta": Exponential(0.9), **given}),
     "SCAFFOLD, gradient": lambda: c.ControlVariates("gradient"),
     "FedALS": lambda **given: c.PartialAveraging(**(given or {"periods": {"first.*": 2, "head.bias": "never"}})),

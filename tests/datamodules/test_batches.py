@@ -11,7 +11,9 @@ import pytorch_lightning as pl
 import torch
 
 from fl_lightning.datamodules import (
+    CIFAR10,
     IID,
+    SVHN,
     CategoryBias,
     ClientBias,
     Digits,
@@ -121,6 +123,33 @@ def test_crop_and_flip_of_whole_tensors_equal_a_slow_reference():
         row, column = draws.offsets[i]
         image = canvas[:, row : row + 8, column : column + 6]
         assert torch.equal(got[i], image.flip(-1) if draws.flips[i] else image)
+
+
+def test_crops_without_flips_and_with_a_probability():
+    x = torch.randint(0, 255, (400, 3, 8, 8), dtype=torch.uint8)
+    always, never = CropFlip.of({"flip": False}), CropFlip.of({"flip": False, "probability": 0})
+    assert not always.draw(generator(0, "augment"), 400).flips.any()
+    assert torch.equal(never.apply(x, never.draw(generator(0, "augment"), 400)), x)
+    draws = CropFlip.of({"probability": 0.5}).draw(generator(0, "augment"), 400)
+    same = CropFlip().draw(generator(0, "augment"), 400)
+    assert np.array_equal(draws.flips, same.flips), "the same draws, of which some crops are left out"
+    moved = (draws.offsets != 4).any(1)
+    assert 140 < moved.sum() < 260 and np.array_equal(draws.offsets[moved], same.offsets[moved])
+
+
+@pytest.mark.parametrize(
+    "given", [{"paddding": 4}, {"padding": -1}, {"padding": 2.5}, {"flip": 1}, {"probability": 1.5}, {"padding": True}]
+)
+def test_what_augment_does_not_know_is_refused(given):
+    with pytest.raises(UserError, match=r"data\.augment") as error:
+        CIFAR10(augment=given)
+    assert next(iter(given)) in str(error.value)
+
+
+def test_augment_takes_a_mapping():
+    assert CIFAR10(augment={"flip": False}).augmentation == CropFlip(padding=4, flip=False)
+    assert CIFAR10(augment=False).augmentation is None and SVHN().augmentation is None
+    assert SVHN(augment={"padding": 2}).augmentation == CropFlip(padding=2, flip=True)
 
 
 def test_augmentation_is_for_training_alone_and_differs_between_epochs_and_rounds():

@@ -32,7 +32,7 @@ def methods(config: Config) -> list[Any]:
     given: dict[str, Any] = {n: Function(v) if callable(v) else v for n, v in vars(config).items()}
     made: list[Any] = [c.DivergenceLogger(), c.CommunicationLogger(), c.ConsensusDistanceLogger()]
     if config.beta is not None:
-        made.append(c.RelaxedInitialization(given["beta"], given["aggregate"]))
+        made.append(c.RelaxedInitialization(given["beta"], given["aggregate"], config.offset))
     if config.scaffold is not None:
         made.append(c.ControlVariates(given["scaffold"]))
     if config.sam is not None:
@@ -90,6 +90,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": {},
     "FedInit": {"beta": 0.1},
     "FedInit, updates": {"beta": 0.1, "aggregate": "updates"},
+    "FedInit, mean": {"beta": 0.1, "offset": "mean"},
+    "FedInit, centred": {"beta": 0.1, "offset": "centred"},
+    "FedInit, mean, updates": {"beta": 0.1, "offset": "mean", "aggregate": "updates"},
+    "FedCM + RI, centred": {"alpha": 0.1, "beta": 0.1, "offset": "centred"},
     "SCAFFOLD": {"scaffold": "displacement"},
     "SCAFFOLD, gradient": {"scaffold": "gradient"},
     "SCAFFOLD + RI": {"scaffold": "displacement", "beta": 0.1},

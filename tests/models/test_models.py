@@ -80,9 +80,10 @@ def test_learner_trains_and_logs_under_the_published_names():
     assert tested.keys() == {"test/loss", "test/acc"}
     predicted = torch.cat(trainer.predict(learner, loader))
     torch.testing.assert_close(predicted.sum(1), torch.ones(90))
-    assert dict(learner.hparams) == {"num_classes": 3, "lr": 0.5, "weight_decay": 1e-4}
+    assert dict(learner.hparams) == {"num_classes": 3, "lr": 0.5, "weight_decay": 1e-4, "momentum": 0.0}
     group = learner.configure_optimizers().param_groups[0]
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 1e-4, 0)
+    assert ImageClassifier(learner.network, 3, momentum=0.9).configure_optimizers().param_groups[0]["momentum"] == 0.9
 
 
 def test_importing_a_small_network_is_light():

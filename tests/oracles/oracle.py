@@ -39,6 +39,7 @@ class Config:
     server_lr_decay: Coefficient = 1.0
     beta: Coefficient | None = None  # relaxed initialization
     aggregate: str = "models"  # or "updates": its second rule
+    offset: str = "own"  # of it; or "mean", "centred": its controls
     mu: Coefficient | None = None  # FedProx
     scaffold: str | None = None  # "displacement" or "gradient"
     feddyn: Coefficient | None = None  # penalty a
@@ -88,8 +89,9 @@ def vectors(config: Config) -> tuple[int, int, int]:
     ri, scaffold, smoo = config.beta is not None, config.scaffold is not None, config.fedsmoo is not None
     feddyn, fedcm = config.feddyn is not None, config.alpha is not None
     updates = ri and config.aggregate == "updates"
-    down = 1 + scaffold + fedcm + smoo
-    up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates)
+    mean = ri and config.offset != "own"  # the mean of what clients ended with travels
+    down = 1 + scaffold + fedcm + smoo + mean
+    up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates) + mean
     return down, up, ri + scaffold + feddyn + smoo + (config.topk is not None)
 
 
@@ -122,6 +124,8 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
     cfg, D, m = config, len(w0), len(schedule.sizes)
     if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
         raise ValueError("FedSMOO, FedNova and top-k are not defined with partial averaging")
+    if cfg.parts and cfg.offset != "own":
+        raise ValueError("the controls of relaxed initialization are not defined with partial averaging")
     if cfg.sam is not None and cfg.fedsmoo is not None:
         raise ValueError("two perturbations")
     zeros = np.zeros(D)
@@ -165,7 +169,9 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
             kept = valid.get(i, np.zeros(D, dtype=bool))
             x = np.where(kept, last_i.get(i, w0), w)
             if cfg.beta is not None:
-                x = x + at(cfg.beta, t) * (x - last_i.get(i, w0))
+                own, mean = last_i.get(i, w0), sum((last_i.get(j, w0) for j in range(m)), zeros) / m
+                away = {"own": x - own, "mean": x - mean, "centred": mean - own}[cfg.offset]
+                x = x + at(cfg.beta, t) * away
             x_0[i] = x.copy()
             origin[i] = np.where(kept, origin.get(i, zeros), x_0[i])
             elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * K[i]

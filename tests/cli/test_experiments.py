@@ -1,0 +1,329 @@
+"""The packaged experiments say what the papers say: key by key, against tables that are written from the papers.
+
+FedInit: Sun et al., NeurIPS 2023 (§ 5, B.1, Tables 6 and 7) and its journal version (§ 5.1). FedSMOO: Sun et al., ICML
+2023 (§ 5.1, B.4, Table 5). FedALS: Gholami & Seferoglu, 2024 (§ 7). Where a paper gives no value, ours is held too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_lightning.cli.compose import class_name, merge, packaged, read
+from tests.helpers.zygote import Cli
+
+SGD = {"class_path": "SGD", "lr": 1.0}
+SHARED = {  # what no paper says otherwise
+    "data.val_fraction": 0.0,
+    "method": [],
+    "model.buffers": "average",
+    "model.clip_norm": None,
+    "model.client_optimizer": None,
+    "model.sampling": "uniform",
+    "model.server_optimizer": SGD,
+    "model.weighting": "uniform",
+    "seed_everything": 0,
+}
+NO_MOMENTUM = {"model.keep_optimizer_state": False, "model.learner.momentum": 0.0}
+RESNET18 = {"class_path": "ResNet18GN", "groups": 2, "live_taps": True, "in_channels": 3}
+PARTICIPATION = {100: 0.1, 200: 0.05}  # 10 % of 100 clients, 5 % of 200
+CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "SVHN": 10, "MNIST": 10}
+
+
+def dirichlet(alpha: float) -> dict[str, Any]:
+    of = {"alpha": alpha, "replacement": True, "samples_per_client": None, "prior": "uniform"}
+    return {"class_path": "Dirichlet", **of}
+
+
+def pathological(classes: int) -> dict[str, Any]:
+    return {"class_path": "Pathological", "classes": classes, "replacement": True, "samples_per_client": None}
+
+
+def fedinit(data: str, alpha: float, clients: int, network: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **SHARED,
+        **NO_MOMENTUM,
+        "data.augment": {"padding": 4, "flip": False, "probability": 1.0},
+        "data.batch_size": 50,
+        "data.biases": [{"class_path": "ClientBias", "std": 0.1}, {"class_path": "CategoryBias", "std": 0.1}],
+        "data.class_path": data,
+        "data.num_clients": clients,
+        "data.partition": dirichlet(alpha),
+        "model.learner.lr": 0.1,
+        "model.learner.network": {**network, "num_classes": CLASSES[data]},
+        "model.learner.weight_decay": 1e-3,
+        "model.local_epochs": 5,
+        "model.local_steps": None,
+        "model.lr_decay": 0.998,
+        "model.participation": PARTICIPATION[clients],
+        "trainer.max_epochs": {"CIFAR10": 500, "CIFAR100": 800}[data],
+    }
+
+
+def fedsmoo(data: str, partition: dict[str, Any], clients: int) -> dict[str, Any]:
+    batch, epochs = {"CIFAR10": (50, 5), "CIFAR100": (20, 2)}[data]
+    return {
+        **SHARED,
+        **NO_MOMENTUM,
+        "data.augment": False,
+        "data.batch_size": batch,
+        "data.biases": [],
+        "data.class_path": data,
+        "data.num_clients": clients,
+        "data.partition": partition,
+        "model.learner.lr": 0.1,
+        "model.learner.network": {**RESNET18, "num_classes": CLASSES[data]},
+        "model.learner.weight_decay": 1e-3,
+        "model.local_epochs": epochs,
+        "model.local_steps": None,
+        "model.lr_decay": 0.998,
+        "model.participation": PARTICIPATION[clients],
+        "trainer.max_epochs": 800,
+    }
+
+
+def fedals(data: str, partition: str) -> dict[str, Any]:
+    of = {"in_channels": 1 if data == "MNIST" else 3, "norm": "batch", "depth": 20, "width": 16}
+    return {
+        **SHARED,
+        "data.augment": False,
+        "data.batch_size": 64,
+        "data.biases": [],
+        "data.class_path": data,
+        "data.num_clients": 5,
+        "data.partition": {"class_path": partition},
+        "model.keep_optimizer_state": True,
+        "model.learner.lr": 0.1,
+        "model.learner.momentum": 0.9,
+        "model.learner.network": {"class_path": "ResNet20", "num_classes": CLASSES[data], **of},
+        "model.learner.weight_decay": 1e-4,
+        "model.local_epochs": None,
+        "model.local_steps": 5,
+        "model.lr_decay": 1.0,
+        "model.participation": "all",
+        "trainer.max_epochs": 8690,
+    }
+
+
+def table() -> Iterator[tuple[str, dict[str, Any]]]:
+    for data in ("CIFAR10", "CIFAR100"):
+        for clients in PARTICIPATION:
+            for alpha in (0.6, 0.1):
+                name = f"table1-{data.lower()}-dir{alpha}-{clients}"
+                vgg = {"class_path": "VGG11", "in_channels": 3}
+                yield f"experiment/fedinit/{name}", fedinit(data, alpha, clients, RESNET18)
+                yield f"experiment/fedinit/{name}-vgg11", fedinit(data, alpha, clients, vgg)
+                yield f"experiment/fedsmoo/{name}", fedsmoo(data, dirichlet(alpha), clients)
+            for classes in {"CIFAR10": (6, 3), "CIFAR100": (20, 10)}[data]:
+                name = f"table1-{data.lower()}-path{classes}-{clients}"
+                yield f"experiment/fedsmoo/{name}", fedsmoo(data, pathological(classes), clients)
+    for data in ("SVHN", "CIFAR10", "CIFAR100", "MNIST"):
+        yield f"experiment/fedals/table1-{data.lower()}-shards-5", fedals(data, "SortedShards")
+        yield f"experiment/fedals/table1-{data.lower()}-iid-5", fedals(data, "IID")
+
+
+EXPERIMENTS = dict(table())
+
+ADAM = {"class_path": "FedAdam", "lr": 0.1, "betas": [0.9, 0.99], "tau": 1e-3, "bias_correction": False}
+
+
+def ri(beta: float) -> dict[str, Any]:
+    return {"class_path": "RelaxedInitialization", "beta": beta, "aggregate": "models", "offset": "own"}
+
+
+def dyn(penalty: float) -> dict[str, Any]:
+    return {"class_path": "DynamicRegularization", "penalty": penalty}
+
+
+def sam(radius: float) -> dict[str, Any]:
+    return {"class_path": "SharpnessAwareMinimization", "radius": radius}
+
+
+def cm(alpha: float) -> dict[str, Any]:
+    return {"class_path": "ClientMomentum", "alpha": alpha}
+
+
+SCAFFOLD = {"class_path": "ControlVariates", "estimate": "displacement"}
+COMMON = {"class_path": "GlobalSharpnessAwareMinimization", "radius": 0.1}
+ALS = {
+    "class_path": "PartialAveraging",
+    "periods": None,
+    "period": 10,
+    "extractor": None,
+    "extractor_layers": None,
+}
+PROXY = {"model.lr_decay": 0.9995}
+FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {  # what each changes in an experiment of its paper
+    "fedinit": {
+        "fedavg": {},
+        "fedadam": {"model.server_optimizer": ADAM},
+        "fedsam": {"method": [sam(0.1)]},
+        "fedsam-200": {"method": [sam(0.01)]},
+        "scaffold": {"method": [SCAFFOLD]},
+        "feddyn": {"method": [dyn(0.1)], **PROXY},
+        "feddyn-cifar100": {"method": [dyn(0.01)], **PROXY},
+        "fedcm": {"method": [cm(0.1)]},
+        "fedcm-vgg11": {"method": [cm(0.5)]},
+        "fedinit": {"method": [ri(0.1)]},
+        "fedinit-200": {"method": [ri(0.01)]},
+        "ri": {"method": [ri(0.1)]},
+        "ri-200": {"method": [ri(0.01)]},
+    },
+    "fedsmoo": {
+        "fedavg": {},
+        "fedadam": {"model.server_optimizer": ADAM},
+        "scaffold": {"method": [SCAFFOLD]},
+        "fedcm": {"method": [cm(0.1)]},
+        "feddyn": {"method": [dyn(0.1)], **PROXY},
+        "feddyn-cifar100": {"method": [dyn(0.01)], **PROXY},
+        "feddyn_sam": {"method": [dyn(0.1), sam(0.1)], **PROXY},
+        "fedsam": {"method": [sam(0.01)]},
+        "mofedsam": {"method": [sam(0.01), cm(0.1)]},
+        "fedsmoo": {"method": [dyn(0.1), COMMON], **PROXY},
+        "fedsmoo-cifar100": {"method": [dyn(0.01), COMMON], **PROXY},
+    },
+    "fedals": {
+        "fedavg": {},
+        "fedavg-tau50": {"model.local_steps": 50},
+        "fedals": {"method": [ALS]},
+        "scaffold": {"method": [SCAFFOLD]},
+        "fedals_scaffold": {"method": [ALS, SCAFFOLD]},
+    },
+}
+PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
+
+
+def plain(node: Any) -> Any:
+    """A class as its bare name with its arguments beside it; of torch's SGD what is not its default."""
+    if isinstance(node, list):
+        return [plain(item) for item in node]
+    if not isinstance(node, dict) or "class_path" not in node:
+        return node
+    arguments = {key: plain(value) for key, value in (node.get("init_args") or {}).items()}
+    if node["class_path"] == "torch.optim.SGD":
+        arguments = {key: value for key, value in arguments.items() if value not in (0.0, False, None)}
+    return {"class_path": class_name(node), **arguments}
+
+
+def at(config: Any, key: str) -> Any:
+    """The value of a key of a table."""
+    section, _, rest = key.partition(".")
+    node = config[section]
+    if section == "data":
+        node = class_name(node) if rest == "class_path" else plain(node["init_args"][rest])
+    elif rest.startswith("learner."):
+        node = plain(node["learner"]["init_args"][rest.removeprefix("learner.")])
+    else:
+        node = plain(node[rest] if rest else node)
+    return node
+
+
+def printed(cli: Cli, *names: str) -> Any:
+    configs = [part for name in names for part in ("-c", name)]
+    result = cli("fit", *configs, "--print_config")
+    assert result.returncode == 0, result.stderr
+    return yaml.safe_load(result.stdout)
+
+
+def packaged_experiments() -> list[str]:
+    """All that lie in experiment/, fragments, sweeps and their claims aside."""
+    names = [name for name in packaged() if name.startswith("experiment/")]
+    return [name for name in names if "/method/" not in name and not name.endswith("-small")]
+
+
+def test_the_tables_name_every_experiment_and_every_fragment() -> None:
+    assert set(packaged_experiments()) == set(EXPERIMENTS)
+    fragments = {name for name in packaged() if name.startswith("experiment/") and "/method/" in name}
+    assert fragments == {f"experiment/{paper}/method/{name}" for paper, name in PAIRS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_what_its_paper_says(name: str, cli: Cli) -> None:
+    config = printed(cli, name)
+    expected = EXPERIMENTS[name]
+    assert {key: at(config, key) for key in expected} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("paper", "name"), PAIRS)
+def test_a_fragment_changes_what_its_paper_says_and_nothing_else(paper: str, name: str, cli: Cli) -> None:
+    experiment = next(e for e in EXPERIMENTS if e.startswith(f"experiment/{paper}/"))
+    config = printed(cli, experiment, f"experiment/{paper}/method/{name}")
+    expected = {**EXPERIMENTS[experiment], **FRAGMENTS[paper][name]}
+    assert {key: at(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("paper", FRAGMENTS)
+def test_every_fragment_composes_with_every_experiment_whatever_came_before(paper: str) -> None:
+    experiments = {name: read(name) for name in EXPERIMENTS if name.startswith(f"experiment/{paper}/")}
+    fragments = [read(f"experiment/{paper}/method/{name}") for name in FRAGMENTS[paper]]
+    whole = [fragment for fragment in fragments if "method" in fragment]
+    for name, experiment in experiments.items():
+        for last in whole:
+            alone = merge(experiment, last)
+            assert all(merge(merge(experiment, before), last) == alone for before in whole), name
+            assert alone["model"].keys() == experiment["model"].keys(), "a fragment brings no key that is not there"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_value_says_where_it_is_from(name: str) -> None:
+    for line in packaged()[name].read_text("utf-8").splitlines():
+        key, _, value = line.strip().removeprefix("- ").partition(": ")
+        unpublished = not value or key in ("root", "method", "class_path") or value == "null"
+        assert line.startswith("#") or line.endswith(":") or unpublished or "  # " in line, line
+
+
+ARRAYS = """
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from fl_lightning import datamodules
+
+
+class Arrays:
+    files = ()
+
+    def _open(self, train, download=False):
+        rng = np.random.default_rng(0)
+        shape, n = self.sample_shape, 40
+        labels = np.arange(n) % self.num_classes
+        if type(self).__name__ == "MNIST":
+            data = torch.from_numpy(rng.integers(0, 256, (n, *shape[1:]), dtype=np.uint8))
+            return SimpleNamespace(data=data, targets=torch.from_numpy(labels))
+        channels_last = type(self).__name__ != "SVHN"
+        data = rng.integers(0, 256, (n, *(shape[1:] + shape[:1] if channels_last else shape)), dtype=np.uint8)
+        return SimpleNamespace(data=data, targets=labels, labels=labels)
+
+
+"""
+DATA = ("CIFAR10", "CIFAR100", "MNIST", "SVHN")
+ARRAYS += "\n".join(f"class {name}(Arrays, datamodules.{name}):\n    pass\n" for name in DATA)
+
+
+KINDS = {  # of experiments that differ in a number of clients, an α or classes alone: the last
+    (name.split("/")[1], *(str(of[key]) for key in ("data.class_path", "model.learner.network")), kind): name
+    for name, of in EXPERIMENTS.items()
+    for kind in [of["data.partition"]["class_path"]]
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS.values())
+def test_one_round_of_each_on_arrays_of_the_shape_of_its_data(name: str, cli: Cli) -> None:
+    (cli.folder / "arrays.py").write_text(ARRAYS)
+    config = read(name)
+    config["data"]["class_path"] = f"arrays.{config['data']['class_path']}"
+    (cli.folder / "mine.yaml").write_text(yaml.safe_dump(config))
+    few = ("--data.num_clients", 4, "--model.participation", 2, "--model.local_steps", 1, "--trainer.max_epochs", 1)
+    quick = ("--model.engine", "sequential", "--trainer.enable_checkpointing", "false", "-c", "trainer/cpu")
+    result = cli("fit", "-c", "mine.yaml", *quick, *few, "--trainer.default_root_dir", "run")
+    assert result.returncode == 0, result.stderr
+    header, row = (cli.folder / "run" / "metrics.csv").read_text().splitlines()
+    values = dict(zip(header.split(","), row.split(","), strict=True))
+    assert float(values["train/loss"]) > 0 and 0 <= float(values["val/acc"]) <= 1
