@@ -99,10 +99,9 @@ def start(run: Run, place: Place, claims_hash: str | None) -> int:
 
 def fit_here(run: Run, claims_hash: str | None) -> int:
     """Be ``fl-lightning fit`` for ``run`` in this process, and give its exit status."""
-    from fl_lightning import __main__ as program
     from fl_lightning.cli.commands import run as fit
 
-    sys.argv = [str(program.__file__), "fit", *run.argv]  # Lightning's launcher starts further processes by it
+    sys.argv = [sys.argv[0], "fit", *run.argv]  # Lightning's launcher starts further processes by it
     prepared = prepare("fit", list(run.argv))
     prepared.arm, prepared.claims_hash = run.arm, claims_hash
     return fit("fit", prepared)
