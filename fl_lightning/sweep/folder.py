@@ -98,7 +98,7 @@ def keep_files(folder: Path, spec: Spec, arm_names: Sequence[str]) -> str | None
             )
         with written_aside(kept) as file:
             file.write(data)
-    note = f"\n# begun with: {' '.join(spec.overrides)}\n" if spec.overrides else ""
+    note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
     with written_aside(folder / "sweep.yaml") as file:
         file.write((spec.text + note).encode())
     return None if data is None else hashlib.sha256(data).hexdigest()

@@ -46,7 +46,11 @@ class Queue:
 
     def run(self, hold: Sequence[str] = ()) -> None:
         """Until nothing waits but the arms to ``hold``, or a signal asked to stop and the workers have ended."""
-        before = {number: signal.signal(number, self._on_signal) for number in (2, 15, 1)}
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup stays nohup
+        }
         waiting = [run for run, status in self.states.items() if status == WAITING and run.arm not in hold]
         waiting.reverse()
         try:
@@ -115,7 +119,7 @@ def outcome(run: Run, code: int) -> str:
         return DIVERGED
     if code == 0 and status == DONE:
         return DONE
-    if status == "stopped":
+    if status == "stopped" and (code == 0 or code > 128):  # else what an earlier process of it wrote
         return WAITING
     if status == "running":
         files.set_status(run, FAILED)

@@ -100,12 +100,15 @@ class Sweep:
     def slurm(self, command: Sequence[str]) -> str:
         """The array script of what is not done: of the runs to select from first."""
         with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
-            self._prepare(1)
+            at_once = len(self._prepare(None))
             every = [run for candidate in self.candidates for run in candidate.runs]
+            self._check([candidate.runs for candidate in self.candidates], at_once)
             if every:
                 self._choose(every)
-            self._stand()
             self.selecting = bool(self.undecided)
+            if not self.selecting:
+                self._check([self._runs(arm) for arm in self.arms], at_once)
+            self._stand()
             states = self._states(every) if self.selecting else self.states
             files.write_states(self.folder, self.states)
         waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
@@ -116,7 +119,7 @@ class Sweep:
     # ----------------------------------------------------------------------- steps
 
     def _prepare(self, jobs: int | None) -> list[workers.Place]:
-        """Check every arm, keep the files, and share out the machine."""
+        """Build every arm once, and share out the machine."""
         workers.warm()
         cores, gpus = workers.usable_cores(), workers.usable_gpus()
         first = [self._runs(arm, guess=True)[0] for arm in self.arms]
@@ -125,12 +128,14 @@ class Sweep:
         if all(trainer.get("accelerator") == "cpu" for trainer in trainers):
             gpus = []
         devices = max((d for t in trainers if isinstance(d := t.get("devices"), int) and d > 0), default=1)
-        self._claims_hash = files.keep_files(self.folder, self.spec, [arm.name for arm in self.arms])
-        return workers.places(jobs, devices, cores, gpus)
+        most = max(len(self.listed()), sum(len(candidate.runs) for candidate in self.candidates))
+        return workers.places(jobs, devices, cores, gpus, most)
 
     def _select(self, places: list[workers.Place]) -> int | None:
         every = [run for candidate in self.candidates for run in candidate.runs]
         rounds = self._check([candidate.runs for candidate in self.candidates], len(places))
+        self._stand()
+        files.write_states(self.folder, self.states)
         states = self._states(every, rounds)
         queue = self._queue(states, places, rounds, f"{self.folder}/select", None)
         if WAITING in states.values():
@@ -182,7 +187,7 @@ class Sweep:
                 files.write_states(self.folder, {**states, run: status})
 
     def _check(self, groups: Sequence[Sequence[Run]], at_once: int) -> dict[str, int | None]:
-        """Place → rounds asked for. Refuses runs that began with other settings than they would go on with."""
+        """Place → rounds asked for. Refuses runs that began with other settings, else keeps the sweep's files."""
         configs = self._rehearse([group[0] for group in groups], at_once)
         rounds: dict[str, int | None] = {}
         for group, config in zip(groups, configs, strict=True):
@@ -190,6 +195,7 @@ class Sweep:
             for run in group:
                 rounds[run.place] = asked if isinstance(asked, int) and asked > 0 else None
                 self._refuse_other_settings(run, config)
+        self._claims_hash = files.keep_files(self.folder, self.spec, [arm.name for arm in self.arms])
         return rounds
 
     def _rehearse(self, its_runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fl_lightning.cli.compose import parse_yaml, prepare
@@ -61,11 +62,14 @@ def usable_gpus() -> list[str]:
     return names[:number]
 
 
-def places(jobs: int | None, devices: int, cores: Sequence[int], gpus: Sequence[str]) -> list[Place]:
+def places(
+    jobs: int | None, devices: int, cores: Sequence[int], gpus: Sequence[str], most: int | None = None
+) -> list[Place]:
     """A place for each worker: GPUs where there are any, shares of the cores always.
 
     Args:
         jobs: how many; None: as many as there are GPUs, else cores, for runs of ``devices`` each.
+        most: as many runs as there are; more workers would only keep cores from them.
         devices: processes, and GPUs, of one run.
         cores: to share; neighbours stay together, and more workers than cores take turns.
         gpus: to share; empty: none.
@@ -78,6 +82,7 @@ def places(jobs: int | None, devices: int, cores: Sequence[int], gpus: Sequence[
     [[0], [1], [0]]
     """
     number = jobs or max(1, len(gpus or cores) // devices)
+    number = min(number, most or number)
     found = []
     for worker in range(number):
         share = cores[worker * len(cores) // number : (worker + 1) * len(cores) // number]
@@ -93,7 +98,7 @@ def start(run: Run, place: Place, claims_hash: str | None) -> int:
     parent = os.getpid()
     pid = _fork()
     if pid == 0:
-        _leave(lambda: _fit(run, place, claims_hash, parent))
+        _leave(partial(_fit, run, place, claims_hash, parent))
     return pid
 
 
@@ -132,7 +137,7 @@ def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
 
     number = max(1, min(at_once, len(runs)))
     shares = [runs[n::number] for n in range(number)]
-    answers = _answers([lambda share=share: build(share) for share in shares])  # type: ignore[misc]  # its default binds
+    answers = _answers([partial(build, share) for share in shares])
     found: list[dict[str, Any]] = [{}] * len(runs)
     for n, answer in enumerate(answers):
         found[n::number] = answer
@@ -208,7 +213,7 @@ def _answers(questions: Sequence[Callable[[], Any]]) -> list[Any]:
         pid = _fork()
         if pid == 0:
             os.close(reading)
-            _leave(lambda question=question, writing=writing: _tell(question, writing, parent))  # type: ignore[misc]
+            _leave(partial(_tell, question, writing, parent))
         os.close(writing)
         asked.append((pid, reading))
     answers = []
