@@ -16,6 +16,7 @@ COMMANDS = {
     "export": "write a run's global model as one file of plain PyTorch",
     "partition": "show who has which data: a table, its hash, partition.png and partition.npz",
     "configs": "list the packaged configs, or print one",
+    "sweep": "run a grid of settings and seeds, several at once: sweep FILE; again, to go on with it",
     "report": "compare runs: tables, curves, paired intervals and verdicts, as one page and as files",
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
@@ -92,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fl_lightning.report import command as report
 
             return report.main(rest)
+        if command == "sweep":
+            from fl_lightning.sweep import command as sweep
+
+            return sweep.main(rest)
         from fl_lightning.cli.compose import prepare
 
         prepared = prepare(command, rest)  # names and YAML are checked before anything heavy is imported

@@ -1,0 +1,175 @@
+"""A sweep's folder: its lock, sweep.yaml, claims.yaml, runs.csv, and how each run in it stands."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import UserError
+from fl_lightning.metrics import read_rows
+from fl_lightning.storage.files import written_aside
+from fl_lightning.sweep.grid import Run
+from fl_lightning.sweep.spec import Spec
+
+WAITING, RUNNING, DONE, DIVERGED, FAILED = "waiting", "running", "done", "diverged", "failed"
+_PATIENCE = 20.0  # seconds that what a killed sweep leaves may take to go
+
+
+@contextmanager
+def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """Hold ``path`` alone (``shared``: beside others that share it) until the block ends, or this process does.
+
+    The kernel gives the lock back when its holder is killed, as soon as the workers that inherited it are gone too.
+
+    Raises:
+        UserError: somebody alive holds it; ``what`` names it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + _PATIENCE
+    with open(path, "a+", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                file.seek(0)
+                holder = file.read().strip()
+                if _alive(holder) or time.monotonic() > deadline:
+                    raise UserError(
+                        f"{what}: another sweep is at work here (process {holder or 'unknown'}). Wait for it or stop "
+                        "it; its folder takes one sweep at a time."
+                    ) from error
+                time.sleep(0.05)
+        if not shared:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        yield
+
+
+def _alive(holder: str) -> bool:
+    if not holder.isdecimal():
+        return False
+    try:
+        os.kill(int(holder), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:  # killed, and not yet waited for by who started it
+        return Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+def keep_files(folder: Path, spec: Spec, arm_names: Sequence[str]) -> str | None:
+    """Write sweep.yaml and claims.yaml; the hash of the claims, None where there are none.
+
+    Raises:
+        UserError: claims of arms that the grid lacks, or that were changed after runs of this sweep began.
+    """
+    data = None
+    if spec.claims is not None:
+        from fl_lightning.report.claims import read_claims
+
+        data = spec.claims.read_bytes()
+        for claim in read_claims(spec.claims, ()).claims:
+            for name in (claim.a, claim.b):
+                if name not in arm_names:
+                    raise UserError(
+                        f"sweep {spec.name}: claim {claim.id} of {spec.claims} is about {name!r}, which is no arm of "
+                        f"the grid. Its arms: {', '.join(arm_names)}."
+                    )
+        kept = folder / "claims.yaml"
+        begun = any(folder.glob("*/seed-*/run.json"))
+        if begun and (not kept.is_file() or kept.read_bytes() != data):
+            raise UserError(
+                f"sweep {spec.name}: {spec.claims} differs from {kept}, and runs were made already; claims come before "
+                "the runs. Put the old claims back, or start anew in another folder by --out."
+            )
+        with written_aside(kept) as file:
+            file.write(data)
+    note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
+    with written_aside(folder / "sweep.yaml") as file:
+        file.write((spec.text + note).encode())
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def record(run: Run) -> dict[str, Any]:
+    """run.json of ``run``; empty where there is none."""
+    try:
+        found = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def set_status(run: Run, status: str) -> None:
+    """Mend run.json of a run whose process did not come to write it."""
+    if found := record(run):
+        with written_aside(run.folder / "run.json") as file:
+            file.write((json.dumps({**found, "status": status}, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> str:
+    """How ``run`` stands while nobody runs it: waiting, done, diverged or failed.
+
+    Args:
+        before: what runs.csv said, by place.
+        rounds: how many are asked for by now; None: as many as before.
+    """
+    found = record(run)
+    status = found.get("status")
+    if status == DONE and rounds is not None and isinstance(found.get("rounds"), int) and 0 <= found["rounds"] < rounds:
+        return WAITING
+    if status in (DONE, DIVERGED, FAILED):
+        return str(status)
+    return FAILED if not found and before.get(run.place) == FAILED else WAITING
+
+
+def read_states(folder: Path) -> dict[str, str]:
+    """Place → status, as runs.csv has them."""
+    try:
+        text = (folder / "runs.csv").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {f"{row['arm']}/seed-{row['seed']}": row["status"] or "" for row in csv.DictReader(io.StringIO(text))}
+
+
+def write_states(folder: Path, states: Mapping[Run, str]) -> None:
+    """Write runs.csv, whole; a run's folder is told as seen from where the sweep was started."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["arm", "seed", "status", "folder"])
+    writer.writerows([run.arm, run.seed, status, str(run.folder)] for run, status in states.items())
+    with written_aside(folder / "runs.csv", durable=False) as file:
+        file.write(text.getvalue().encode())
+
+
+def progress(run: Run, metric: str) -> tuple[int, float | None]:
+    """(rounds done, the newest value of ``metric``)."""
+    try:
+        _, rows = read_rows(run.folder / "metrics.csv", complete=False)
+    except UserError:
+        return 0, None
+    values = [float(row[metric]) for row in rows if row.get(metric)]
+    return (int(rows[-1]["round"]) + 1 if rows else 0), (values[-1] if values else None)
+
+
+def why_failed(run: Run) -> str:
+    """The last thing that a failed run said."""
+    try:
+        lines = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1][:500] if said else ""

@@ -1,0 +1,92 @@
+"""What each arm chooses before its runs, such as a learning rate: on held-out data, with seeds of its own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.report.runs import read_run
+from fl_lightning.report.scores import greater_is_better, score_of
+from fl_lightning.storage.files import written_aside
+from fl_lightning.sweep.folder import DIVERGED, DONE
+from fl_lightning.sweep.grid import Arm, Run, runs, value_name
+from fl_lightning.sweep.spec import Selection
+
+SCORE = "last10"  # as a report compares by
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice that an arm has, and the runs that measure it."""
+
+    arm: str
+    choice: Mapping[str, Any]  # option → value
+    runs: tuple[Run, ...]
+
+
+def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Candidate]:
+    """Every choice of every arm; the runs lie in ``<sweep>/select/<arm>/<values>/seed-<s>``."""
+    found = []
+    for arm in arms:
+        for values in itertools.product(*select.over.values()):
+            choice = dict(zip(select.over, values, strict=True))
+            name = f"{arm.name}/{'_'.join(map(value_name, values))}"
+            measured = arm.with_options(name, {**choice, "data.val_fraction": select.val_fraction})
+            found.append(Candidate(arm.name, choice, tuple(runs(sweep, "select/", measured, select.seeds))))
+    return found
+
+
+def choose(
+    sweep: Path, select: Selection, found: Sequence[Candidate], states: Mapping[Run, str]
+) -> dict[str, Mapping[str, Any]]:
+    """Arm → its best choice, by the mean score over the seeds; arms of which a run has not ended are left out.
+
+    All scores are written to ``<sweep>/select.csv``.
+
+    Raises:
+        UserError: a run that is done did not log the metric.
+    """
+    better = 1 if greater_is_better(select.metric) else -1
+    means = [_mean(candidate, select, states) for candidate in found]
+    best: dict[str, Mapping[str, Any]] = {}
+    for arm in dict.fromkeys(candidate.arm for candidate in found):
+        own = [(mean, c) for mean, c in zip(means, found, strict=True) if c.arm == arm]
+        if any(mean is None for mean, _ in own):
+            continue
+        scores = [-math.inf if mean is None or math.isnan(mean) else better * mean for mean, _ in own]
+        if max(scores) > -math.inf:  # of equals the first
+            best[arm] = own[scores.index(max(scores))][1].choice
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["arm", *select.over, f"{select.metric} ({SCORE})", "runs", "chosen"])
+    for mean, c in zip(means, found, strict=True):
+        value = "" if mean is None or math.isnan(mean) else repr(mean)
+        writer.writerow([c.arm, *c.choice.values(), value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""])
+    with written_aside(sweep / "select.csv") as file:
+        file.write(text.getvalue().encode())
+    return best
+
+
+def _mean(candidate: Candidate, select: Selection, states: Mapping[Run, str]) -> float | None:
+    """The mean score; NaN where a run diverged and less is better; None where a run has not ended."""
+    if any(states[run] not in (DONE, DIVERGED) for run in candidate.runs):
+        return None
+    scores = []
+    for run in candidate.runs:
+        read = read_run(run.folder)
+        score = score_of(read, select.metric, SCORE)
+        if score is None and states[run] == DONE:
+            known = [name for name in read.columns if name != "round"]
+            raise UserError(
+                f"select.metric {select.metric}: {run.folder} did not log it.{suggest(select.metric, known)} "
+                f"Logged: {', '.join(known)}."
+            )
+        scores.append(math.nan if score is None else score)
+    return sum(scores) / len(scores)

@@ -1,0 +1,192 @@
+"""A sweep's file: which configs, what is fixed, the grid, what is selected first; and the command line over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.cli.compose import is_file, packaged, plain_yaml
+from fl_lightning.errors import UserError, suggest
+
+KEYS = ("configs", "fixed", "grid", "select", "claims")
+SELECT_KEYS = ("over", "metric", "val_fraction", "seeds")
+SEEDS = "seed_everything"
+OWN = ("trainer.default_root_dir", "ckpt_path")  # a sweep sets these itself
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What each arm chooses first, on held-out data and with seeds of its own."""
+
+    over: Mapping[str, Sequence[Any]]  # option → its values
+    metric: str
+    val_fraction: float
+    seeds: tuple[int, ...]
+
+
+@dataclass
+class Spec:
+    """A sweep's file, its overrides applied."""
+
+    name: str  # as given
+    stem: str  # the sweep's name
+    text: str  # of the file
+    configs: list[str]
+    fixed: dict[str, Any]
+    grid: dict[str, list[Any]]  # without the seeds
+    seeds: list[int] | None  # None: that of the configs
+    select: Selection | None
+    claims: Path | None
+    overrides: list[str] = field(default_factory=list)  # as typed
+
+
+def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
+    """The sweep called ``name``, a file or a packaged one, with ``key=value`` over it.
+
+    Raises:
+        UserError: it cannot be read, or a key or value is not what is accepted; the key is named.
+    """
+    text, folder = _text(name)
+    document = plain_yaml(text, f"sweep {name}")
+    if not isinstance(document, dict):
+        raise UserError(f"sweep {name}: a sweep is a mapping with the keys {', '.join(KEYS)}.")
+    for key in document:
+        if key not in KEYS:
+            raise UserError(
+                f"sweep {name}: the key {key!r} is not known.{suggest(key, KEYS)} Accepted: {', '.join(KEYS)}. "
+                "Options of every run belong under fixed, those that vary under grid."
+            )
+    configs = _texts(name, "configs", document.get("configs") or [])
+    fixed = dict(_mapping(name, "fixed", document))
+    grid = {str(key): _values(name, f"grid.{key}", value) for key, value in _mapping(name, "grid", document).items()}
+    select = dict(_mapping(name, "select", document))
+    for override in overrides:
+        _override(name, override, fixed, grid, select)
+    if SEEDS in fixed:
+        grid.setdefault(SEEDS, [fixed.pop(SEEDS)])
+    for key in (*fixed, *grid, *select.get("over", {})):
+        if key in OWN:
+            raise UserError(f"sweep {name}: {key} is set by the sweep, one folder a run. --out says where they lie.")
+        if key in fixed and key in grid:
+            raise UserError(f"sweep {name}: {key} is both fixed and in the grid. Leave one of them out.")
+    seeds = _seeds(name, f"grid.{SEEDS}", grid.pop(SEEDS)) if SEEDS in grid else None
+    claims = document.get("claims")
+    if claims is not None and not is_file(folder / str(claims)):
+        raise UserError(f"sweep {name}: claims {claims}: there is no such file in {folder}, where the sweep's file is.")
+    return Spec(
+        name=name,
+        stem=Path(name).name.removesuffix(".yaml").removesuffix(".yml"),
+        text=text,
+        configs=configs,
+        fixed=fixed,
+        grid=grid,
+        seeds=seeds,
+        select=_selection(name, select, seeds) if select else None,
+        claims=None if claims is None else folder / str(claims),
+        overrides=list(overrides),
+    )
+
+
+def _text(name: str) -> tuple[str, Path]:
+    """(text, folder) of the sweep's file."""
+    if is_file(name):
+        try:
+            return Path(name).read_text(encoding="utf-8"), Path(name).parent
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"sweep {name}: this file cannot be read ({error}).") from None
+    entry = packaged().get(name.removesuffix(".yaml"))
+    if entry is None:
+        raise UserError(
+            f"sweep {name[:200]}: neither a file nor a packaged config.{suggest(name, packaged())} "
+            "Give a YAML file with configs, fixed and grid."
+        )
+    return entry.read_text(encoding="utf-8"), Path(str(entry)).parent
+
+
+def _mapping(name: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    value = document.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"sweep {name}: {key} is {type(value).__name__} {str(value)[:60]!r}: give a mapping.")
+    return value or {}
+
+
+def _values(name: str, key: str, value: Any) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise UserError(f"sweep {name}: {key} is empty. Give a list of values.")
+    return values
+
+
+def _texts(name: str, key: str, value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if not isinstance(item, str):
+            raise UserError(f"sweep {name}: {key}: {str(item)[:60]!r} is no name of a config. Give text, such as base.")
+    return list(values)
+
+
+def _seeds(name: str, key: str, value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    for seed in values:
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise UserError(f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one a run.")
+        if values.count(seed) > 1:
+            raise UserError(f"sweep {name}: {key}: {seed} is given twice. A seed gives one run of an arm.")
+    if not values:
+        raise UserError(f"sweep {name}: {key} is empty. Give integers, one a run.")
+    return list(values)
+
+
+def _override(
+    name: str, override: str, fixed: dict[str, Any], grid: dict[str, list[Any]], select: dict[str, Any]
+) -> None:
+    """``trainer.max_epochs=3`` fixes it; of an axis of the grid it gives the values; ``select.seeds=[7]``."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not equals or not key:
+        raise UserError(f"sweep {name} {override}: give overrides as key=value, such as trainer.max_epochs=3.")
+    value = plain_yaml(text, f"sweep {name} {key}")
+    if key.startswith("select."):
+        if key == "select.over":
+            value = _mapping(name, key, {key: value})
+        select[key.removeprefix("select.")] = value
+        return
+    for axis, items in grid.items():
+        if any(isinstance(item, dict) and key in item for item in items):
+            raise UserError(
+                f"sweep {name} {override}: items of the grid's axis {axis} set {key} themselves; edit them."
+            )
+    if key in select.get("over", {}):
+        select["over"] = {**select["over"], key: _values(name, f"select.over.{key}", value)}
+    elif key in grid or key == SEEDS:
+        grid[key] = _values(name, f"grid.{key}", value)
+    else:
+        fixed[key] = value
+
+
+def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None) -> Selection:
+    for key in given:
+        if key not in SELECT_KEYS:
+            accepted = f"Accepted: {', '.join(SELECT_KEYS)}."
+            raise UserError(f"sweep {name}: select.{key} is not known.{suggest(key, SELECT_KEYS)} {accepted}")
+    over = _mapping(name, "over", given)
+    if not over or "seeds" not in given:
+        raise UserError(f"sweep {name}: select needs over, a mapping of options to their values, and seeds of its own.")
+    fraction = given.get("val_fraction", 0.1)
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+        raise UserError(
+            f"sweep {name}: select.val_fraction {fraction!r}: give a share of the training data, such as 0.1."
+        )
+    own = _seeds(name, "select.seeds", given["seeds"])
+    if shared := sorted(set(own) & set(seeds or ())):
+        raise UserError(
+            f"sweep {name}: select.seeds: {shared[0]} is also a seed of the grid. What is selected has to be measured "
+            "with other seeds, such as [100, 101]."
+        )
+    return Selection(
+        over={str(key): _values(name, f"select.over.{key}", value) for key, value in over.items()},
+        metric=str(given.get("metric", "val/acc")),
+        val_fraction=float(fraction),
+        seeds=tuple(own),
+    )

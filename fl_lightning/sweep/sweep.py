@@ -1,0 +1,232 @@
+"""One sweep from its file to its end: first what is selected, then the grid."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.cli.compose import parse_yaml
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.sweep import folder as files
+from fl_lightning.sweep import slurm, workers
+from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
+from fl_lightning.sweep.grid import Arm, Run, arms, runs, seeds
+from fl_lightning.sweep.queue import Queue, outcome
+from fl_lightning.sweep.selection import Candidate, candidates, choose
+from fl_lightning.sweep.spec import Spec
+from fl_lightning.sweep.table import Table
+
+_FREE = ("seed_everything", "ckpt_path", "trainer.default_root_dir", "trainer.max_epochs")  # may differ in one folder
+
+
+class Sweep:
+    """A grid of runs in ``folder``; ``states`` of them, ``candidates`` to select from, ``undecided`` arms."""
+
+    def __init__(self, spec: Spec, folder: Path) -> None:
+        self.spec, self.folder = spec, folder
+        self.arms = arms(spec)
+        self.seeds = {arm.name: seeds(spec, arm) for arm in self.arms}
+        self.candidates: list[Candidate] = candidates(folder, spec.select, self.arms) if spec.select else []
+        self.chosen: dict[str, Mapping[str, Any]] = {}
+        self.states: dict[Run, str] = {}
+        self.selecting = False
+        self.metric = spec.select.metric if spec.select else "val/acc"
+        self._claims_hash: str | None = None
+        self._configs: dict[Run, dict[str, Any]] = {}  # whole, of those that were rehearsed
+
+    @property
+    def undecided(self) -> list[str]:
+        """Arms that had to choose and could not."""
+        return [arm.name for arm in self.arms if self.candidates and arm.name not in self.chosen]
+
+    def listed(self) -> list[Run]:
+        """The sweep's own runs, in the grid's order, with what was chosen for their arms so far."""
+        return [run for arm in self.arms for run in self._runs(arm)]
+
+    def run(self, jobs: int | None) -> int | None:
+        """Do what is not done; the number of the signal that stopped it, else None."""
+        with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
+            places = self._prepare(jobs)
+            if self.candidates:
+                stopped = self._select(places)
+                if stopped is not None:
+                    self._stand()
+                    return stopped
+            decided = [arm for arm in self.arms if arm.name not in self.undecided]
+            rounds = self._check([self._runs(arm) for arm in decided], len(places))
+            self._stand(rounds)
+            queue = self._queue(self.states, places, rounds, str(self.folder), self.folder)
+            queue.run(hold=self.undecided)
+            return queue.stopped
+
+    def run_one(self, place: str) -> int:
+        """Do one run in this process, beside others of the sweep on other machines; the status of ``fit``."""
+        every = [run for candidate in self.candidates for run in candidate.runs]
+        if self.candidates:
+            self._choose(every)
+        known = {run.place: run for run in [*every, *self.listed()]}
+        run = known.get(place)
+        if run is None:
+            raise UserError(f"sweep --run {place}: no run of this sweep.{suggest(place, known)} --dry_run lists them.")
+        if run.arm in self.undecided:
+            raise UserError(f"sweep --run {place}: {run.arm} has chosen nothing yet: its runs under select come first.")
+        claims = self.folder / "claims.yaml"
+        claims_hash = hashlib.sha256(claims.read_bytes()).hexdigest() if claims.is_file() else None
+        with (
+            files.locked(self.folder / ".lock", f"sweep --out {self.folder}", shared=True),
+            files.locked(run.folder / ".lock", f"sweep --run {place}"),
+        ):
+            status = files.standing(run, files.read_states(self.folder))
+            if status == DONE:
+                print(f"{run.folder}: is done")
+                return 0
+            if status == DIVERGED:
+                print(f"{run.folder}: has diverged")
+                return 3
+            self._note(run, RUNNING)
+            code = 1
+            try:
+                code = workers.fit_here(run, claims_hash)
+            except UserError:
+                code = 2
+                raise
+            finally:
+                self._note(run, outcome(run, code))
+            return code
+
+    def slurm(self, command: Sequence[str]) -> str:
+        """The array script of what is not done: of the runs to select from first."""
+        with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
+            at_once = len(self._prepare(None))
+            every = [run for candidate in self.candidates for run in candidate.runs]
+            self._check([candidate.runs for candidate in self.candidates], at_once)
+            if every:
+                self._choose(every)
+            self.selecting = bool(self.undecided)
+            if not self.selecting:
+                self._check([self._runs(arm) for arm in self.arms], at_once)
+            self._stand()
+            states = self._states(every) if self.selecting else self.states
+            files.write_states(self.folder, self.states)
+        waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
+        if not waiting:
+            raise UserError(f"sweep --slurm: no run of {self.folder} is left to do.")
+        return slurm.script(self.spec.stem, str(self.folder), command, waiting)
+
+    # ----------------------------------------------------------------------- steps
+
+    def _prepare(self, jobs: int | None) -> list[workers.Place]:
+        """Build every arm once, and share out the machine."""
+        workers.warm()
+        cores, gpus = workers.usable_cores(), workers.usable_gpus()
+        first = [self._runs(arm, guess=True)[0] for arm in self.arms]
+        configs = self._rehearse(first, len(cores))
+        trainers = [config.get("trainer") or {} for config in configs]
+        if all(trainer.get("accelerator") == "cpu" for trainer in trainers):
+            gpus = []
+        devices = max((d for t in trainers if isinstance(d := t.get("devices"), int) and d > 0), default=1)
+        most = max(len(self.listed()), sum(len(candidate.runs) for candidate in self.candidates))
+        return workers.places(jobs, devices, cores, gpus, most)
+
+    def _select(self, places: list[workers.Place]) -> int | None:
+        every = [run for candidate in self.candidates for run in candidate.runs]
+        rounds = self._check([candidate.runs for candidate in self.candidates], len(places))
+        self._stand()
+        files.write_states(self.folder, self.states)
+        states = self._states(every, rounds)
+        queue = self._queue(states, places, rounds, f"{self.folder}/select", None)
+        if WAITING in states.values():
+            queue.run()
+        assert self.spec.select is not None
+        self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
+        for arm, choice in self.chosen.items():
+            print(f"{arm} chose {', '.join(f'{key} {value}' for key, value in choice.items())}")
+        return queue.stopped
+
+    def _choose(self, every: Sequence[Run]) -> None:
+        assert self.spec.select is not None
+        self.chosen = choose(self.folder, self.spec.select, self.candidates, self._states(every))
+
+    def _queue(
+        self,
+        states: dict[Run, str],
+        places: list[workers.Place],
+        rounds: Mapping[str, int | None],
+        title: str,
+        listed: Path | None,
+    ) -> Queue:
+        return Queue(states, places, self._claims_hash, Table(title, self.metric, rounds), listed)
+
+    def _runs(self, arm: Arm, guess: bool = False) -> list[Run]:
+        choice = self.chosen.get(arm.name)
+        if choice is None and guess and self.spec.select is not None:
+            choice = {key: values[0] for key, values in self.spec.select.over.items()}
+        return runs(self.folder, "", arm.with_options(arm.name, choice or {}), self.seeds[arm.name])
+
+    def _states(self, its_runs: Sequence[Run], rounds: Mapping[str, int | None] | None = None) -> dict[Run, str]:
+        before = files.read_states(self.folder)
+        return {run: files.standing(run, before, (rounds or {}).get(run.place)) for run in its_runs}
+
+    def _stand(self, rounds: Mapping[str, int | None] | None = None) -> None:
+        """How the sweep's own runs stand; with ``rounds``, for a start: what failed is to be taken up again."""
+        states = self._states(self.listed(), rounds)
+        if rounds is not None:
+            states = {run: WAITING if status == FAILED else status for run, status in states.items()}
+        self.states = states
+
+    def _note(self, run: Run, status: str) -> None:
+        """Write one run's state beside others who do the same; runs to select from are not in runs.csv."""
+        with open(self.folder / ".runs.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = files.read_states(self.folder)
+            states = {r: before.get(r.place, WAITING) for r in self.listed()}
+            if run in states:
+                files.write_states(self.folder, {**states, run: status})
+
+    def _check(self, groups: Sequence[Sequence[Run]], at_once: int) -> dict[str, int | None]:
+        """Place → rounds asked for. Refuses runs that began with other settings, else keeps the sweep's files."""
+        configs = self._rehearse([group[0] for group in groups], at_once)
+        rounds: dict[str, int | None] = {}
+        for group, config in zip(groups, configs, strict=True):
+            asked = (config.get("trainer") or {}).get("max_epochs")
+            for run in group:
+                rounds[run.place] = asked if isinstance(asked, int) and asked > 0 else None
+                self._refuse_other_settings(run, config)
+        self._claims_hash = files.keep_files(self.folder, self.spec, [arm.name for arm in self.arms])
+        return rounds
+
+    def _rehearse(self, its_runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
+        new = [run for run in its_runs if run not in self._configs]
+        self._configs.update(zip(new, workers.rehearse(new, at_once) if new else [], strict=True))
+        return [self._configs[run] for run in its_runs]
+
+    def _refuse_other_settings(self, run: Run, config: Mapping[str, Any]) -> None:
+        try:
+            before = parse_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
+        except OSError:
+            return
+        now, then = _flat(config), _flat(before if isinstance(before, dict) else {})
+        for key in now:
+            if key in then and then[key] != now[key] and key not in _FREE:
+                raise UserError(
+                    f"sweep {self.spec.name}: {run.folder} began with {key} {then[key]}, and now it is {now[key]}. "
+                    "Runs with other settings belong in another folder: give --out, or remove this run."
+                )
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one, keys joined by dots.
+
+    >>> _flat({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c.0': 2}
+    """
+    if not isinstance(node, dict | list):
+        return {prefix: node}
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,234 @@
+"""Processes of a sweep: forked from one that has imported everything, and gone when it is."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fl_lightning.cli.compose import parse_yaml, prepare
+from fl_lightning.errors import UserError
+from fl_lightning.sweep.grid import Run
+
+_PR_SET_PDEATHSIG = 1  # prctl.h
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one worker has of the machine: cores, and names of GPUs (None: as the environment says)."""
+
+    cores: frozenset[int]
+    gpus: str | None = None
+
+
+def warm() -> None:
+    """Import what every run needs. Starts no thread and touches no GPU: what is forked afterwards starts clean."""
+    import sklearn.datasets  # noqa: F401  (what a run imports late, on its way)
+    import torch.utils.tensorboard  # noqa: F401
+
+    import fl_lightning.cli.commands  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # the workers' collectors leave these pages alone, so they stay shared
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def usable_gpus() -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES of the GPUs that there are; asked in a process of its own."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def count() -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    number = int(_answers([count])[0])
+    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(number)]
+    return names[:number]
+
+
+def places(
+    jobs: int | None, devices: int, cores: Sequence[int], gpus: Sequence[str], most: int | None = None
+) -> list[Place]:
+    """A place for each worker: GPUs where there are any, shares of the cores always.
+
+    Args:
+        jobs: how many; None: as many as there are GPUs, else cores, for runs of ``devices`` each.
+        most: as many runs as there are; more workers would only keep cores from them.
+        devices: processes, and GPUs, of one run.
+        cores: to share; neighbours stay together, and more workers than cores take turns.
+        gpus: to share; empty: none.
+
+    >>> [sorted(place.cores) for place in places(None, 1, [0, 1, 2, 3], [])]
+    [[0], [1], [2], [3]]
+    >>> [(sorted(place.cores), place.gpus) for place in places(None, 1, [0, 1, 2, 3], ["0", "1"])]
+    [([0, 1], '0'), ([2, 3], '1')]
+    >>> [sorted(place.cores) for place in places(3, 1, [0, 1], [])]
+    [[0], [1], [0]]
+    """
+    number = jobs or max(1, len(gpus or cores) // devices)
+    number = min(number, most or number)
+    found = []
+    for worker in range(number):
+        share = cores[worker * len(cores) // number : (worker + 1) * len(cores) // number]
+        own = frozenset(share if len(cores) >= number else [cores[worker % len(cores)]])
+        names = [gpus[(worker * devices + k) % len(gpus)] for k in range(min(devices, len(gpus)))]
+        found.append(Place(own, ",".join(names) if names else None))
+    return found
+
+
+def start(run: Run, place: Place, claims_hash: str | None) -> int:
+    """Fork a worker that is ``fl-lightning fit`` for this run; its output goes to the run's log.txt. Its process id."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    parent = os.getpid()
+    pid = _fork()
+    if pid == 0:
+        _leave(partial(_fit, run, place, claims_hash, parent))
+    return pid
+
+
+def fit_here(run: Run, claims_hash: str | None) -> int:
+    """Be ``fl-lightning fit`` for ``run`` in this process, and give its exit status."""
+    from fl_lightning.cli.commands import run as fit
+
+    sys.argv = [sys.argv[0], "fit", *run.argv]  # Lightning's launcher starts further processes by it
+    prepared = prepare("fit", list(run.argv))
+    prepared.arm, prepared.claims_hash = run.arm, claims_hash
+    return fit("fit", prepared)
+
+
+def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
+    """The whole configuration of each run, parsed and built in processes of their own; nothing is trained or written.
+
+    Raises:
+        UserError: what is wrong with the first run that cannot be.
+    """
+
+    def build(some: Sequence[Run]) -> list[dict[str, Any]]:
+        from fl_lightning.cli.cli import FederatedCLI
+
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        said: list[dict[str, Any]] = []
+        for run in some:
+            try:
+                cli = FederatedCLI("fit", prepare("fit", list(run.argv)))
+                said.append({"config": parse_yaml(cli._config_text())})
+            except Exception as error:
+                known = isinstance(error, UserError)
+                said.append({"error": str(error) if known else traceback.format_exc().strip().split("\n")[-1]})
+        return said
+
+    number = max(1, min(at_once, len(runs)))
+    shares = [runs[n::number] for n in range(number)]
+    answers = _answers([partial(build, share) for share in shares])
+    found: list[dict[str, Any]] = [{}] * len(runs)
+    for n, answer in enumerate(answers):
+        found[n::number] = answer
+    for run, said in zip(runs, found, strict=True):
+        if "error" in said:
+            raise UserError(f"{run.place}: {said['error']}")
+    return [said["config"] for said in found]
+
+
+# --------------------------------------------------------------------------- forking
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fork()
+
+
+def _leave(work: Callable[[], int]) -> None:
+    """End this forked process with the status of ``work``; exit hooks run, as loggers may need them."""
+    status = 1
+    try:
+        status = work()
+    except UserError as error:
+        print(f"fl-lightning: {error}", file=sys.stderr)
+        status = 2
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            atexit._run_exitfuncs()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _end_with(parent: int) -> None:
+    """Be killed when the parent ends, however it does; a run goes on from its last checkpoint."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os._exit(137)
+
+
+def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> int:
+    _end_with(parent)
+    os.setsid()  # a Ctrl-C is for the sweep, which tells its workers
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(run.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target, descriptor in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(target, descriptor)
+    if place.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpus
+    os.sched_setaffinity(0, place.cores)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # of the processes that the run starts itself
+        os.environ[name] = str(len(place.cores))
+    import torch
+
+    torch.set_num_threads(len(place.cores))
+    return fit_here(run, claims_hash)
+
+
+def _answers(questions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each question returns, as plain data, answered at the same time in processes of their own."""
+    asked = []
+    parent = os.getpid()
+    for question in questions:
+        reading, writing = os.pipe()
+        pid = _fork()
+        if pid == 0:
+            os.close(reading)
+            _leave(partial(_tell, question, writing, parent))
+        os.close(writing)
+        asked.append((pid, reading))
+    answers = []
+    for pid, reading in asked:
+        with open(reading, encoding="utf-8") as file:
+            text = file.read()
+        _, status = os.waitpid(pid, 0)
+        if not text:
+            raise UserError(f"sweep: a helper process ended with status {os.waitstatus_to_exitcode(status)}.")
+        answers.append(json.loads(text))
+    return answers
+
+
+def _tell(question: Callable[[], Any], writing: int, parent: int) -> int:
+    _end_with(parent)
+    with open(writing, "w", encoding="utf-8") as file:
+        file.write(json.dumps(question(), default=str))
+    return 0

@@ -1,0 +1,105 @@
+"""From a sweep's file to the names of its arms and the arguments of its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fl_lightning.__main__ import main
+from fl_lightning.errors import UserError
+from fl_lightning.sweep.grid import arms, runs, seeds
+from fl_lightning.sweep.spec import read_spec
+from fl_lightning.sweep.workers import places
+
+
+def names(folder: Path, grid: str, *overrides: str) -> list[str]:
+    path = folder / "mine.yaml"
+    path.write_text(f"configs: [base]\ngrid: {grid}\n")
+    return [arm.name for arm in arms(read_spec(str(path), overrides))]
+
+
+@pytest.mark.parametrize(
+    "grid, expected",
+    [
+        ("{method: [method/fedavg, {configs: [method/fedinit], method.beta: 0.1}]}", ["fedavg", "fedinit-0.1"]),
+        ("{method: [method/fedavg], model.participation: [0.1, 0.5]}", ["0.1", "0.5"]),
+        ("{method: [method/fedavg], seed_everything: [0, 1]}", ["fedavg"]),
+        ("{seed_everything: [0, 1]}", ["mine"]),
+        ("{method: [method/fedavg, method/ri], model.participation: [0.1, all]}",
+         ["fedavg_0.1", "fedavg_all", "ri_0.1", "ri_all"]),
+        ("{data.partition: [IID, {class_path: Dirichlet, init_args: {alpha: 0.1}}]}", ["IID", "Dirichlet-0.1"]),
+        ("{method: [{configs: [method/fedinit], method.beta: 0.1, model.participation: 0.2}, "
+         "{configs: [method/fedavg], model.participation: 0.2}]}", ["fedinit-0.1", "fedavg"]),
+        ("{model.clip_norm: [null, 10]}", ["null", "10"]),
+        ("{method: [{name: a b, configs: [method/ri]}, method/fedavg]}", ["a-b", "fedavg"]),
+    ],
+)  # fmt: skip
+def test_an_arm_is_named_by_what_differs(tmp_path: Path, grid: str, expected: list[str]) -> None:
+    assert names(tmp_path, grid) == expected
+
+
+def test_arguments_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("""
+configs: [base, data/digits]
+fixed: {model.participation: 0.1, "method+": [DivergenceLogger, DriftLogger]}
+grid: {method: [{configs: [method/fedinit], method.beta: 0.1}], seed_everything: [3, 4]}
+""")
+    spec = read_spec(str(path), ["trainer.max_epochs=3", "model.participation=all"])
+    (arm,) = arms(spec)
+    run = runs(Path("runs/s"), "", arm, seeds(spec, arm))[1]
+    assert run.place == "fedinit-0.1/seed-4" and run.seed == 4
+    assert list(run.argv) == [
+        "-c", "base", "-c", "data/digits", "-c", "method/fedinit", "--model.participation=all",
+        "--method+=DivergenceLogger", "--method+=DriftLogger", "--trainer.max_epochs=3", "--method.beta=0.1",
+        "--seed_everything=4", "--trainer.default_root_dir=runs/s/fedinit-0.1/seed-4", "--ckpt_path=last",
+    ]  # fmt: skip
+
+
+def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
+    grid = "{model.participation: [0.1, 0.5], method: [method/fedavg, method/fedinit]}"
+    assert names(tmp_path, grid, "model.participation=[0.2,0.3]", "method=method/fedavg") == ["0.2", "0.3"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("grids: {}", "the key 'grids' is not known. Did you mean 'grid'"),
+        ("grid: {participation: [0.1]}", "grid.participation: no option of a run"),
+        ("grid: {method: [method/fedavg, a/fedavg]}", "'fedavg' is the name of two arms"),
+        ("grid: {seed_everything: [0, 0]}", "0 is given twice"),
+        ("grid: {seed_everything: [true]}", "give integers"),
+        ("grid: {model.participation: []}", "grid.model.participation is empty"),
+        ("fixed: {ckpt_path: last}", "ckpt_path is set by the sweep"),
+        ("fixed: {model.participation: 1}\ngrid: {model.participation: [1, 2]}", "both fixed and in the grid"),
+        ("grid: {seed_everything: [0, 1]}\nselect: {over: {model.clip_norm: [1]}, seeds: [1]}", "1 is also a seed"),
+        ("select: {over: {model.clip_norm: [1]}}", "select needs over"),
+        ("claims: no.yaml", "claims no.yaml: there is no such file"),
+        ("[1]", "a sweep is a mapping"),
+    ],
+)
+def test_what_a_sweep_is_not(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(f"{text}\n")
+    with pytest.raises(UserError) as error:
+        arms(read_spec(str(path)))
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_dry_run_lists_commands_and_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text("configs: [base, data/digits]\ngrid: {seed_everything: [0, 1]}\n")
+    assert main(["sweep", "s.yaml", "--dry_run", "trainer.max_epochs=3"]) == 0
+    said = capsys.readouterr().out
+    assert "runs/s: 2 runs (2 waiting)" in said and said.count("fl-lightning fit -c base -c data/digits") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["s.yaml"]
+
+
+def test_workers_share_cores_and_gpus() -> None:
+    assert [place.gpus for place in places(None, 2, range(8), ["0", "1", "2", "3"])] == ["0,1", "2,3"]
+    assert [len(place.cores) for place in places(None, 2, range(8), [])] == [2, 2, 2, 2]
+    shares = places(3, 1, range(8), [])
+    assert set().union(*(place.cores for place in shares)) == set(range(8)) and sum(len(p.cores) for p in shares) == 8

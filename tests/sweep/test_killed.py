@@ -1,0 +1,124 @@
+"""SIGKILL of a sweep and of a run: nothing runs twice, nothing is lost, no worker stays behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.zygote import Cli, Process
+from tests.sweep.conftest import alive, children, log_of, states
+
+
+def until(condition: Callable[[], Any], process: Process, seconds: float = 90) -> Any:
+    """The first true answer, which has to come before the process ends."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline and not process.ended(), process.stdout + process.stderr
+        time.sleep(0.01)
+    return answer
+
+
+def midway(process: Process) -> int | None:
+    """A worker whose run has a checkpoint and rounds left."""
+    for pid in children(process.pid):
+        try:
+            folder = log_of(pid).parent
+            if (folder / "checkpoints/last.ckpt").exists() and len(
+                (folder / "metrics.csv").read_text().split("\n")
+            ) < 4:
+                return pid
+        except OSError:
+            continue
+    return None
+
+
+def starts(run: Path) -> int:
+    return (run / "log.txt").read_text().count("→ ")
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with open(run / "metrics.csv") as file:
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> None:
+    claim = "- {id: A1, a: fedinit-0.1, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
+    (cli.folder / "claims.yaml").write_text(claim)
+    sweep_file.write_text(sweep_file.read_text() + "claims: claims.yaml\n")
+    folder = cli.folder / "runs/demo"
+    first = cli.start("sweep", sweep_file, "--jobs", 2)
+    until(lambda: (folder / "runs.csv").exists() and [*states(folder).values()].count("done") >= 2, first)
+    until(lambda: midway(first), first)
+    workers = children(first.pid)
+    first.kill(signal.SIGKILL)
+    assert first.wait().returncode == -signal.SIGKILL
+    until_gone = time.monotonic() + 10
+    while any(map(alive, workers)):
+        assert time.monotonic() < until_gone
+    done = {run.parent for run in folder.glob("*/seed-*/run.json") if json.loads(run.read_text())["status"] == "done"}
+    assert 2 <= len(done) < 12
+    before = {path: path.stat().st_mtime_ns for run in done for path in run.iterdir() if path.is_file()}
+
+    second = cli.start("sweep", sweep_file, "--jobs", 2)
+    victim = until(lambda: midway(second), second)
+    killed = log_of(victim).parent
+    os.kill(victim, signal.SIGKILL)
+    result = second.wait()
+    assert result.returncode == 1 and f"failed: {killed.relative_to(folder)}" in result.stdout
+    assert sorted(states(folder).values()) == ["done"] * 11 + ["failed"]
+    assert json.loads((killed / "run.json").read_text())["status"] == "failed"
+
+    assert cli("sweep", sweep_file, "--jobs", 2).returncode == 0
+    assert set(states(folder).values()) == {"done"} and len(states(folder)) == 12
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())  # what was done was not touched
+    assert "going on with round" in (killed / "log.txt").read_text()
+    assert (
+        sum(starts(run.parent) for run in folder.glob("*/seed-*/log.txt")) <= 12 + 2 + 1
+    )  # two were at work, then one was killed
+
+    assert cli("sweep", sweep_file, "--jobs", 2, "--out", "runs/whole").returncode == 0
+    for run in folder.glob("*/seed-*"):
+        assert rows(run) == rows(cli.folder / "runs/whole" / run.relative_to(folder)), run
+    reports = []
+    for name in ("demo", "whole"):
+        assert cli("report", f"runs/{name}", "--targets", "0.3,0.8", "--out", name).returncode == 0
+        text = (cli.folder / name / "report.json").read_text().replace("runs/whole", "runs/demo")
+        report = json.loads(text)
+        for arm in report["arms"].values():
+            del arm["seconds_to"]
+        reports.append(report)
+    assert reports[0] == reports[1] and reports[0]["claims"][0]["changed"] is False
+
+
+@pytest.mark.slow
+def test_killed_after_its_last_round_is_done(cli: Cli, sweep_file: Path) -> None:
+    one = ("sweep", sweep_file, "method=method/fedavg", "seed_everything=0")
+    assert cli(*one).returncode == 0
+    path = cli.folder / "runs/demo/fedavg/seed-0/run.json"
+    path.write_text(path.read_text().replace('"done"', '"running"'))  # as a kill just before the end leaves it
+    assert cli(*one).returncode == 0
+    assert json.loads(path.read_text())["status"] == "done" and set(states(cli.folder / "runs/demo").values()) == {
+        "done"
+    }
+
+
+@pytest.mark.slow
+def test_one_sweep_at_a_time(cli: Cli, sweep_file: Path) -> None:
+    first = cli.start("sweep", sweep_file, "--jobs", 1)
+    first.wait_for(cli.folder / "runs/demo/runs.csv")
+    second = cli("sweep", sweep_file)
+    assert second.returncode == 2 and "runs/demo: another sweep is at work" in second.stderr
+    assert str(first.pid) in second.stderr
+    first.kill(signal.SIGTERM)  # stops each run after its round
+    assert first.wait().returncode == 128 + signal.SIGTERM
+    found = states(cli.folder / "runs/demo")
+    assert "waiting" in found.values() and not {"failed", "running"} & set(found.values())

@@ -1,0 +1,128 @@
+"""What a sweep does with runs that fail, settings that changed, choices to make, and a cluster's tasks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.zygote import Cli
+from tests.sweep.conftest import states
+
+ONE_ARM = ("method=method/fedavg", "trainer.max_epochs=1")
+
+
+@pytest.mark.slow
+def test_what_diverges_or_fails_is_recorded_and_the_rest_goes_on(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu]
+fixed: {trainer.max_epochs: 2, model.engine: sequential, model.local_epochs: 1}
+grid:
+  model.learner.init_args.lr: [1.0e+30, 0.1]
+  data.num_clients: [10, 5000]
+""")
+    result = cli("sweep", "s.yaml", "--jobs", 2)
+    assert result.returncode == 1
+    expected = {"1e+30_10/0": "diverged", "1e+30_5000/0": "failed", "0.1_10/0": "done", "0.1_5000/0": "failed"}
+    assert states(cli.folder / "runs/s") == expected
+    assert "0.1_5000/seed-0: failed, fl-lightning:" in result.stdout  # and why
+    diverged = cli.folder / "runs/s/1e+30_10/seed-0/run.json"
+    when = diverged.stat().st_mtime_ns
+    again = cli("sweep", "s.yaml", "--jobs", 2, "data.num_clients=10")
+    assert again.returncode == 3 and diverged.stat().st_mtime_ns == when  # it has diverged: not run again
+
+
+@pytest.mark.slow
+def test_select_chooses_with_other_seeds_on_held_out_data(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu]
+fixed: {trainer.max_epochs: 2, model.engine: sequential}
+grid:
+  method: [method/fedavg, method/fedinit]
+  seed_everything: [0, 1]
+select:
+  over: {model.learner.init_args.lr: [1.0e-6, 0.1]}
+  metric: val/acc
+  val_fraction: 0.2
+  seeds: [100]
+""")
+    assert cli("sweep", "s.yaml", "--jobs", 2).returncode == 0
+    folder = cli.folder / "runs/s"
+    with open(folder / "select.csv") as file:
+        table = [(row["arm"], row["model.learner.init_args.lr"], row["chosen"]) for row in csv.DictReader(file)]
+    assert table == [
+        ("fedavg", "1e-06", ""),
+        ("fedavg", "0.1", "yes"),
+        ("fedinit", "1e-06", ""),
+        ("fedinit", "0.1", "yes"),
+    ]
+    measured = json.loads((folder / "select/fedavg/1e-06/seed-100/run.json").read_text())
+    assert measured["seed"] == 100 and "--data.val_fraction=0.2" in measured["command"]
+    own = json.loads((folder / "fedinit/seed-1/run.json").read_text())["command"]
+    assert "--model.learner.init_args.lr=0.1" in own and not any("val_fraction" in option for option in own)
+    assert len(states(folder)) == 4  # the report is of these
+    assert cli("report", "runs/s").returncode == 0
+    assert set(json.loads((folder / "report.json").read_text())["arms"]) == {"fedavg", "fedinit"}
+
+
+@pytest.mark.slow
+def test_other_settings_in_one_folder_are_refused_and_more_rounds_are_not(cli: Cli, sweep_file: Path) -> None:
+    assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=0").returncode == 0
+    other = cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "model.participation=0.3")
+    assert (
+        other.returncode == 2 and "fedavg/seed-0 began with model.participation 0.5, and now it is 0.3" in other.stderr
+    )
+    more = cli("sweep", sweep_file, "method=method/fedavg", "trainer.max_epochs=2", "seed_everything=[0,1]")
+    assert more.returncode == 0 and set(states(cli.folder / "runs/demo").values()) == {"done"}
+    rows = (cli.folder / "runs/demo/fedavg/seed-0/metrics.csv").read_text().splitlines()
+    assert len(rows) == 3 and "going on with round 1" in (cli.folder / "runs/demo/fedavg/seed-0/log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_what_cannot_work_is_said_before_anything_runs(cli: Cli, sweep_file: Path) -> None:
+    sweep_file.write_text(
+        sweep_file.read_text().replace("method/scaffold]", "{configs: [method/scaffold], method.beta: 1}]")
+    )
+    result = cli("sweep", sweep_file)
+    assert result.returncode == 2 and "no method of this run has 'beta'" in result.stderr
+    assert not list(cli.folder.glob("runs/demo/*/*"))
+
+
+@pytest.mark.slow
+def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
+    claim = "- {id: A1, a: ARM, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
+    sweep_file.write_text(sweep_file.read_text() + "claims: claims.yaml\n")
+    claims, few = cli.folder / "claims.yaml", ("trainer.max_epochs=1", "seed_everything=[0]")
+    claims.write_text(claim.replace("ARM", "fedint"))
+    unknown = cli("sweep", sweep_file, *few)
+    assert unknown.returncode == 2 and "'fedint', which is no arm of the grid" in unknown.stderr
+    claims.write_text(claim.replace("ARM", "fedinit-0.1"))
+    assert cli("sweep", sweep_file, *few).returncode == 0
+    assert (cli.folder / "runs/demo/claims.yaml").read_bytes() == claims.read_bytes()
+    claims.write_text(claim.replace("ARM", "scaffold"))
+    changed = cli("sweep", sweep_file, *few)
+    assert changed.returncode == 2 and "claims come before the runs" in changed.stderr
+
+
+@pytest.mark.slow
+def test_a_slurm_task_is_one_run(cli: Cli, sweep_file: Path) -> None:
+    assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--slurm", "job.sh").returncode == 0
+    script = (cli.folder / "job.sh").read_text()
+    assert "#SBATCH --array=0-1\n" in script and set(states(cli.folder / "runs/demo").values()) == {"waiting"}
+    program = cli.folder / "bin/fl-lightning"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fl_lightning "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": os.getcwd(), "SLURM_ARRAY_TASK_ID": "1"}
+    task = subprocess.run(["bash", "job.sh"], cwd=cli.folder, env=environment, capture_output=True, text=True)
+    assert task.returncode == 0, task.stderr
+    assert states(cli.folder / "runs/demo") == {"fedavg/0": "waiting", "fedavg/1": "done"}
+    assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--run", "fedavg/seed-0").returncode == 0
+    assert set(states(cli.folder / "runs/demo").values()) == {"done"}
+    assert json.loads((cli.folder / "runs/demo/fedavg/seed-0/run.json").read_text())["arm"] == "fedavg"
