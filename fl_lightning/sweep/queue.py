@@ -85,7 +85,9 @@ class Queue:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)  # processes that a killed run has left
                 self._free.append(place)
-                self.states[run] = outcome(run, os.waitstatus_to_exitcode(status))
+                code = os.waitstatus_to_exitcode(status)
+                before_rounds = self.stopped is not None and -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+                self.states[run] = WAITING if before_rounds else outcome(run, code)  # nothing was lost
                 self.table.tell(run, self.states)
                 ended = True
         if ended:

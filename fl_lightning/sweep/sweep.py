@@ -77,7 +77,7 @@ class Sweep:
         claims_hash = hashlib.sha256(claims.read_bytes()).hexdigest() if claims.is_file() else None
         with (
             files.locked(self.folder / ".lock", f"sweep --out {self.folder}", shared=True),
-            files.locked(run.folder / ".lock", f"sweep --run {place}"),
+            files.locked(run.folder / ".sweep.lock", f"sweep --run {place}"),
         ):
             status = files.standing(run, files.read_states(self.folder))
             if status == DONE:
