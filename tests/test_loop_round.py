@@ -104,8 +104,8 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"client_optimizer": momentum}, "other than plain SGD"),
-        ({"clip_norm": 1e-3}, "while clipping is active (clip_norm=0.001)"),
+        ({"client_optimizer": momentum}, "up to 10 times that"),
+        ({"clip_norm": 1e-3}, "clipping is active (clip_norm=0.001)"),
         ({"clip_norm": 1e9}, None),
         ({}, None),
     ],
