@@ -11,7 +11,7 @@ from tests.helpers.rounds import LAST, D, a_round, parts
 
 
 def test_rates_decay_and_a_method_that_needs_one_refuses_several() -> None:
-    rates = ClientRates(1.0, torch.tensor(0.5)).decayed(0.25)
+    rates = ClientRates(1.0, torch.tensor(0.5)).in_round(0, 0.25, 1)
     assert float(rates.lr) == 0.125 and rates.factor == 0.25
     rates.require_one()
     with pytest.raises(UserError, match="several values of lr"):
