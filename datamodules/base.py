@@ -112,7 +112,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def load(self) -> None:
         """Set ``train_set``, ``val_set``, ``test_set`` and ``groups``; called once."""
-        raise NotImplementedError
+        raise NotImplementedError  # each dataset loads itself
 
     @property
     def run_seed(self) -> int:

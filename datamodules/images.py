@@ -74,11 +74,11 @@ class ImageDataModule(FederatedDataModule):
 
     def _open(self, train: bool, download: bool = False) -> Any:
         """The torchvision dataset."""
-        raise NotImplementedError
+        raise NotImplementedError  # each dataset has its own files
 
     def _broken(self) -> str | None:
         """The first damaged file, or None."""
-        raise NotImplementedError
+        raise NotImplementedError  # each dataset has its own files
 
     def _samples(self, dataset: Any) -> TensorSamples:
         return TensorSamples(dataset.data, dataset.targets, self.scale, self.mean, self.std)

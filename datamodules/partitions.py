@@ -78,7 +78,7 @@ class Partition:
         Raises:
             UserError: a client would be left without samples.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each partition has its own rule
 
     def restrict(self, kept: Indices) -> Partition:
         """The partition of only the samples ``kept`` (the rest is held out for validation)."""

@@ -173,7 +173,7 @@ class FederatedCallback(pl.Callback):
 
         ``gradient`` may be changed and returned; its memory is reused, so keep a copy of what is needed later.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # never called where a callback does not define it
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
         """One owner. Mix the gradient of the loss ``(n, D)`` with others: in place, or return the new one."""
@@ -189,11 +189,11 @@ class FederatedCallback(pl.Callback):
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         """One owner. What the clients send ``(n, D)`` instead of x_{i,K} - w."""
-        raise NotImplementedError
+        raise NotImplementedError  # never called where a callback does not define it
 
     def aggregate(self, server: Server) -> Tensor:
         """One owner. ``(D,)`` in place of the weighted mean of what was transmitted."""
-        raise NotImplementedError
+        raise NotImplementedError  # never called where a callback does not define it
 
     def on_server_update(self, server: Server) -> None:
         """``server.update`` ``(D,)`` is the aggregated update; add to it. Then the server optimizer steps."""
@@ -203,4 +203,4 @@ class FederatedCallback(pl.Callback):
 
     def parts(self, layout: Layout) -> list[Part]:
         """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds (None: never)."""
-        raise NotImplementedError
+        raise NotImplementedError  # never called where a callback does not define it

@@ -46,7 +46,7 @@ class _Adaptive(Optimizer):
     @staticmethod
     def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
         """Move v in place, given d²."""
-        raise NotImplementedError
+        raise NotImplementedError  # each subclass has its own rule
 
     @overload
     def step(self, closure: None = None) -> None: ...

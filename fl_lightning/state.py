@@ -42,8 +42,8 @@ class Owner(Protocol):
 class Group(Protocol):
     """Clients that train together."""
 
-    def rows(self, key: str, declaration: ClientState | Scratch) -> Tensor: ...
-    def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None: ...
+    def rows(self, key: str, declaration: PerClient) -> Tensor: ...
+    def write(self, key: str, declaration: PerClient, value: Tensor) -> None: ...
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None: ...
 
 
@@ -95,7 +95,21 @@ class State(Declaration):
         self.initial, self.synchronised = initial, synchronised
 
 
-class ClientState(State):
+class PerClient(Declaration):
+    """Read as rows, ``self.name[clients]``."""
+
+    initial: Initial
+    synchronised: bool | None
+
+    @overload
+    def __get__(self, callback: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, callback: Owner, owner: type) -> StateRows: ...
+    def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
+        return self if callback is None else StateRows(callback, self)
+
+
+class ClientState(State, PerClient):
     """Kept per client: ``self.name[clients]`` → rows ``(n, *shape)``, the same storage each time within a round.
 
     Assignments copy into the rows; a client's row exists once written and is committed at the end of the round.
@@ -106,26 +120,12 @@ class ClientState(State):
         synchronised: under partial averaging, True: coordinates not averaged this round keep their old value.
     """
 
-    @overload
-    def __get__(self, callback: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, callback: Owner, owner: type) -> StateRows: ...
-    def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
-        return self if callback is None else StateRows(callback, self)
 
-
-class Scratch(Declaration):
+class Scratch(PerClient):
     """Rows ``self.name[clients]`` that live for one round, zeros at its start; not saved, not sent."""
 
     initial: Initial = "zeros"
     synchronised: bool | None = False
-
-    @overload
-    def __get__(self, callback: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, callback: Owner, owner: type) -> StateRows: ...
-    def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
-        return self if callback is None else StateRows(callback, self)
 
 
 class ServerState(State):
@@ -193,7 +193,7 @@ class Upload(Declaration):
 class StateRows:
     """``self.name`` of a :class:`ClientState` or :class:`Scratch`: ``[clients]`` gives and takes their rows."""
 
-    def __init__(self, callback: Owner, declaration: ClientState | Scratch) -> None:
+    def __init__(self, callback: Owner, declaration: PerClient) -> None:
         self._callback, self._declaration = callback, declaration
 
     def __getitem__(self, clients: Group) -> Tensor:

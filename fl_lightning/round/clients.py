@@ -12,7 +12,7 @@ from fl_lightning.devices import to_device
 from fl_lightning.learner import Layout
 from fl_lightning.round.context import Round, asking
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
-from fl_lightning.state import ClientState, Scratch, Upload
+from fl_lightning.state import ClientState, PerClient, Scratch, Upload
 
 LOSS = "the loss of local steps"  # under which it is gathered beside what is logged, where somebody asks for it
 
@@ -37,7 +37,7 @@ class Clients:
         self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
         self._rows: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._declared: dict[str, ClientState | Scratch] = {}
+        self._declared: dict[str, PerClient] = {}
         self.uploads: dict[str, Tensor] = {}
         self.logs: dict[str, Tensor] = {}
         self.transmitted: tuple[float | None, float | None] = (None, None)
@@ -179,16 +179,16 @@ class Clients:
         """Say how much each client sends by ``transmit``, in place of D parameters."""
         self.transmitted = (parameters, bytes)
 
-    def rows(self, key: str, declaration: ClientState | Scratch) -> Tensor:
+    def rows(self, key: str, declaration: PerClient) -> Tensor:
         """The round's staged rows of a state, loaded at first access."""
         if key not in self._rows:
             self._keep(key, declaration, torch.stack([self._load(key, declaration, i) for i in self._ids]))
         return self._rows[key]
 
-    def _keep(self, key: str, declaration: ClientState | Scratch, rows: Tensor) -> None:
+    def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
         self._declared[key], self._rows[key], self._versions[key] = declaration, rows, rows._version
 
-    def _load(self, key: str, declaration: ClientState | Scratch, client: int) -> Tensor:
+    def _load(self, key: str, declaration: PerClient, client: int) -> Tensor:
         row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
         if row is None and declaration.initial == "zeros":
             like = self._x[0] if declaration.shape is None else self._x.new_empty(declaration.shape)
@@ -197,7 +197,7 @@ class Clients:
             return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
         return to_device(row, self._x.device)
 
-    def write(self, key: str, declaration: ClientState | Scratch, value: Tensor) -> None:
+    def write(self, key: str, declaration: PerClient, value: Tensor) -> None:
         if key not in self._rows and isinstance(declaration, Scratch):  # its zeros would be overwritten
             one = self._load(key, declaration, self._ids[0])
             self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))
