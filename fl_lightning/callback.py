@@ -6,7 +6,7 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -89,7 +89,7 @@ class FederatedCallback(pl.Callback):
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end` and
     :meth:`on_server_update`. Hooks that take ``clients`` may run in several threads at once with different clients:
     they set no attribute of ``self``, do not synchronise with the host and do not branch on data. A hook with one owner
-    (perturbation, on_loss_gradient, transmit, aggregate, parts) may be overridden by only one callback of a run.
+    (it says so) may be overridden by only one callback of a run.
 
     Example:
         >>> class Proximal(FederatedCallback):
@@ -161,6 +161,14 @@ class FederatedCallback(pl.Callback):
         if self._bound_ledger is None:
             raise RuntimeError(f"{type(self).__name__}'s declared state can only be read during a run")
         return self._bound_ledger
+
+    def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
+        """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending, int64, in any order.
+
+        Called in every process with the same values, before all else of a round; what it draws comes from
+        ``server.generator``. Choices are checkpointed.
+        """
+        raise NotImplementedError  # never called where a callback does not define it
 
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client trains."""

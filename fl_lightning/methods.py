@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from fl_lightning.schedules import arguments
 from fl_lightning.state import Staging, State
 
 OWNED = {
+    "select": "who takes part",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
     "transmit": "what clients send",
@@ -182,6 +183,15 @@ def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Te
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned
+
+
+def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n: int) -> list[int]:
+    """The clients that ``select`` returned, ascending: n distinct ones of the available."""
+    given = returned.tolist() if hasattr(returned, "tolist") else returned
+    ids = sorted(int(i) for i in given) if isinstance(given, Iterable) else []
+    if len(ids) != n or len(set(ids)) != n or not set(ids) <= set(available.tolist()):
+        raise _returned(call, returned, f"{n} distinct ids of the {len(available)} available clients")
+    return ids
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:

@@ -153,8 +153,12 @@ class FederatedModule(LearnerHooks):
         return self.run.cohort(self.trainer)
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        return self.cohort.participants(t)
+        """Who takes part in round t, ascending; the same in every process and after every resume.
+
+        Raises:
+            UserError: a method chooses them (``select``), and has not chosen for this round yet.
+        """
+        return self.run.participants(t, self.cohort)
 
     def steps(self, t: int, i: int) -> int:
         """K_i: local steps of client i in round t."""

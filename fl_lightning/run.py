@@ -95,6 +95,12 @@ class FederatedRun:
         """Who takes part in a round, and how much each does."""
         return Cohort(trainer.datamodule, self.seed(trainer), **self.settings.cohort())
 
+    def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
+        """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""
+        if self.methods.owner("select") is None:
+            return cohort.participants(t)
+        return self.state.chosen_in(t, (-1, ()) if self.loop is None else self.loop.present)
+
     def describe(self, cohort: Cohort) -> str:
         """What runs, in one line."""
         rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
@@ -181,6 +187,7 @@ class FederatedRun:
             transfers: names of the hooks by which the learner transfers its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
+        first = cohort.participants if self.methods.owner("select") else participants  # to try steps on
         facts = RunFacts(cohort.n, cohort.m, settings.weighting)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
@@ -188,7 +195,7 @@ class FederatedRun:
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]
         clients = self.clients, self.schedule
-        setting = setting_of(trainer, settings, model, *clients, work, cohort, participants, own)
+        setting = setting_of(trainer, settings, model, *clients, work, cohort, first, own)
         setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()

@@ -27,6 +27,7 @@ from fl_lightning.contracts.federation import (
 )
 from fl_lightning.contracts.verdict import Failed, NotApplicable, where
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.methods import overrides
 from fl_lightning.schedules import Steps
 
 ROUNDING = 1e-10
@@ -262,10 +263,11 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
 
 
 def buffers(method: Method) -> None:
-    average = outcome(fit([]))
+    who: dict[str, Any] = {"participation": "all"} if overrides(method.factory(), "select") else {}
+    average, ours = outcome(fit([], **who)), method.run(**who) if who else method.plain
     kept = {name for name in average if name.startswith("buffer ")}
     require_same(
-        {name: value for name, value in method.plain.items() if name in kept},
+        {name: value for name, value in ours.items() if name in kept},
         {name: average[name] for name in kept},
         0.0,
         "buffers that follow the inputs alone differ from FedAvg's",

@@ -127,6 +127,9 @@ class Round:
         server_states: committed, by key.
         optimizer_rows: keys of the rows in which client optimizers are kept.
         parts: parts with averaging periods of their own, or None.
+        seed: the run's.
+        steps_of: ``(client, epochs)`` → local steps of so many epochs.
+        home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
     """
 
     t: int
@@ -145,6 +148,9 @@ class Round:
     server_states: Mapping[str, Tensor]
     optimizer_rows: list[str] = field(default_factory=list)
     parts: Parts | None = None
+    seed: int = 0
+    steps_of: Callable[[int, float], int] | None = None
+    home: Callable[[str, int], Tensor | None] | None = None
 
     @property
     def wide(self) -> torch.dtype:
