@@ -115,6 +115,12 @@ class FederatedCallback(pl.Callback):
     """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps; clients then start at
     w, so that the server knows their displacement from what they send."""
 
+    gathers: ClassVar[bool] = False
+    """Whether ``server.updates`` is asked for, beside :meth:`aggregate`: all participants' updates in one place."""
+
+    stands_for_clients: ClassVar[bool] = False
+    """Whether its ``on_updates`` changes what clients send: it then comes before what the server does to updates."""
+
     cannot_run_with: ClassVar[dict[str, str]] = {}
     """``{hook or class name: reason}``: what another callback of the run must not override, or must not be."""
 
@@ -199,8 +205,14 @@ class FederatedCallback(pl.Callback):
         """One owner. What the clients send ``(n, D)`` instead of x_{i,K} - w."""
         raise NotImplementedError  # never called where a callback does not define it
 
+    def on_updates(self, server: Server) -> None:
+        """``server.updates`` ``(n, D)``, what was transmitted: change or assign it. The mean uses it, too."""
+
     def aggregate(self, server: Server) -> Tensor:
-        """One owner. ``(D,)`` in place of the weighted mean of what was transmitted."""
+        """One owner. ``(D,)`` in place of the weighted mean of what was transmitted.
+
+        With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's, ascending by client.
+        """
         raise NotImplementedError  # never called where a callback does not define it
 
     def on_server_update(self, server: Server) -> None:

@@ -26,6 +26,7 @@ SHARED = (
     "on_local_gradient",
     "on_local_step_end",
     "on_local_end",
+    "on_updates",
     "on_server_update",
     "on_round_end",
 )
@@ -50,6 +51,8 @@ class Methods:
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
         self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
+        ordered = sorted(self.callbacks, key=lambda c: not c.stands_for_clients)
+        self._hooks["on_updates"] = [c.on_updates for c in ordered if overrides(c, "on_updates")]
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
         for hook, what in OWNED.items():
@@ -126,6 +129,11 @@ class Methods:
     def move_starts(self) -> bool:
         """Whether a method may let clients start elsewhere than at w (their own kept parts do not count)."""
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
+
+    @property
+    def gathering(self) -> list[str]:
+        """Those that take all updates of a round together, by name."""
+        return [type(c).__name__ for c in self.callbacks if c.gathers or overrides(c, "on_updates")]
 
     @property
     def start_from_w0(self) -> bool:

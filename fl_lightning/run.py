@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks, facts, sampling
+from fl_lightning.aggregation import gathering
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
@@ -191,6 +192,8 @@ class FederatedRun:
         facts = RunFacts(cohort.n, cohort.m, settings.weighting)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
+        if who := self.methods.gathering:
+            self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]

@@ -65,6 +65,28 @@ class Server:
         return self._round.layout
 
     @property
+    def updates(self) -> Tensor:
+        """What each participant that finished transmitted ``(n, D)``, in the order of ``ids``; from ``on_updates`` on.
+
+        Raises:
+            RuntimeError: no method of the run gathers updates, or no client has finished yet.
+        """
+        if self._ledger.gathered is None:
+            raise RuntimeError(
+                "server.updates is there from on_updates on, where a callback of the run has that hook, or says "
+                "gathers = True"
+            )
+        return self._ledger.gathered
+
+    @updates.setter
+    def updates(self, value: Tensor) -> None:
+        held = self.updates
+        if value.shape != held.shape:
+            raise ValueError(f"server.updates has shape {tuple(held.shape)}, and was given {tuple(value.shape)}")
+        if value is not held:
+            held.copy_(value)
+
+    @property
     def mean_change(self) -> Tensor:
         """The uniform mean ``(D,)`` of what was transmitted."""
         total = self._ledger.total
