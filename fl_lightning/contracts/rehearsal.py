@@ -6,7 +6,7 @@ One round is rehearsed on quadratics with filled state: on_local_start, two loca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class Stage:
             layout=module.layout,
             rates=ClientRates(1.0, torch.tensor(0.1, dtype=torch.float64)),
             read=lambda key, client: self.rows[key][client] if key in self.rows else None,
+            steps_of=lambda client, epochs: 1 + client % 2,
             server_states={k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)},
         )
 
@@ -92,7 +93,7 @@ class Stage:
 
         yield from run("on_local_start")
         clients.begin(own_starts=True)
-        for _ in range(STEPS):
+        for clients.local_step in (StagedStep(self, clients, k) for k in range(STEPS)):
             g = self.gradient(clients, clients.x)
             if perturb is not None:
                 e = call("perturbation", partial(_returned, perturb, clients, g))
@@ -103,11 +104,25 @@ class Stage:
                 yield hook, {"the gradient": g.clone(), **state(clients)}
             clients.x.sub_(self.round.rates.lr * g)
             yield from run("on_local_step_end")
+            clients.step_done()
+        clients.local_step = None
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
             u = call("transmit", partial(_returned, transmit, clients, u))
             yield "transmit", {"what is sent": u.clone(), **state(clients)}
+
+
+@dataclass
+class StagedStep:
+    """A local step of clients on a stage."""
+
+    stage: Stage
+    clients: Clients
+    index: int
+
+    def gradient_at(self, x: Tensor) -> Tensor:
+        return self.stage.gradient(self.clients, x.expand_as(self.clients.x))
 
 
 def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:

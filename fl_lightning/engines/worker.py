@@ -62,6 +62,7 @@ class Worker:
             else:
                 for index, batch in enumerate(batches):
                     step(batch, index)
+            clients.local_step = None
             clients.metrics = copy.take_metrics()
             for name, mean in copy.take_logs().items():
                 clients.logs[name] = mean.reshape(1)

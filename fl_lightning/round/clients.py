@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, PerClient, Scratch, Upload
 
 LOSS = "the loss of local steps"  # under which it is gathered beside what is logged, where somebody asks for it
+
+
+class InStep(Protocol):
+    """The local step that is under way, of the clients that take it together."""
+
+    index: Any
+
+    def gradient_at(self, x: Tensor) -> Tensor: ...
 
 
 class Clients:
@@ -46,6 +55,10 @@ class Clients:
         self.kept_mask: Tensor | None = None
         self._start: Tensor | None = None
         self.clipped: Tensor
+        self.local_step: InStep | None = None
+        self.gradients_a_step, self.full_gradients = 1, 0  # evaluated for each, as far as their first step shows
+        self._step: Tensor | None = None
+        self._columns: dict[str, Tensor] = {}
 
     @property
     def client_ids(self) -> list[int]:
@@ -119,12 +132,52 @@ class Clients:
     @property
     def weight_decay(self) -> float:
         """λ of the client optimizer where it is part of the gradient; 0 where it is decoupled (AdamW)."""
+        self._round.rates.require_one()
         return self._round.rates.weight_decay
 
     @cached_property
     def steps(self) -> Tensor:
         """K_i ``(n, 1)``."""
         return self._column(self._round.steps)
+
+    def steps_of(self, epochs: float) -> Tensor:
+        """Local steps of so many epochs ``(n, 1)``, whatever K_i is; taken exactly from their decimal form."""
+        name = f"steps of {epochs}"
+        if name not in self._columns:
+            assert self._round.steps_of is not None
+            self._columns[name] = self._column({i: self._round.steps_of(i, epochs) for i in self._ids})
+        return self._columns[name]
+
+    @property
+    def step(self) -> Tensor:
+        """The number of the present local step, from 0: an int64 scalar; in the hooks of a step."""
+        if self._step is None:
+            self._step = to_device(self._in_step("clients.step").index, self._x.device)
+        return self._step
+
+    def gradient_at(self, x: Tensor) -> Tensor:
+        """Gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``, without weight decay.
+
+        In the hooks of a step, from the first step on: same batch, same random numbers, from the buffers with which
+        the step began. x, buffers and logs stay; what is returned has memory of its own. It costs what the loss
+        gradient does, which ``cost/gradients`` shows.
+        """
+        return self._in_step("clients.gradient_at").gradient_at(x)
+
+    def _in_step(self, what: str) -> InStep:
+        if self.local_step is None:
+            raise RuntimeError(f"{what} is there in the hooks of a local step, not before or after a client's steps")
+        return self.local_step
+
+    def step_done(self) -> None:
+        """The present local step is over."""
+        if self._step is not None:
+            self._step += 1
+
+    def gradients(self, client: int) -> int:
+        """How many gradients of a batch's loss were evaluated for a client, its whole objective's by their batches."""
+        of_whole = 0 if self._round.steps_of is None else self.full_gradients * self._round.steps_of(client, 1)
+        return self._round.steps[client] * self.gradients_a_step + of_whole
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -169,6 +222,7 @@ class Clients:
     def full_gradient(self, x: Tensor) -> Tensor:
         """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight decay included."""
         assert self._full_gradient is not None
+        self.full_gradients += 1
         return self._full_gradient(self, x)
 
     def log(self, name: str, values: Tensor) -> None:
@@ -214,7 +268,7 @@ class Clients:
     def step_tensors(self) -> dict[str, Tensor]:
         """What a local step may read or change besides x, by name: columns, starts and rows of states."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "_x"}
-        return {**own, **self._rows}
+        return {**own, **self._rows, **self._columns}
 
     def given(self) -> list[Tensor]:
         """What hooks have logged and uploaded so far."""
