@@ -17,7 +17,7 @@ from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device, makes_batches
 from fl_lightning.datamodules.split import Split, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
@@ -221,7 +221,7 @@ class FederatedDataModule(pl.LightningDataModule):
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
         """
-        if isinstance(self._train, DatasetSamples) and self._train.read.fetch == "batch":
+        if makes_batches(self._train):
             return None
         return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
 
@@ -268,13 +268,19 @@ class FederatedDataModule(pl.LightningDataModule):
         else:
             yield from self._transfer.batches(made(), device)
 
-    def full_batches(self, client: int, device: torch.device = CPU) -> Iterator[tuple[Batch, int]]:
+    def full_batches(
+        self, client: int, device: torch.device = CPU, size: int | None = None, indices: Indices | None = None
+    ) -> Iterator[tuple[Batch, int]]:
         """A client's samples once, in order, without augmentation, each batch with its number of samples.
 
-        With ``drop_last`` none is left out: those of a shorter batch join the last one.
+        With ``drop_last`` none is left out: those of a shorter batch join the last one. ``size``: in place of
+        ``batch_size``; ``indices``: positions in the training data, in place of those that the client trains on.
         """
-        data, indices, device = self._train, self.client_indices(client), torch.device(device)
-        cut = [indices[part] for part in batching.slices(len(indices), self.batch_size, self.drop_last)]
+        data, device = self._train, torch.device(device)
+        indices = self.client_indices(client) if indices is None else indices
+        drop_last = self.drop_last and size is None
+        size = self.batch_size if size is None or makes_batches(data) else size
+        cut = [indices[part] for part in batching.slices(len(indices), size, drop_last)]
         source, size = self._transfer.source(device), len(cut[0])
         if isinstance(data, DatasetSamples):
             read = data.each(cut, self._draws("full", client))

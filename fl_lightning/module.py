@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fl_lightning import checkpoint, checks
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
+from fl_lightning.evaluation import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
 from fl_lightning.methods import Methods
@@ -175,6 +176,10 @@ class FederatedModule(LearnerHooks):
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
         return self.global_model.export(path, self._trainer)
+
+    def evaluator(self) -> Evaluator:
+        """Measures losses and gradients of clients' samples at any vector, on a copy of the learner as it is now."""
+        return Evaluator.of_run(self)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 

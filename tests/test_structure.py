@@ -21,6 +21,7 @@ round rounds
 callback
 methods
 engines aggregation
+evaluation
 loop checkpoint
 run
 learner_hooks

@@ -208,12 +208,8 @@ class LearnerCopy:
         with metric_states.kept(self._own_metrics):
             return self._gradients(batch, step, log)
 
-    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
-        self.logging = log
-        if self.convert is not None:
-            batch = self.convert(self.learner, batch)
-        if log and self.hooks is not None:
-            self.hooks.batch_start(batch, step)
+    def loss(self, batch: Any, step: int) -> tuple[Any, Tensor]:
+        """What ``training_step`` returns for a batch that is converted already, and the loss in it."""
         with self.forward_context():
             output = self.step(batch, step) if self.takes_index else self.step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
@@ -223,6 +219,15 @@ class LearnerCopy:
                 "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
                 "learn from, return a zero loss (0 * loss)"
             )
+        return output, loss
+
+    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
+        self.logging = log
+        if self.convert is not None:
+            batch = self.convert(self.learner, batch)
+        if log and self.hooks is not None:
+            self.hooks.batch_start(batch, step)
+        output, loss = self.loss(batch, step)
         if self.hooks is None:
             gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
         else:
