@@ -199,7 +199,8 @@ class FederatedRun:
         own = [hook for hook in transfers if hook not in of_data]
         clients = self.clients, self.schedule
         setting = setting_of(trainer, settings, model, *clients, work, cohort, first, own)
-        setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
+        reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
+        setting = replace(setting, keeps_loss=reads_loss)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)

@@ -20,7 +20,7 @@ from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import State
@@ -106,6 +106,8 @@ class Stage:
             yield from run("on_local_step_end")
             clients.step_done()
         clients.local_step = None
+        if methods.reads_loss:
+            clients.logs[LOSS] = 1.0 + clients.ids
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w

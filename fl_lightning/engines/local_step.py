@@ -35,6 +35,18 @@ class Work:
     keep_optimizer_state: bool = False
     draws: bool = True
 
+    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
+        """The batches of a client's local steps, as a method lets it see them."""
+        batches: Iterator[Any] = self.data.client_batches(client, round, steps, device=device)
+        change = self.methods.owner("local_batch")
+        return batches if change is None else (change(client, batch) for batch in batches)
+
+    def full_batches(self, client: int, device: torch.device) -> Iterator[tuple[Any, int]]:
+        """All of a client's samples in batches, each with its number of samples, as a method lets it see them."""
+        batches: Iterator[tuple[Any, int]] = self.data.full_batches(client, device=device)
+        change = self.methods.owner("local_batch")
+        return batches if change is None else ((change(client, batch), number) for batch, number in batches)
+
 
 class Model(Protocol):
     """What local steps train: one client's copy of the learner, or several clients' models stacked.

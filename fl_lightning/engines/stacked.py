@@ -233,7 +233,7 @@ class Stacked:
         round, device = clients._round, stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
         sources = [
-            iter(self.work.data.client_batches(i, round.t, k, device=device))
+            iter(self.work.client_batches(i, round.t, k, device))
             for i, k in zip(clients.client_ids, steps, strict=True)
         ]
         for step in range(max(steps)):

@@ -214,6 +214,13 @@ class Clients:
         self.mean_gradient_read = self.mean_gradient_read or asking()
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
 
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``; of methods with ``reads_loss = True``."""
+        if LOSS not in self.logs:
+            raise RuntimeError("clients.loss is there in on_local_end, where a method's class says reads_loss = True")
+        return self.logs[LOSS].reshape(-1, 1)
+
     def norm(self, v: Tensor) -> Tensor:
         """‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
         norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)

@@ -128,6 +128,7 @@ class Round:
         optimizer_rows: keys of the rows in which client optimizers are kept.
         parts: parts with averaging periods of their own, or None.
         seed: the run's.
+        all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
         home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
     """
@@ -149,6 +150,7 @@ class Round:
     optimizer_rows: list[str] = field(default_factory=list)
     parts: Parts | None = None
     seed: int = 0
+    all_sizes: Callable[[], Any] | None = None
     steps_of: Callable[[int, float], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
 
