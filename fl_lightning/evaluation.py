@@ -88,13 +88,14 @@ class Evaluator:
         self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
 
     @classmethod
-    def of_run(cls, module: Any, draws: bool = True) -> Evaluator:
-        """Of a FederatedModule that a Trainer has, with the Trainer's precision and the batches that clients get."""
+    def of_run(cls, module: Any, draws: bool = True, exact: bool = False) -> Evaluator:
+        """Of a FederatedModule that a Trainer has, with the batches that clients get; ``exact``: without autocast."""
         trainer, learner = module.trainer, module.learner
         data, device = trainer.datamodule, trainer.strategy.root_device
         transfers = [hook for hook in module.transfers if hook not in getattr(data, "transfer_hooks", ())]
         convert = conversion(trainer.precision_plugin, device, transfers)
-        return cls(learner, module.layout, data, module.run_seed, forward_context(trainer, device), convert, draws)
+        context = torch.enable_grad if exact else forward_context(trainer, device)
+        return cls(learner, module.layout, data, module.run_seed, context, convert, draws)
 
     # ---- what is measured
 
