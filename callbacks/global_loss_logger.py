@@ -28,6 +28,7 @@ class GlobalLossLogger(Measurement):
     - grad_norm: ‖∇f‖ of that loss.
 
     It is measured after the round, on a copy of the learner: no bit of the training changes, and ``time/round`` stays.
+    Sent and kept: nothing.
 
     Args:
         every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.

@@ -30,6 +30,7 @@ class HessianLogger(Measurement):
 
     It is measured after the round, on a copy of the learner in full precision: no bit of the training changes. A
     product with H costs about three gradients of the subset; there are about twice ``probes`` of them.
+    Sent and kept: nothing.
 
     Args:
         every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.

@@ -7,6 +7,7 @@ influence matrix for Laplacian smoothing splines (1990). Products with the Hessi
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
 
 from fl_lightning.aggregation.tree_sum import Leaf
 from fl_lightning.errors import UserError
@@ -62,8 +62,7 @@ class Hessian:
         self.evaluator, self.x, self.size = evaluator, x, x.numel()
         number = sum(map(len, samples.values()))
         most = evaluator.size(x, samples, GRAPH_BYTES // 4)  # two more passes over the same graph
-        held = [share() for share in evaluator.shares(samples, most)]
-        self._shares = [lambda batches=batches: tree_map(_copied, batches) for batches in held]
+        self._shares = evaluator.shares(samples, most, keep=True)
         self._number, self.products = max(1, number), 0
 
     def __call__(self, v: Vector) -> Vector:
@@ -74,8 +73,8 @@ class Hessian:
         def term(batch: Any, number: int, index: int) -> Leaf:
             copy.logging = False
             with torch.enable_grad():
-                one = torch.ones_like(direction[0]).requires_grad_()  # so that what is differentiable once shows it
-                loss = self.evaluator.loss(batch, index, graph=True) * one
+                one = torch.ones_like(direction[:1]).requires_grad_()  # so that what is differentiable once shows it
+                loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
                 first = torch.autograd.grad(
                     loss, copy.parameters, create_graph=True, allow_unused=True, materialize_grads=True
                 )
@@ -86,7 +85,8 @@ class Hessian:
             return {"product": flatten(second).detach().double() * number}
 
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
+            with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # others cannot be differentiated twice
+                warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")  # torch's own norms do
                 total = self.evaluator.sum(self.x, self._shares, term)
         except RuntimeError as error:
             if not any(text in str(error) for text in ("not implemented", "not support", "once_differentiable")):
@@ -185,8 +185,3 @@ def _differentiable_once(node: Any) -> bool:
             return True
         waiting.extend(following for following, _ in node.next_functions)
     return False
-
-
-def _copied(leaf: Any) -> Any:
-    """A learner may change its batch in place."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
