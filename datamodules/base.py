@@ -300,7 +300,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))
 
     def _bias(self, client: int) -> Change | None:
-        return biased(self.biases, client, self.run_seed)
+        return biased(self.biases, client, self.run_seed) if self.biases else None
 
     # ---- loaders for Lightning
 
