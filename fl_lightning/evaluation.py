@@ -272,7 +272,7 @@ class Evaluator:
 
     def _read(self, batch: list[tuple[int, NDArray[np.int64]]]) -> list[Counted]:
         device = self.copy.x.device
-        read = [b for i, own in batch for b in self.data.full_batches(i, device, len(own), own)]
+        read = [b for i, own in batch for b in self.data.full_batches(i, device, own, len(own))]
         return together(read)
 
 
