@@ -15,6 +15,7 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Evaluate
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Work:
         data: ``client_batches`` and ``full_batches`` of each client.
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
+        evaluate: behind ``clients.evaluate``.
         draws: whether learner or data may draw from the process's generators, which are then seeded for each client.
     """
 
@@ -34,6 +36,7 @@ class Work:
     clip_norm: float | None = None
     keep_optimizer_state: bool = False
     draws: bool = True
+    evaluate: Evaluate | None = None
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
         """The batches of a client's local steps, as a method lets it see them."""

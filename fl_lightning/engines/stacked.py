@@ -198,7 +198,7 @@ class Stacked:
         """A group's round, from the server's model to ``on_local_end``; gives each client as a group of one."""
         work, stack = self.work, Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
-        clients = Clients(round, ids, stack.x, self._full_gradient)
+        clients = Clients(round, ids, stack.x, self._full_gradient, work.evaluate)
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])

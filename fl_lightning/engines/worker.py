@@ -47,7 +47,7 @@ class Worker:
             Exception: from the learner, the data or a method, with a note that names round, client and step.
         """
         work, copy, optimizer = self.work, self.copy, self.optimizer
-        clients = Clients(round, [client], copy.x, self.full_gradient)
+        clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
         batches = Counted(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
         try:
             copy.load(round)

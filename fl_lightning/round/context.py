@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,6 +111,18 @@ def asking() -> str:
         if any(c.__name__ == "FederatedCallback" for c in owner.__mro__):
             return owner.__name__
     return "a method of this run"
+
+
+class InStep(Protocol):
+    """The local step that is under way, of the clients that take it together."""
+
+    index: Any
+    first: bool  # of a client's
+
+    def gradient_at(self, x: Tensor) -> Tensor: ...
+
+
+Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]  # (clients, x, what) -> columns (n, 1) by name
 
 
 @dataclass(frozen=True)
