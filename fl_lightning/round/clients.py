@@ -294,27 +294,10 @@ class Clients:
 
     def take_kept_parts(self) -> None:
         """Put the clients' own copies of parts into ``x``, where newer than the last average; note since when."""
-        round, parts, x = self._round, self._round.parts, self._x
-        if parts is None:
-            return
-        origin, mask = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-        elapsed = torch.zeros(x.shape, dtype=round.wide, device=x.device)
-        for row, client in enumerate(self.client_ids):
-            written = round.read(WRITTEN, client)
-            if written is None:
-                continue
-            copy, began = round.read(COPY, client), round.read(ORIGIN, client)
-            since = round.read(ELAPSED, client)
-            assert copy is not None and began is not None and since is not None
-            for p, (part, period) in enumerate(zip(parts.masks, parts.periods, strict=True)):
-                if parts.valid(round.t, int(written), period):
-                    mask[row] |= part
-                    elapsed[row][part] = since[p].to(elapsed)
-            full = torch.zeros_like(x[row])
-            full[parts.kept] = copy.to(x)
-            x[row] = torch.where(mask[row], full, x[row])
-            origin[row][parts.kept] = began.to(x)
-        self.kept_origin, self.kept_elapsed, self.kept_mask = origin, elapsed, mask
+        round = self._round
+        if round.parts is not None:
+            taken = round.parts.taken(round.t, round.read, self.client_ids, self._x, round.wide)
+            self.kept_origin, self.kept_elapsed, self.kept_mask = taken
 
     def kept_parts(self) -> dict[str, Tensor]:
         """The rows in which a client (of a group of one) keeps its copies of parts after the round."""
