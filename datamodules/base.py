@@ -216,17 +216,24 @@ class FederatedDataModule(pl.LightningDataModule):
     def batches_per_epoch(self, client: int) -> int:
         return batching.epoch_batches(int(self.client_sizes()[client]), self.batch_size, self.drop_last)
 
-    def smallest_batch(self, steps: ArrayLike | None = None) -> tuple[int, int] | None:
+    def smallest_batch(
+        self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
+    ) -> tuple[int, int] | None:
         """Samples of the smallest batch that any client trains on, and the first such client: O(m).
 
-        None where the dataset makes the batches itself.
+        None where the dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
+            clients: of these alone.
         """
-        if makes_batches(self._train):
+        if makes_batches(self._train) or type(self).client_batches is not FederatedDataModule.client_batches:
             return None
-        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
+        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps, clients)
+
+    def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
+        """In words: why a client has a batch of so few samples, and what would leave no client one."""
+        return batching.told_of_batch(self.client_sizes(), self.batch_size, self.drop_last, client, samples)
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
