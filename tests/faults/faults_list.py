@@ -23,7 +23,13 @@ FAULTS = [
     ),
     Fault(
         "SCAFFOLD: K is taken from the configuration, not counted",
-        [("fl_lightning/round/clients.py", "here = self.steps * ", "here = torch.full_like(self.steps, 5.0) * ")],
+        [
+            (
+                "fl_lightning/round/clients.py",
+                "rates.elapsed(self.steps)",
+                "rates.elapsed(torch.full_like(self.steps, 5.0))",
+            )
+        ],
     ),
     Fault(
         "FedDyn: the dual is not anchored at w^t",
@@ -205,12 +211,6 @@ SURVIVORS = {
         "if sibling < self.n:",
         "equivalent: from that stride on, a sibling is always one of the n",
         "boundary: sibling < self.n (column 3)",
-    ),
-    **_equal(
-        "fl_lightning/aggregation/tree_sum.py",
-        "values = _merge(values, self._waiting.pop((sibling, stride)))",
-        "equivalent: a + b and b + a have the same bits",
-        "last two arguments swapped: _merge(values, self._waiting.pop((sibling, stride))) (column 9)",
     ),
     **_equal(
         "datamodules/label_skew.py",

@@ -2,21 +2,28 @@
 
 First the faults that public implementations of these methods have (FAULTS); then the methods' arithmetic and the
 core's decisions are made wrong in one place at a time. Each fault runs the tests that call what was changed (CORE,
-METHODS), the quickest first, until one fails. A NAME is a part of a fault's name or of a file's path. Exit status 1: a
-fault of the list was not caught, fewer than 97 % of the mutants were, or one survived without a reason in SURVIVORS.
+METHODS), the quickest first, until one fails; those that failed are run again without a fault. A NAME is a part of a
+fault's name or of a file's path, or path:line; files run in the order of their names. Exit status 1: a fault of the
+list was not caught, fewer than 97 % of the mutants were, one survived without a reason in SURVIVORS, one could not be
+planted, or a test failed without a fault.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 
 from tests.faults.checks import CORE, METHODS, OTHERS
 from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.planting import (
+    DIED,
+    ENDLESS,
     ROOT,
     Function,
     Uses,
@@ -49,9 +56,10 @@ def edited(fault: Fault) -> dict[str, str]:
     return sources
 
 
-def around(file: str, number: int) -> set[Function]:
+@cache
+def around(file: str, number: int) -> Function:
     """The function that a line stands in."""
-    return {(file, max(line for line in outer_codes(right(file)) if line <= number))}
+    return file, max(line for line in outer_codes(right(file)) if line <= number)
 
 
 class Planted:
@@ -63,13 +71,14 @@ class Planted:
         self.all = sorted(c for c in wanted if not any(c.startswith(other + "/") for other in wanted))
         self.functions = prepare(self.all)
         self.uses: Uses = measured(self.functions, checks, self.all)
+        self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
 
-    def caught(self, sources: dict[str, object], called: set[Function]) -> str:
+    def caught(self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]) -> str:
         """In a child: the first test that fails with these sources, or nothing."""
         for file, wrong in sources.items():
             plant(self.functions, file, wrong)
         (first, *_) = sources
-        return first_failure(fitting(self.uses, self.checks[first], called), self.uses)
+        return first_failure(fitting(self.uses, self.checks[first], called, like_it), self.uses)
 
     def by_fault(self, fault: Fault) -> str:
         sources = edited(fault)
@@ -79,35 +88,82 @@ class Planted:
             for line, code in outer_codes(wrong).items()
             if code != outer_codes(right(file)).get(line)
         }
-        return self.caught(dict(sources), called)
+        return self.caught(dict(sources), called, Counter())
 
     def by_mutant(self, mutant: Mutant) -> str:
-        return self.caught({mutant.file: mutant.wrong()}, around(mutant.file, mutant.number))
+        function = around(mutant.file, mutant.number)
+        return self.caught({mutant.file: mutant.wrong()}, {function}, self.catchers[function])
 
 
-def of_file(file: str, planted: Planted) -> tuple[int, list[Mutant]]:
-    """How many mutants a file has, and those that survive."""
-    found = mutants(file, right(file), core=file in CORE)
+@dataclass
+class Tally:
+    """What became of mutants."""
+
+    planted: int = 0
+    caught: int = 0  # those that did not end, or ended the process, among them
+    endless: int = 0
+    died: int = 0
+    not_run: int = 0
+    survivors: list[Mutant] = field(default_factory=list)
+    false_alarms: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def unexplained(self) -> int:
+        return sum(mutant.key not in SURVIVORS for mutant in self.survivors)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.caught} of {self.planted} mutants caught ({self.endless} did not end, {self.died} ended the "
+            f"process), {len(self.survivors)} survive ({self.unexplained} without a reason), {self.not_run} not run"
+        )
+
+
+def of_file(file: str, planted: Planted, lines: Collection[int] = ()) -> Tally:
+    """Each mutant of a file, or of these lines of it, in a child of its own."""
+    found, began = mutants(file, right(file), core=file in CORE), time.monotonic()
+    found = [mutant for mutant in found if not lines or mutant.number in lines]
+    tally, catchers = Tally(), set[str]()
     jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(found)]
-    survivors, began = [], time.monotonic()
-    for done, (k, caught) in enumerate(in_children(jobs), 1):
-        mutant = found[int(k)]
-        if caught.startswith("ERROR"):
-            raise SystemExit(f"{file}: {mutant.what}: {caught}")
-        if not caught:
-            survivors.append(mutant)
-            reason = SURVIVORS.get(mutant.key, "NO REASON KNOWN")
-            print(f"  {file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {reason}", flush=True)
-        print(f"\r{done} of {len(found)} mutants, {len(survivors)} survive", end="", file=sys.stderr, flush=True)
+    for k, answer in in_children(jobs):
+        mutant, said = found[int(k)], ""
+        failed = answer in planted.uses
+        tally.planted += 1
+        if failed:
+            catchers.add(answer)
+            planted.catchers[around(file, mutant.number)][answer] += 1
+        elif not answer:
+            tally.survivors.append(mutant)
+            said = SURVIVORS.get(mutant.key, "NO REASON KNOWN")
+        else:
+            said = answer
+            tally.endless += answer.startswith(ENDLESS)
+            tally.died += answer.startswith(DIED)
+            tally.not_run += answer.startswith("ERROR")
+        tally.caught += bool(answer) and not answer.startswith("ERROR")
+        if said:
+            print(f"  {file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {said}", flush=True)
+        print(f"\r{tally}", end="", file=sys.stderr, flush=True)
     print("\r", end="", file=sys.stderr)
-    caught_here, seconds = len(found) - len(survivors), time.monotonic() - began
-    print(f"{file}: {caught_here} of {len(found)} caught ({seconds:.0f} s)", flush=True)
-    return len(found), survivors
+    unharmed = partial(first_failure, sorted(catchers), planted.uses)
+    for _, alarm in in_children([("without a fault", unharmed)]):
+        tally.false_alarms += bool(alarm)
+        if alarm:
+            print(f"  {file}: FALSE ALARM, without a fault: {alarm}")
+    print(f"{file}: {tally}; {len(catchers)} tests caught them; {time.monotonic() - began:.0f} s", flush=True)
+    return tally
 
 
 def main(names: list[str]) -> int:
     faults = [f for f in FAULTS if not names or any(n in f.name for n in names)]
-    files = [f for f in [*CORE, *METHOD_FILES] if not names or any(n in f for n in names)]
+    every = [*CORE, *METHOD_FILES]
+    asked = [name.partition(":") for name in names] or [("", "", "")]
+    files: dict[str, list[int]] = {}
+    for part, _, line in asked:
+        for file in (f for f in every if part in f):
+            files.setdefault(file, []).extend([int(line)] if line.isdigit() else [])
     involved = {*files, *(file for fault in faults for file, _, _ in fault.edits)}
     if not involved:
         raise SystemExit(f"nothing here is named like {', '.join(names)}")
@@ -115,19 +171,18 @@ def main(names: list[str]) -> int:
     planted = Planted({file: {**CORE, **OTHERS}.get(file, METHODS) for file in sorted(involved)})
     print(f"{len(planted.uses)} checks pass without a fault ({time.monotonic() - began:.0f} s)\n\nfault → caught by")
 
-    missed = []
+    missed = 0
     for name, caught in in_children([(f.name, partial(planted.by_fault, f)) for f in faults]):
         print(f"  {name} → {caught or 'NOT CAUGHT'}", flush=True)
-        missed += [] if caught and not caught.startswith("ERROR") else [name]
+        missed += caught not in planted.uses
 
-    print("\nmutants")
-    total, survivors = 0, list[Mutant]()
-    for file in files:
-        number, alive = of_file(file, planted)
-        total, survivors = total + number, survivors + alive
-    share = 1 - len(survivors) / max(total, 1)
-    print(f"\n{total - len(survivors)} of {total} mutants caught, {share:.1%}; {time.monotonic() - began:.0f} s")
-    return int(bool(missed) or share < ENOUGH or any(m.key not in SURVIVORS for m in survivors))
+    print("\nmutants", flush=True)
+    total = Tally()
+    for file, lines in files.items():
+        total += of_file(file, planted, lines)
+    share = total.caught / max(total.planted, 1)
+    print(f"\n{total}: {share:.1%}; {time.monotonic() - began:.0f} s")
+    return int(share < ENOUGH or any((missed, total.unexplained, total.not_run, total.false_alarms)))
 
 
 if __name__ == "__main__":

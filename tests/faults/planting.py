@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -21,8 +22,9 @@ from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[2]
 WORKERS = 2  # children at once
-SLACK = 4, 3  # seconds of the processor, and times what its tests usually take, until a fault is said not to end
-WAITING = 120  # seconds more of the clock
+SLACK = 20, 4  # seconds of the processor, and times what its tests take here and now, until a fault is given up
+WAITING = 180  # seconds more of the clock
+ENDLESS, DIED = "it does not end", "the process died"  # what a fault may do in place of failing a test
 FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
 Function = tuple[str, int]  # file, its first line
 CALLED: set[Function] = set()
@@ -102,6 +104,7 @@ def prepare(checks: list[str]) -> dict[Function, list[FunctionType]]:
     for found in gc.get_objects():
         if isinstance(found, FunctionType) and (file := path_of(found.__code__.co_filename)):
             functions.setdefault((file, found.__code__.co_firstlineno), []).append(found)
+    gc.freeze()  # children share this memory, which their collections would copy
     return functions
 
 
@@ -148,7 +151,7 @@ def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple
                 return
             child, status = os.wait()
             name, answer = running.pop(child)
-            yield name, answer.read_text("utf-8") if answer.exists() else f"the process died ({status})"
+            yield name, answer.read_text("utf-8") if answer.exists() else f"{DIED} ({status})"
 
 
 def _fork(job: Callable[[], str], answer: Path) -> int:
@@ -158,7 +161,7 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
             os.setpgid(0, 0)
             torch.set_num_threads(1)
             for timer in (signal.SIGALRM, signal.SIGPROF):
-                signal.signal(timer, lambda *_: _end(answer, "it does not end"))
+                signal.signal(timer, lambda *_: _end(answer, ENDLESS))
             text = job()
             answer.write_text(text, "utf-8")
         except BaseException as error:
@@ -197,29 +200,35 @@ def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str]
             raise SystemExit(f"without any fault, {failed} fails: mend that first")
         uses |= found
     # The cells of one method's row of contracts share a report, which the first of them makes.
-    rows: dict[str, set[Function]] = {}
-    for test, (called, _) in uses.items():
-        rows.setdefault(_row(test), set()).update(called)
-    return {test: (rows[_row(test)], seconds) for test, (_, seconds) in uses.items()}
+    rows: dict[str, list[tuple[set[Function], float]]] = {}
+    for test, use in uses.items():
+        rows.setdefault(_row(test), []).append(use)
+    shared = {row: (set[Function]().union(*(c for c, _ in cells)), _mean(cells)) for row, cells in rows.items()}
+    return {test: shared[_row(test)] for test in uses}
+
+
+def _mean(cells: list[tuple[set[Function], float]]) -> float:
+    return sum(seconds for _, seconds in cells) / len(cells)
 
 
 def _row(test: str) -> str:
     return test.rpartition("-")[0] if "keep_the_contracts" in test else test
 
 
-def fitting(uses: Uses, checks: list[str], called: set[Function]) -> list[str]:
-    """The tests of these checks that call one of these functions, the quickest first, as many as end in time.
+def fitting(uses: Uses, checks: list[str], called: set[Function], caught: Counter[str]) -> list[str]:
+    """The tests of these checks that call one of these functions, as many as end in time.
 
-    Of the first check, which is the file's own, all: what its child processes call is not seen.
+    First those that caught most like it, and the quickest. Last, of the first check, which is the file's own, all
+    others: what its child processes call is not seen.
     """
     mine = [
-        (seconds, test)
+        (not functions & called, seconds / (1 + caught[test]), test)
         for test, (functions, seconds) in uses.items()
         if any(within(test, check) for check in checks) and (functions & called or within(test, checks[0]))
     ]
-    taken, total = [], 0.0
-    for seconds, test in sorted(mine):
-        total += seconds
+    taken, total = list[str](), 0.0
+    for _, _, test in sorted(mine):
+        total += uses[test][1]
         if total > LONGEST and len(taken) >= FIRST:
             break
         taken.append(test)
