@@ -30,9 +30,16 @@ CORE: dict[str, list[str]] = {
     "datamodules/partitions.py": ["tests/datamodules/test_partition_parts.py", "tests/datamodules/test_partitions.py"],
     "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],
 }
-METHODS = ["tests/callbacks", "tests/contracts"]
+METHODS = [
+    "tests/callbacks/test_oracle_agreement.py",
+    "tests/callbacks/test_properties.py",
+    "tests/callbacks/test_partial_averaging.py",
+    "tests/callbacks/test_distance_loggers.py",
+    "tests/callbacks/test_arguments_and_notes.py",
+    "tests/contracts",
+]
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
-    "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py", "tests/contracts"],
+    "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],
 }
