@@ -25,7 +25,12 @@ CORE: dict[str, list[str]] = {
         THREADS,
     ],
     "fl_lightning/engines/choice/plan.py": ["tests/engines/choice/test_plan.py"],
-    "fl_lightning/engines/choice/build.py": ["tests/engines/choice", THREADS],
+    "fl_lightning/engines/choice/build.py": [
+        "tests/engines/choice",
+        THREADS,
+        "tests/engines/test_stacked.py",
+        "tests/engines/test_frozen_parameters.py",
+    ],
     "fl_lightning/loop.py": ["tests/test_loop.py", "tests/aggregation", "tests/test_schedules.py", HOOKS],
     "datamodules/partitions.py": ["tests/datamodules/test_partition_parts.py", "tests/datamodules/test_partitions.py"],
     "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],

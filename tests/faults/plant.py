@@ -34,6 +34,7 @@ from tests.faults.planting import (
     outer_codes,
     plant,
     prepare,
+    within,
 )
 
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
@@ -69,9 +70,17 @@ class Planted:
         self.checks = checks = {f: [c for c in paths if (ROOT / c).exists()] for f, paths in checks.items()}
         wanted = {check for paths in checks.values() for check in paths}
         self.all = sorted(c for c in wanted if not any(c.startswith(other + "/") for other in wanted))
-        self.functions = prepare(self.all)
-        self.uses: Uses = measured(self.functions, checks, self.all)
+        self.tests, self.functions = prepare(self.all)
+        self.uses: Uses = {}
         self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
+
+    def see(self, files: Collection[str]) -> None:
+        """Run the tests of these files that were not yet, without a fault, to know what they call."""
+        began, checks = time.monotonic(), {check for file in files for check in self.checks[file]}
+        mine = [test for test in self.tests if any(within(test, check) for check in checks)]
+        self.tests = [test for test in self.tests if test not in mine]
+        self.uses |= measured(self.functions, self.checks, mine)
+        print(f"{len(mine)} more tests ran without a fault ({time.monotonic() - began:.0f} s)", flush=True)
 
     def caught(self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]) -> str:
         """In a child: the first test that fails with these sources, or nothing."""
@@ -123,6 +132,7 @@ class Tally:
 
 def of_file(file: str, planted: Planted, lines: Collection[int] = ()) -> Tally:
     """Each mutant of a file, or of these lines of it, in a child of its own."""
+    planted.see([file])
     found, began = mutants(file, right(file), core=file in CORE), time.monotonic()
     found = [mutant for mutant in found if not lines or mutant.number in lines]
     tally, catchers = Tally(), set[str]()
@@ -169,18 +179,19 @@ def main(names: list[str]) -> int:
         raise SystemExit(f"nothing here is named like {', '.join(names)}")
     began = time.monotonic()
     planted = Planted({file: {**CORE, **OTHERS}.get(file, METHODS) for file in sorted(involved)})
-    print(f"{len(planted.uses)} checks pass without a fault ({time.monotonic() - began:.0f} s)\n\nfault → caught by")
-
     missed = 0
+    if faults:
+        planted.see([fault.edits[0][0] for fault in faults])
+        print("\nfault → caught by", flush=True)
     for name, caught in in_children([(f.name, partial(planted.by_fault, f)) for f in faults]):
         print(f"  {name} → {caught or 'NOT CAUGHT'}", flush=True)
         missed += caught not in planted.uses
 
-    print("\nmutants", flush=True)
+    print("\nmutants" if files else "", flush=True)
     total = Tally()
     for file, lines in files.items():
         total += of_file(file, planted, lines)
-    share = total.caught / max(total.planted, 1)
+    share = total.caught / total.planted if total.planted else 1.0
     print(f"\n{total}: {share:.1%}; {time.monotonic() - began:.0f} s")
     return int(share < ENOUGH or any((missed, total.unexplained, total.not_run, total.false_alarms)))
 

@@ -22,7 +22,8 @@ import torch
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[2]
-WORKERS = 2  # children at once
+WORKERS = int(os.environ.get("WORKERS", 2))  # children at once
+TOGETHER = 16  # tests that a child runs to see what they call
 SLACK = 20, 4  # seconds of the processor, and times what its tests take here and now, until a fault is given up
 WAITING = 180  # seconds of the clock, in place of 20
 ENDLESS, DIED = "it does not end", "the process died"  # what a fault may do in place of failing a test
@@ -50,6 +51,10 @@ class Recorder:
     def __init__(self) -> None:
         self.uses: Uses = {}
         self.failed: list[str] = []
+        self.collected: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collected = [item.nodeid for item in session.items]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -115,21 +120,22 @@ def run_tests(selected: list[str], *options: str) -> Recorder:
     return recorder
 
 
-def prepare(checks: list[str]) -> dict[Function, list[FunctionType]]:
-    """Import all that the checks need, here and once; gives the package's functions."""
+def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionType]]]:
+    """Import all that the checks need, here and once; gives their tests, and the package's functions."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plain = [Phase.explicit, Phase.generate]  # a failure is a failure: no search for the smallest
     settings.register_profile("faults", database=None, derandomize=True, phases=plain, deadline=None)
     settings.load_profile("faults")
-    failed = run_tests(checks, "--collect-only").failed
-    if failed:
-        raise SystemExit(f"{failed[0]} cannot be imported")
+    recorder = run_tests(checks, "--collect-only")
+    if recorder.failed:
+        raise SystemExit(f"{recorder.failed[0]} cannot be imported")
     functions: dict[Function, list[FunctionType]] = {}
     for found in gc.get_objects():
         if isinstance(found, FunctionType) and (file := path_of(found.__code__.co_filename)):
             functions.setdefault((file, found.__code__.co_firstlineno), []).append(found)
+    os.register_at_fork(after_in_parent=lambda: CALLED.add(FORKED))
     gc.freeze()  # children share this memory, which their collections would copy
-    return functions
+    return recorder.collected, functions
 
 
 def outer_codes(tree: ast.Module | str) -> dict[int, CodeType]:
@@ -201,25 +207,24 @@ def _end(answer: Path, text: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str], checks: Iterable[str]) -> Uses:
-    """Every check once, without a fault: what each test calls of these files, and how long it takes."""
+def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str], tests: Iterable[str]) -> Uses:
+    """Each test once, without a fault: what it calls of these files, and how long it takes."""
     vars(builtins)["__called__"] = CALLED
-    os.register_at_fork(after_in_parent=lambda: CALLED.add(FORKED))
     marked = {f: Marked(f).visit(ast.parse((ROOT / f).read_text("utf-8"))) for f in files}
 
-    def job(path: str) -> Callable[[], str]:
+    def job(some: list[str]) -> Callable[[], str]:
         def run() -> str:
             for file, tree in marked.items():
                 plant(functions, file, tree)
-            recorder = run_tests([path])
+            recorder = run_tests(some)
             return repr((recorder.failed, {test: astuple(use) for test, use in recorder.uses.items()}))
 
         return run
 
     uses: Uses = {}
-    for path, text in in_children([(path, job(path)) for path in checks]):
+    for first, text in in_children([(some[0], job(some)) for some in _groups(tests)]):
         if not text.startswith("("):
-            raise SystemExit(f"without any fault, {path}: {text}")
+            raise SystemExit(f"without any fault, {first} and those after it: {text}")
         failed, found = ast.literal_eval(text)
         uses |= {test: Use(*use) for test, use in found.items() if test not in failed}
         for test in failed:
@@ -235,6 +240,18 @@ def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str]
 def _mean(cells: list[Use]) -> Use:
     called = set[Function]().union(*(cell.called for cell in cells))
     return Use(called, *(sum(part) / len(cells) for part in zip(*((c.seconds, c.waited) for c in cells), strict=True)))
+
+
+def _groups(tests: Iterable[str]) -> list[list[str]]:
+    """Some tests of one file each, rows kept together."""
+    groups: list[list[str]] = []
+    for test in tests:
+        last = groups[-1][-1] if groups else ""
+        file = test.partition("::")[0]
+        if file != last.partition("::")[0] or (len(groups[-1]) >= TOGETHER and _row(test) != _row(last)):
+            groups.append([])
+        groups[-1].append(test)
+    return groups
 
 
 def _row(test: str) -> str:
