@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
-from tests.faults.checks import CORE, METHODS, OTHERS
+from tests.faults.checks import CORE, METHODS, OTHERS, late
 from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.planting import (
@@ -72,22 +72,28 @@ class Planted:
         self.all = sorted(c for c in wanted if not any(c.startswith(other + "/") for other in wanted))
         self.tests, self.functions = prepare(self.all)
         self.uses: Uses = {}
+        self.now: list[str] = []  # the checks that faults meet
         self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
 
-    def see(self, files: Collection[str]) -> None:
-        """Run the tests of these files that were not yet, without a fault, to know what they call."""
-        began, checks = time.monotonic(), {check for file in files for check in self.checks[file]}
-        mine = [test for test in self.tests if any(within(test, check) for check in checks)]
+    def see(self, file: str, too_late: bool = False) -> bool:
+        """Run the tests of a file that were not yet, without a fault, to know what they call; whether there were any.
+
+        ``too_late``: also those that take long.
+        """
+        began = time.monotonic()
+        self.now = [check for check in self.checks[file] if too_late or not late(file, check)]
+        mine = [test for test in self.tests if any(within(test, check) for check in self.now)]
         self.tests = [test for test in self.tests if test not in mine]
         self.uses |= measured(self.functions, self.checks, mine)
-        print(f"{len(mine)} more tests ran without a fault ({time.monotonic() - began:.0f} s)", flush=True)
+        if mine:
+            print(f"{len(mine)} more tests ran without a fault ({time.monotonic() - began:.0f} s)", flush=True)
+        return any(late(file, check) for check in self.now)
 
     def caught(self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]) -> str:
         """In a child: the first test that fails with these sources, or nothing."""
         for file, wrong in sources.items():
             plant(self.functions, file, wrong)
-        (first, *_) = sources
-        return first_failure(fitting(self.uses, self.checks[first], called, like_it), self.uses)
+        return first_failure(fitting(self.uses, self.now, called, like_it), self.uses)
 
     def by_fault(self, fault: Fault) -> str:
         sources = edited(fault)
@@ -132,31 +138,33 @@ class Tally:
 
 def of_file(file: str, planted: Planted, lines: Collection[int] = ()) -> Tally:
     """Each mutant of a file, or of these lines of it, in a child of its own."""
-    planted.see([file])
     found, began = mutants(file, right(file), core=file in CORE), time.monotonic()
     found = [mutant for mutant in found if not lines or mutant.number in lines]
-    tally, catchers = Tally(), set[str]()
-    jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(found)]
-    for k, answer in in_children(jobs):
-        mutant, said = found[int(k)], ""
-        failed = answer in planted.uses
-        tally.planted += 1
-        if failed:
-            catchers.add(answer)
-            planted.catchers[around(file, mutant.number)][answer] += 1
-        elif not answer:
-            tally.survivors.append(mutant)
-            said = SURVIVORS.get(mutant.key, "NO REASON KNOWN")
-        else:
-            said = answer
-            tally.endless += answer.startswith(ENDLESS)
-            tally.died += answer.startswith(DIED)
-            tally.not_run += answer.startswith("ERROR")
-        tally.caught += bool(answer) and not answer.startswith("ERROR")
-        if said:
-            print(f"  {file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {said}", flush=True)
-        print(f"\r{tally}", end="", file=sys.stderr, flush=True)
-    print("\r", end="", file=sys.stderr)
+    tally, catchers, alive = Tally(planted=len(found)), set[str](), found
+    for too_late in (False, True):
+        if not alive or planted.see(file, too_late) < too_late:
+            break
+        jobs: list[tuple[str, Callable[[], str]]] = [
+            (str(k), partial(planted.by_mutant, m)) for k, m in enumerate(alive)
+        ]
+        tried, alive = alive, []
+        for k, answer in in_children(jobs):
+            mutant = tried[int(k)]
+            if not answer:
+                alive.append(mutant)
+            elif answer in planted.uses:
+                catchers.add(answer)
+                planted.catchers[around(file, mutant.number)][answer] += 1
+            else:
+                tally.endless += answer.startswith(ENDLESS)
+                tally.died += answer.startswith(DIED)
+                tally.not_run += answer.startswith("ERROR")
+                show(mutant, answer)
+            tally.caught += bool(answer) and not answer.startswith("ERROR")
+            print(f"\r{file}: {tally}", end="", file=sys.stderr, flush=True)
+    tally.survivors = alive
+    for mutant in alive:
+        show(mutant, SURVIVORS.get(mutant.key, "NO REASON KNOWN"))
     unharmed = partial(first_failure, sorted(catchers), planted.uses)
     for _, alarm in in_children([("without a fault", unharmed)]):
         tally.false_alarms += bool(alarm)
@@ -164,6 +172,10 @@ def of_file(file: str, planted: Planted, lines: Collection[int] = ()) -> Tally:
             print(f"  {file}: FALSE ALARM, without a fault: {alarm}")
     print(f"{file}: {tally}; {len(catchers)} tests caught them; {time.monotonic() - began:.0f} s", flush=True)
     return tally
+
+
+def show(mutant: Mutant, what: str) -> None:
+    print(f"  {mutant.file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {what}", flush=True)
 
 
 def main(names: list[str]) -> int:
@@ -180,12 +192,19 @@ def main(names: list[str]) -> int:
     began = time.monotonic()
     planted = Planted({file: {**CORE, **OTHERS}.get(file, METHODS) for file in sorted(involved)})
     missed = 0
-    if faults:
-        planted.see([fault.edits[0][0] for fault in faults])
-        print("\nfault → caught by", flush=True)
-    for name, caught in in_children([(f.name, partial(planted.by_fault, f)) for f in faults]):
-        print(f"  {name} → {caught or 'NOT CAUGHT'}", flush=True)
-        missed += caught not in planted.uses
+    print("fault → caught by" if faults else "", flush=True)
+    for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
+        names_here = {f.name: f for f in faults if f.edits[0][0] == file}
+        for too_late in (False, True):
+            if not names_here or planted.see(file, too_late) < too_late:
+                break
+            for name, caught in in_children([(n, partial(planted.by_fault, f)) for n, f in names_here.items()]):
+                if caught in planted.uses:
+                    print(f"  {name} → {caught}", flush=True)
+                    del names_here[name]
+        for name in names_here:
+            print(f"  {name} → NOT CAUGHT", flush=True)
+            missed += 1
 
     print("\nmutants" if files else "", flush=True)
     total = Tally()
