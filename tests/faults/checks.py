@@ -1,4 +1,4 @@
-"""Which tests a fault in a file has to be seen by: the file's own first, then those that its mistakes reach."""
+"""Which tests a fault in a file meets: the file's own, and if they do not see it, those that its mistakes reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
     "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", *ROUND],
-    "fl_lightning/aggregation/server_update.py": ["tests/aggregation/test_contributions.py", *ROUND],
+    "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
     "fl_lightning/engines/local_step.py": ["tests/engines/test_local_step.py", HOOKS],
     "fl_lightning/engines/worker.py": [
@@ -27,12 +27,19 @@ CORE: dict[str, list[str]] = {
     ],
     "fl_lightning/engines/choice/plan.py": ["tests/engines/choice/test_plan.py"],
     "fl_lightning/engines/choice/build.py": [
+        "tests/engines/choice/test_build.py",
         "tests/engines/choice",
         THREADS,
         "tests/engines/test_stacked.py",
         "tests/engines/test_frozen_parameters.py",
     ],
-    "fl_lightning/loop.py": ["tests/test_loop.py", "tests/aggregation", "tests/test_schedules.py", HOOKS],
+    "fl_lightning/loop.py": [
+        "tests/test_loop.py",
+        "tests/test_loop_round.py",
+        "tests/aggregation",
+        "tests/test_schedules.py",
+        HOOKS,
+    ],
     "datamodules/partitions.py": ["tests/datamodules/test_partition_parts.py", "tests/datamodules/test_partitions.py"],
     "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],
 }
@@ -49,8 +56,3 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],
 }
-
-
-def late(file: str, check: str) -> bool:
-    """Whether a check takes so long that only what survives the others meets it."""
-    return check == CONTRACTS or (check == ORACLE and file in CORE)

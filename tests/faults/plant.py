@@ -2,7 +2,7 @@
 
 First the faults that public implementations of these methods have (FAULTS); then the methods' arithmetic and the
 core's decisions are made wrong in one place at a time. Each fault runs the tests that call what was changed (CORE,
-METHODS), the quickest first, until one fails; those that failed are run again without a fault. A NAME is a part of a
+METHODS), the file's own first, until one fails; those that failed are run again without a fault. A NAME is a part of a
 fault's name or of a file's path, or path:line; files run in the order of their names. Exit status 1: a fault of the
 list was not caught, fewer than 97 % of the mutants were, one survived without a reason in SURVIVORS, one could not be
 planted, or a test failed without a fault.
@@ -14,11 +14,11 @@ import ast
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
-from tests.faults.checks import CORE, METHODS, OTHERS, late
+from tests.faults.checks import CORE, METHODS, OTHERS
 from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.planting import (
@@ -75,19 +75,15 @@ class Planted:
         self.now: list[str] = []  # the checks that faults meet
         self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
 
-    def see(self, file: str, too_late: bool = False) -> bool:
-        """Run the tests of a file that were not yet, without a fault, to know what they call; whether there were any.
-
-        ``too_late``: also those that take long.
-        """
+    def see(self, file: str, own: bool) -> None:
+        """Run the file's own tests, or all that it is checked by, where they were not yet, to know what they call."""
         began = time.monotonic()
-        self.now = [check for check in self.checks[file] if too_late or not late(file, check)]
+        self.now = self.checks[file][:1] if own else self.checks[file]
         mine = [test for test in self.tests if any(within(test, check) for check in self.now)]
         self.tests = [test for test in self.tests if test not in mine]
         self.uses |= measured(self.functions, self.checks, mine)
         if mine:
-            print(f"{len(mine)} more tests ran without a fault ({time.monotonic() - began:.0f} s)", flush=True)
-        return any(late(file, check) for check in self.now)
+            print(f"{file}: {len(mine)} tests without a fault ({time.monotonic() - began:.0f} s)", flush=True)
 
     def caught(self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]) -> str:
         """In a child: the first test that fails with these sources, or nothing."""
@@ -119,63 +115,77 @@ class Tally:
     endless: int = 0
     died: int = 0
     not_run: int = 0
-    survivors: list[Mutant] = field(default_factory=list)
     false_alarms: int = 0
+    alive: list[Mutant] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def unexplained(self) -> int:
-        return sum(mutant.key not in SURVIVORS for mutant in self.survivors)
+        return sum(mutant.key not in SURVIVORS for mutant in self.alive)
 
     def __str__(self) -> str:
         return (
             f"{self.caught} of {self.planted} mutants caught ({self.endless} did not end, {self.died} ended the "
-            f"process), {len(self.survivors)} survive ({self.unexplained} without a reason), {self.not_run} not run"
+            f"process), {len(self.alive)} survive ({self.unexplained} without a reason), {self.not_run} not run"
         )
 
 
-def of_file(file: str, planted: Planted, lines: Collection[int] = ()) -> Tally:
-    """Each mutant of a file, or of these lines of it, in a child of its own."""
-    found, began = mutants(file, right(file), core=file in CORE), time.monotonic()
-    found = [mutant for mutant in found if not lines or mutant.number in lines]
-    tally, catchers, alive = Tally(planted=len(found)), set[str](), found
-    for too_late in (False, True):
-        if not alive or planted.see(file, too_late) < too_late:
-            break
-        jobs: list[tuple[str, Callable[[], str]]] = [
-            (str(k), partial(planted.by_mutant, m)) for k, m in enumerate(alive)
-        ]
-        tried, alive = alive, []
-        for k, answer in in_children(jobs):
-            mutant = tried[int(k)]
-            if not answer:
-                alive.append(mutant)
-            elif answer in planted.uses:
-                catchers.add(answer)
-                planted.catchers[around(file, mutant.number)][answer] += 1
-            else:
-                tally.endless += answer.startswith(ENDLESS)
-                tally.died += answer.startswith(DIED)
-                tally.not_run += answer.startswith("ERROR")
-                show(mutant, answer)
-            tally.caught += bool(answer) and not answer.startswith("ERROR")
-            print(f"\r{file}: {tally}", end="", file=sys.stderr, flush=True)
-    tally.survivors = alive
-    for mutant in alive:
-        show(mutant, SURVIVORS.get(mutant.key, "NO REASON KNOWN"))
+def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
+    """Each mutant that is alive in a child of its own; against the file's own tests, or against all."""
+    if not tally.alive:
+        return
+    planted.see(file, own)
+    began, catchers, tried = time.monotonic(), set[str](), tally.alive
+    jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(tried)]
+    tally.alive = []
+    for done, (k, answer) in enumerate(in_children(jobs), 1):
+        mutant = tried[int(k)]
+        if not answer:
+            tally.alive.append(mutant)
+        elif answer in planted.uses:
+            catchers.add(answer)
+            planted.catchers[around(file, mutant.number)][answer] += 1
+        else:
+            tally.endless += answer.startswith(ENDLESS)
+            tally.died += answer.startswith(DIED)
+            tally.not_run += answer.startswith("ERROR")
+            show(mutant, answer)
+        tally.caught += bool(answer) and not answer.startswith("ERROR")
+        print(f"\r{done} of {len(tried)} mutants, {len(tally.alive)} survive", end="", file=sys.stderr, flush=True)
+    print("\r", end="", file=sys.stderr)
     unharmed = partial(first_failure, sorted(catchers), planted.uses)
     for _, alarm in in_children([("without a fault", unharmed)]):
         tally.false_alarms += bool(alarm)
         if alarm:
             print(f"  {file}: FALSE ALARM, without a fault: {alarm}")
-    print(f"{file}: {tally}; {len(catchers)} tests caught them; {time.monotonic() - began:.0f} s", flush=True)
-    return tally
+    for mutant in tally.alive:
+        show(mutant, SURVIVORS.get(mutant.key, "NO REASON KNOWN"))
+    whose = "its own" if own else "all"
+    print(f"{file}, by {whose} tests: {tally}; {time.monotonic() - began:.0f} s", flush=True)
 
 
 def show(mutant: Mutant, what: str) -> None:
     print(f"  {mutant.file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {what}", flush=True)
+
+
+def missed(faults: list[Fault], planted: Planted) -> int:
+    """How many faults of the list no test sees; each is shown."""
+    number = 0
+    for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
+        alive = {f.name: f for f in faults if f.edits[0][0] == file}
+        for own in (True, False):
+            if alive:
+                planted.see(file, own)
+            for name, caught in in_children([(n, partial(planted.by_fault, f)) for n, f in alive.items()]):
+                if caught in planted.uses:
+                    print(f"  {name} → {caught}", flush=True)
+                    del alive[name]
+        for name in alive:
+            print(f"  {name} → NOT CAUGHT", flush=True)
+        number += len(alive)
+    return number
 
 
 def main(names: list[str]) -> int:
@@ -191,28 +201,23 @@ def main(names: list[str]) -> int:
         raise SystemExit(f"nothing here is named like {', '.join(names)}")
     began = time.monotonic()
     planted = Planted({file: {**CORE, **OTHERS}.get(file, METHODS) for file in sorted(involved)})
-    missed = 0
     print("fault → caught by" if faults else "", flush=True)
-    for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
-        names_here = {f.name: f for f in faults if f.edits[0][0] == file}
-        for too_late in (False, True):
-            if not names_here or planted.see(file, too_late) < too_late:
-                break
-            for name, caught in in_children([(n, partial(planted.by_fault, f)) for n, f in names_here.items()]):
-                if caught in planted.uses:
-                    print(f"  {name} → {caught}", flush=True)
-                    del names_here[name]
-        for name in names_here:
-            print(f"  {name} → NOT CAUGHT", flush=True)
-            missed += 1
+    not_seen = missed(faults, planted)
 
     print("\nmutants" if files else "", flush=True)
-    total = Tally()
+    tallies = {}
     for file, lines in files.items():
-        total += of_file(file, planted, lines)
+        found = [m for m in mutants(file, right(file), core=file in CORE) if not lines or m.number in lines]
+        tallies[file] = Tally(planted=len(found), alive=found)
+        try_alive(file, tallies[file], planted, own=True)
+    for file, tally in tallies.items():
+        if len(planted.checks[file]) > 1:
+            try_alive(file, tally, planted, own=False)
+    total = sum(tallies.values(), Tally())
     share = total.caught / total.planted if total.planted else 1.0
-    print(f"\n{total}: {share:.1%}; {time.monotonic() - began:.0f} s")
-    return int(share < ENOUGH or any((missed, total.unexplained, total.not_run, total.false_alarms)))
+    print("\n" + "\n".join(f"{file}: {tally}" for file, tally in [*tallies.items(), ("together", total)]))
+    print(f"{share:.1%}; {time.monotonic() - began:.0f} s")
+    return int(share < ENOUGH or any((not_seen, total.unexplained, total.not_run, total.false_alarms)))
 
 
 if __name__ == "__main__":
