@@ -213,6 +213,24 @@ SURVIVORS = {
         "boundary: sibling < self.n (column 3)",
     ),
     **_equal(
+        "fl_lightning/storage/rows.py",
+        "if client % self.world == self.rank and trainer != self.rank:",
+        "equivalent but slower: rows that stay here are packed, and rows of others are not in this store",
+        "and ↔ or: client % self.world == self.rank and trainer != self.rank (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/engines/choice/build.py",
+        "torch.cuda.reset_peak_memory_stats(device)",
+        "not equivalent: a GPU alone can tell it (gpu-check)",
+        "left out: torch.cuda.reset_peak_memory_stats(device) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/engines/choice/build.py",
+        "return Streams(workers, setting.learner), plan",
+        "not equivalent: a GPU alone can tell it (gpu-check)",
+        "last two arguments swapped: Streams(workers, setting.learner) (column 7)",
+    ),
+    **_equal(
         "datamodules/label_skew.py",
         "if q.sum() > 0:",
         "equivalent: a mean is above 0 where the sum is",
