@@ -22,6 +22,10 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/engines/worker.py": [
         "tests/engines/test_worker.py",
         "tests/engines/test_local_step.py",
+        "tests/engines/test_learner_metrics.py",
+        "tests/engines/replay/test_capture.py",
+        "tests/callbacks/test_partial_averaging.py",
+        SERVER,
         HOOKS,
         THREADS,
     ],

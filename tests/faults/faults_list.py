@@ -218,6 +218,17 @@ SURVIVORS = {
         "equivalent but slower: rows that stay here are packed, and rows of others are not in this store",
         "and ↔ or: client % self.world == self.rank and trainer != self.rank (column 3)",
     ),
+    **{
+        ("fl_lightning/engines/worker.py", line, f"left out: {line} (column 0)"): (
+            "not equivalent: a GPU alone can tell it (gpu-check)"
+        )
+        for line in (
+            "self.stream.wait_stream(torch.cuda.current_stream())",
+            "self._context = torch.cuda.stream(self.stream)",
+            "self._context.__enter__()",
+            "self._context.__exit__(*failure)",
+        )
+    },
     **_equal(
         "fl_lightning/engines/choice/build.py",
         "torch.cuda.reset_peak_memory_stats(device)",
