@@ -38,8 +38,8 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_frozen_parameters.py",
     ],
     "fl_lightning/loop.py": [
-        "tests/test_loop.py",
         "tests/test_loop_round.py",
+        "tests/test_loop.py",
         "tests/aggregation",
         "tests/test_schedules.py",
         HOOKS,
