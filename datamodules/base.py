@@ -242,14 +242,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _order(self, client: int, round: int, epoch: int, indices: Indices) -> Indices:
         if self._weights is None:
             return generator(self.run_seed, "order", round, client, epoch).permutation(len(indices))
-        weights = self._weights[indices]
-        if not weights.sum() > 0:
-            raise UserError(
-                f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
-                "each client one, by another partition or by other weights."
-            )
         draw = generator(self.run_seed, "weighted", round, client, epoch)
-        return draw.choice(len(indices), len(indices), p=weights / weights.sum())
+        return batching.drawn_by_weight(self._weights[indices], draw, client)
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
