@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
+
+pytest.register_assert_rewrite("tests.public.agreement")
+
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     agreement = sys.modules.get("tests.public.agreement")

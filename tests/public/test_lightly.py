@@ -30,7 +30,7 @@ SIDE, CLASSES = 16, 3
 
 
 class Stripes(torch.utils.data.Dataset[Any]):
-    """Images with stripes in one of three directions, noisy enough to be mistaken; as torchvision's, with a transform."""
+    """Noisy images with stripes in one of three directions; with a transform, as torchvision's datasets."""
 
     transform: Any = None
 
@@ -115,8 +115,7 @@ def test_byol(tmp_path: Path, engine: str, num_workers: int) -> None:
     options = {"participation": 2, "local_epochs": 1, "engine": engine}
     data = partial(federated, num_workers)
     check(Recipe("lightly", lambda: BYOL(known()), data, "kNN_accuracy", accuracy, options), tmp_path)
-    early, late = (
-        torch.load(tmp_path / "whole" / f"epoch={t}.ckpt", weights_only=True)["state_dict"] for t in (MIDDLE, ROUNDS - 1)
-    )
+    files = (tmp_path / "whole" / f"epoch={t}.ckpt" for t in (MIDDLE, ROUNDS - 1))
+    early, late = (torch.load(file, weights_only=True)["state_dict"] for file in files)
     teacher = next(name for name in early if name.startswith("backbone_momentum") and name.endswith("weight"))
     assert not torch.equal(early[teacher], late[teacher]), "the momentum encoder stands still"

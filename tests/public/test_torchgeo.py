@@ -32,7 +32,8 @@ def images(tmp_path: Path) -> Path:
         for split, number in SPLITS.items():
             for i in range(number):
                 names[split].append(f"{label}_{split}_{i}.tif")
-                pixels = mean + std * (0.3 * (np.arange(13) % 3 == k)[:, None, None] + rng.normal(size=(13, SIDE, SIDE)))
+                noise = rng.normal(size=(13, SIDE, SIDE))
+                pixels = mean + std * (0.3 * (np.arange(13) % 3 == k)[:, None, None] + noise)
                 kind = {"driver": "GTiff", "count": 13, "width": SIDE, "height": SIDE, "dtype": "uint16"}
                 with rasterio.open(folder / names[split][-1], "w", **kind) as file:
                     file.write(pixels.clip(0, 65535).astype("uint16"))
