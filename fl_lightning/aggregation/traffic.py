@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fl_lightning.methods import Methods
@@ -15,16 +14,16 @@ from fl_lightning.state import Upload
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES = range(5)
 
 
-def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
-    """A client's counts ``(5,)`` as it starts: coordinates of which it has no valid copy, 1 client, its buffers."""
-    counts = torch.zeros(5, dtype=torch.int64)
+def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
+    """A client's five counts as it starts: coordinates of which it has no valid copy, 1 client, its buffers."""
+    counts = [0] * 5
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
     counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in buffers.values())
     return counts
 
 
-def add_upload(counts: Tensor, clients: Clients, counted: Mapping[str, Upload]) -> None:
+def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload]) -> None:
     """Add what a client sends in the end: its update, where it is averaged, and the uploads that are counted."""
     averaged = clients._round.averaged
     size = clients.x.element_size()

@@ -51,6 +51,8 @@ class Cohort:
     def participants(self, t: int) -> tuple[int, ...]:
         """Who is sampled in round t, ascending; the same in every process and after every resume."""
         n, m = self.n, self.m
+        if n == m and self.sampling == "uniform":
+            return tuple(range(m))
         draw = generator(self.seed, "participants", t)
         if self.sampling == "bernoulli":
             n = max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
