@@ -23,6 +23,7 @@ from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
+from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics
@@ -49,6 +50,7 @@ class FederatedRun:
     clients: Optimizer
     schedule: ClientSchedule | None = None
     server: Optimizer
+    _random_state: RandomState  # of the process, before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
         self.settings, self.model = settings, model
@@ -244,6 +246,15 @@ class FederatedRun:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
         facts.log_to(self._trainer.loggers, facts.of_run(self, self._trainer))
+        self._random_state = RandomState(self.model.w)
+
+    def seed_round(self, t: int) -> None:
+        """Make what is drawn outside of clients from here on, as in validation, a function of (seed, t)."""
+        seed_round(self.seed(self._trainer), t)
+
+    def end(self) -> None:
+        """After the last round: leave the process's random numbers as they were before the first."""
+        self._random_state.restore()
 
     def run_round(self, t: int) -> Metrics:
         """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
