@@ -30,7 +30,7 @@ def columns(level: float, rounds: int = 20, vectors: int = 1, gradients: int = 1
         "cost/gradients": [float(gradients)] * rounds,
         "time/round": [0.5] * rounds,
         "consensus/total": [0.3] * rounds,
-        "consensus/conv": [0.1] * rounds,
+        "consensus/conv": [0.1 * (1 + t % 2) for t in range(rounds)],
         "consensus/fc": [0.2] * rounds,
     }
 
@@ -110,6 +110,13 @@ def test_both_conventions_of_communication(sweep: Path) -> None:
     assert [cell.text for cell in second] == ["fed<smoo>", "1.6 kB", "2.00 ×", "2", "2.00 ×"]
     (until,) = targets(summary)
     assert [cell.text for cell in until.rows[1]][4:] == ["2 of 3", "2.00 ×", "2.00 ×"]
+
+
+def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_path: Path) -> None:
+    report(tmp_path / "out", sweep)
+    text = (tmp_path / "out/report.md").read_text()
+    rows = text[text.index("| layer | fed<smoo> | fedavg |") :].splitlines()[2:4]
+    assert rows == ["| conv | 0.15 | 0.15 |", "| fc | 0.2 | 0.2 |"]
 
 
 def test_equal_cost_reads_every_run_where_it_had_spent_as_much(sweep: Path, tmp_path: Path) -> None:
