@@ -33,6 +33,59 @@ def arms(name: str) -> dict[str, Any]:
     return named
 
 
+RATES, MLP = [0.03, 0.1, 0.3], [784, 64, 10]
+SKEWED = {"class_path": "Dirichlet", "init_args": {"alpha": 0.1, "replacement": True}}
+THREE = {"class_path": "Pathological", "init_args": {"classes": 3, "replacement": True}}
+LENET, EIGHT = "LeNet", {"depth": 8, "width": 8}
+# data, network, rounds, clients, participation, local epochs, batch, split, weight decay, rates, seeds
+PLAN: dict[str, tuple[Any, ...]] = {
+    "fedinit/controls-fashionmnist-dir0.1-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 5),
+    "fedinit/figure1-fashionmnist-dir0.1-100-small": ("F", MLP, 60, 100, 0.1, 1, 50, SKEWED, 1e-3, RATES, 3),
+    "fedinit/table2-fashionmnist-dir0.1-100-small": ("F", MLP, 100, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 5),
+    "fedinit/table3-fashionmnist-dir0.1-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 5),
+    "fedinit/table3-fashionmnist-dir0.1-200-small": ("F", MLP, 150, 200, 0.05, 2, 50, SKEWED, 1e-3, RATES, 5),
+    "fedinit/table1-fashionmnist-dir0.6-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, 0.6, 1e-3, RATES, 5),
+    "fedinit/table1-fashionmnist-iid-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, "IID", 1e-3, RATES, 5),
+    "fedinit/table3-cifar10-dir0.1-100-small": ("C", LENET, 150, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 3),
+    "fedinit/table3-har-subjects-21-small": ("H", "own", 150, None, 4, 2, 50, None, 1e-3, RATES, 5),
+    "fedsmoo/table8-fashionmnist-path3-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, THREE, 1e-3, RATES, 5),
+    "fedsmoo/table8-cifar10-path3-100-small": ("C", LENET, 150, 100, 0.1, 2, 50, THREE, 1e-3, RATES, 3),
+}
+FACTORS_OF_TWO = [0.025, 0.05, 0.1, 0.2]
+for table, split, norm in (
+    ("table2", "shards-5-batch", "batch"), ("table2", "shards-5-group", "group"), ("table1", "iid-5", "batch"),
+    ("table1", "shards-5", "batch"),
+):  # fmt: skip
+    kind = "IID" if split == "iid-5" else "SortedShards"
+    own = ("C", {"norm": norm, **EIGHT}, 300, 5, "all", None, 64, kind, 1e-4, FACTORS_OF_TWO, 3)
+    PLAN[f"fedals/{table}-cifar10-{split}-small"] = own
+DATA = {"F": "data/fashionmnist", "C": "data/cifar10", "H": "data/har"}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_is_as_it_was_planned(name: str) -> None:
+    twin, fixed = sweep(name), sweep(name)["fixed"]
+    network = fixed.get("model.learner.init_args.network", {"class_path": ".own"})  # of its data/ config
+    arguments = network.get("init_args", {})
+    split = fixed.get("data.init_args.partition")
+    if split is not None and split["class_path"] in ("IID", "SortedShards"):
+        split = split["class_path"]
+    elif split is not None and split["init_args"].get("alpha") == 0.6:
+        split = 0.6
+    found = (
+        next(key for key, config in DATA.items() if config in twin["configs"]),
+        arguments.get("sizes") or arguments or network["class_path"].rpartition(".")[2],
+        fixed["trainer.max_epochs"], fixed.get("data.init_args.num_clients"), fixed["model.participation"],
+        fixed["model.local_epochs"], fixed["data.init_args.batch_size"], split,
+        fixed["model.learner.init_args.weight_decay"], twin["select"]["over"]["model.learner.init_args.lr"],
+        len(twin["grid"]["seed_everything"]),
+    )  # fmt: skip
+    assert found == PLAN[name.removeprefix("experiment/")]
+    folder = packaged()[name].parent  # type: ignore[attr-defined]  # Traversable has none; files of a folder do
+    for claim in read_claims(folder / twin["claims"], []).claims:
+        assert claim.score == "last10" and (claim.margin == 0.005 or claim.metric.startswith("divergence/")), claim
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_has_what_a_sweep_needs_and_claims_about_its_own_arms(name: str) -> None:
     twin = sweep(name)
