@@ -13,6 +13,7 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
+from fl_lightning.cli.compose import packaged
 from fl_lightning.report.published import tables
 from fl_lightning.report.runs import find
 from fl_lightning.report.sections import communication, targets
@@ -165,6 +166,10 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     report(tmp_path / "out", tmp_path / "s")
     text = (tmp_path / "out/report.md").read_text()
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
+    packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text("utf-8")
+    (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")  # known by its text
+    report(tmp_path / "out", tmp_path / "s")
+    assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
     report(tmp_path / "out", tmp_path / "s")
     assert "75.95" not in (tmp_path / "out/report.md").read_text()

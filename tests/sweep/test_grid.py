@@ -33,6 +33,8 @@ def names(folder: Path, grid: str, *overrides: str) -> list[str]:
         ("{method: [{configs: [method/fedinit], method.beta: 0.1, model.participation: 0.2}, "
          "{configs: [method/fedavg], model.participation: 0.2}]}", ["fedinit-0.1", "fedavg"]),
         ("{model.clip_norm: [null, 10]}", ["null", "10"]),
+        ("{method: [method/fedavg, {configs: [method/fedinit], method.beta: -0.1}]}", ["fedavg", "fedinit--0.1"]),
+        ("{model.server_lr_decay: [-1, 1]}", ["-1", "1"]),
         ("{method: [{name: a b, configs: [method/ri]}, method/fedavg]}", ["a-b", "fedavg"]),
     ],
 )  # fmt: skip
