@@ -47,13 +47,12 @@ def intervals(summary: Summary) -> list[Drawing]:
             if said is not None and said.claim.margin:
                 margin = said.claim.margin * shown.factor * (1 if said.claim.direction == "greater" else -1)
                 axes.plot([margin, margin], [y - 0.36, y + 0.36], color=INK, linewidth=1.1, linestyle=(0, (1, 2)))
-        names = [
-            f"{pair.a} − {pair.b}" if said is None else f"{said.claim.id}   {_claimed(said)}" for pair, said in own
-        ]
+        names = [pair.a if said is None else _claimed(said) for pair, said in own]  # without claims b is the first arm
         axes.set_yticks(range(len(own)), names)
         axes.set_ylim(len(own) - 0.5, -0.5)
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in own))
-        what = f"log of a / b in {kind[0]}" if kind[1] == "log_ratio" else f"a − b in {kind[0]}"
+        b = "b" if summary.verdicts else own[0][0].b
+        what = f"log of a / b in {kind[0]}" if kind[1] == "log_ratio" else f"a − {b} in {kind[0]}"
         axes.set_xlabel(f"{what}{', points' if shown.percent else ''} ({scores})")
         axes.spines["left"].set_visible(False)
         plain(axes, "x")
@@ -66,7 +65,9 @@ def intervals(summary: Summary) -> list[Drawing]:
 
 
 def _claimed(said: Verdict) -> str:
-    return f"{said.claim.a} {'>' if said.claim.direction == 'greater' else '<'} {said.claim.b}"
+    claim, sign = said.claim, ">" if said.claim.direction == "greater" else "<"
+    long = len(claim.id) + len(claim.a) + len(claim.b) > 56
+    return f"{claim.id}   {claim.a} {sign}{chr(10) if long else ' '}{claim.b}"
 
 
 def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:

@@ -87,6 +87,18 @@ def choose(
     return best
 
 
+def at_the_end(values: Sequence[Any], value: Any) -> str:
+    """A remark where ``value`` is the least or the largest of three numbers or more: a better one may lie beyond.
+
+    >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
+    (', the largest that was tried', '')
+    """
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < max(3, len(values)) or value not in (min(numbers), max(numbers)):
+        return ""
+    return f", the {'least' if value == min(numbers) else 'largest'} that was tried"
+
+
 def _has(arm: Arm, key: str) -> bool:
     section, _, name = key.partition(".")
     if section != "method":

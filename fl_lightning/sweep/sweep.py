@@ -15,7 +15,7 @@ from fl_lightning.sweep import slurm, workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.sweep.grid import Arm, Run, arms, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
-from fl_lightning.sweep.selection import Candidate, candidates, choose
+from fl_lightning.sweep.selection import Candidate, at_the_end, candidates, choose
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import Table
 
@@ -144,7 +144,8 @@ class Sweep:
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
         for arm, choice in self.chosen.items():
-            print(f"{arm} chose {', '.join(f'{key} {value}' for key, value in choice.items())}")
+            told = (f"{key} {value}{at_the_end(self.spec.select.over[key], value)}" for key, value in choice.items())
+            print(f"{arm} chose {', '.join(told)}")
         return queue.stopped
 
     def _choose(self, every: Sequence[Run]) -> None:
