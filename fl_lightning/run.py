@@ -25,6 +25,7 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.errors import UserError
+from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
@@ -340,11 +341,6 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
-
-
-def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Which of a module's parts are in training mode."""
-    return [(part, part.training) for part in module.modules()]
 
 
 def reads_outputs(callback: Any) -> bool:
