@@ -163,7 +163,8 @@ class DifferentialPrivacy(FederatedCallback):
     def clipped(self, update: Tensor) -> Tensor:
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
         norm = torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float64)
-        factor = self.clip / norm * (1 - 4 * torch.finfo(update.dtype).eps)
+        of_products, of_norm = 4 * torch.finfo(update.dtype).eps, 64 * torch.finfo(torch.float64).eps
+        factor = self.clip / norm * (1 - of_products - of_norm)  # rounding
         return torch.where(norm > self.clip, update * factor.to(update.dtype), update)
 
     def aggregate(self, server: Server) -> Tensor:
