@@ -216,17 +216,24 @@ class FederatedDataModule(pl.LightningDataModule):
     def batches_per_epoch(self, client: int) -> int:
         return batching.epoch_batches(int(self.client_sizes()[client]), self.batch_size, self.drop_last)
 
-    def smallest_batch(self, steps: ArrayLike | None = None) -> tuple[int, int] | None:
+    def smallest_batch(
+        self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
+    ) -> tuple[int, int] | None:
         """Samples of the smallest batch that any client trains on, and the first such client: O(m).
 
-        None where the dataset makes the batches itself.
+        None where the dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
+            clients: of these alone.
         """
-        if makes_batches(self._train):
+        if makes_batches(self._train) or type(self).client_batches is not FederatedDataModule.client_batches:
             return None
-        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
+        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps, clients)
+
+    def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
+        """In words: why a client has a batch of so few samples, and what would leave no client one."""
+        return batching.told_of_batch(self.client_sizes(), self.batch_size, self.drop_last, client, samples)
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
@@ -235,14 +242,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _order(self, client: int, round: int, epoch: int, indices: Indices) -> Indices:
         if self._weights is None:
             return generator(self.run_seed, "order", round, client, epoch).permutation(len(indices))
-        weights = self._weights[indices]
-        if not weights.sum() > 0:
-            raise UserError(
-                f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
-                "each client one, by another partition or by other weights."
-            )
         draw = generator(self.run_seed, "weighted", round, client, epoch)
-        return draw.choice(len(indices), len(indices), p=weights / weights.sum())
+        return batching.drawn_by_weight(self._weights[indices], draw, client)
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +96,12 @@ class Evaluator:
         convert = conversion(trainer.precision_plugin, device, transfers)
         context = torch.enable_grad if exact else forward_context(trainer, device)
         return cls(learner, module.layout, data, module.run_seed, context, convert, draws)
+
+    def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
+        """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
+        self.copy.follow(learner)
+        self.copy.learner.eval()
+        self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
     # ---- what is measured
 

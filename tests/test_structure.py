@@ -22,7 +22,7 @@ callback
 methods
 engines aggregation
 client_samples evaluation
-measurement curvature
+client_evaluation measurement curvature
 loop checkpoint
 run
 learner_hooks

@@ -11,14 +11,15 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
 
-DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES = range(5)
+DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = range(6)
 
 
 def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
-    """A client's five counts as it starts: coordinates of which it has no valid copy, 1 client, its buffers."""
-    counts = [0] * 5
+    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers, its gradients."""
+    counts = [0] * 6
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
+    counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
     counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in buffers.values())
     return counts
 
@@ -36,6 +37,12 @@ def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload
             count = everywhere if counted[key].shape is None else value[0].numel()
             up, up_bytes = up + count, up_bytes + count * value.element_size()
     counts[UP_PARAMETERS], counts[UP_BYTES] = round(up), round(up_bytes)
+
+
+def gradients(ledger: Ledger) -> int:
+    """Gradients that the round's participants evaluated, all together, each of one batch."""
+    counts = ledger.total.get("traffic")
+    return 0 if counts is None else int(counts[GRADIENTS])
 
 
 def kept_vectors(ledger: Ledger) -> float:

@@ -55,6 +55,7 @@ class LearnerCopy:
         self._views_of_g = layout.views(self.g.view(-1))
         self._views = layout.views(x.view(-1))
         self._second: tuple[Tensor, list[Tensor]] | None = None
+        self._third: tuple[Tensor, ...] | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
         self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}  # frozen parameters, and where they lie
@@ -140,6 +141,21 @@ class LearnerCopy:
         finally:
             tie(self.parameters, self._views)
             self.g, self._views_of_g = first
+
+    @contextmanager
+    def at(self, point: Tensor) -> Iterator[None]:
+        """Within, the learner is at ``point``, and gradients go elsewhere; both in memory of their own."""
+        if self._third is None:
+            self._third = torch.empty_like(self.x), torch.empty_like(self.g)
+        (x, g), held = self._third, (self.g, self._views_of_g)
+        x.copy_(point)
+        tie(self.parameters, self.layout.views(x.view(-1)))
+        self.g, self._views_of_g = g, self.layout.views(g.view(-1))
+        try:
+            yield
+        finally:
+            tie(self.parameters, self._views)
+            self.g, self._views_of_g = held
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
