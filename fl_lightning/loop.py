@@ -222,8 +222,7 @@ class FederatedLoop:
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
-        if (cost := traffic.gradients(ledger)) > sum(ledger.round.steps.values()):  # more than one a local step
-            logged["cost/gradients"] = cost
+        logged["cost/gradients"] = traffic.gradients(ledger)
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
