@@ -17,7 +17,7 @@ from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples
 from fl_lightning.datamodules.split import Split, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
@@ -252,9 +252,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
-        size = self.batch_size or len(indices)
+        size, source = self.batch_size or len(indices), self._transfer.source(device)
         per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
-        source = self._transfer.source(device)
 
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
@@ -271,8 +270,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
         if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
             cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
-            read = data.each(cut, self._draws("samples", round, client))
-            yield from self._transfer.batches((batch_to_device(batch, source) for batch in read), device)
+            yield from self._transfer.batches(data.each(cut, self._draws("samples", round, client), source), device)
         else:
             yield from self._transfer.batches(made(), device)
 
@@ -285,8 +283,7 @@ class FederatedDataModule(pl.LightningDataModule):
         cut = [indices[part] for part in batching.slices(len(indices), self.batch_size, self.drop_last)]
         source, size = self._transfer.source(device), len(cut[0])
         if isinstance(data, DatasetSamples):
-            read = data.each(cut, self._draws("full", client))
-            batches: Iterator[Batch] = (batch_to_device(batch, source) for batch in read)
+            batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
             whole = len(indices) - len(cut[-1])
             batches = chain(
@@ -299,9 +296,13 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:
         """A client's first samples as one batch, to try a learner on."""
-        data, indices, device = self._train, self.client_indices(client)[:samples], torch.device(device)
-        batches = data.batches(indices, len(indices), self._transfer.source(device), self._bias(client))
-        return next(self._transfer.batches(batches, device))
+        data, device = self._train, torch.device(device)
+        indices, source = self.client_indices(client)[:samples], self._transfer.source(device)
+        if isinstance(data, DatasetSamples):  # in the processes that read ahead, if there are any
+            batches = data.each([indices], self._draws("one", client), source)
+        else:
+            batches = data.batches(indices, len(indices), source, self._bias(client))
+        return next(iter(list(self._transfer.batches(batches, device))))
 
     def _draws(self, purpose: str, *counters: int) -> Callable[[int], int]:
         """Seeds of what processes that read ahead draw in the k-th batch."""
