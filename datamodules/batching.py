@@ -95,3 +95,13 @@ batches out; batch_size=5, with which the smallest has 2
     if own == samples:
         ways.append("clients that have more samples, by another partition or fewer clients")
     return why, "; ".join(ways or ["another batch_size, or another partition"])
+
+
+def drawn_by_weight(weights: NDArray[np.float64], draw: np.random.Generator, client: int) -> NDArray[np.int64]:
+    """As many positions as there are ``weights`` ``(N_i,)``, with replacement, as WeightedRandomSampler draws them."""
+    if not weights.sum() > 0:
+        raise UserError(
+            f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
+            "each client one, by another partition or by other weights."
+        )
+    return draw.choice(len(weights), len(weights), p=weights / weights.sum())

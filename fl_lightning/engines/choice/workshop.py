@@ -141,7 +141,6 @@ def setting_of(
 ) -> Setting:
     """The setting of a Trainer's run; ``transfers``: names of the hooks by which the learner transfers its batches."""
     check_trainable(model.learner, model.layout)
-    mixed = trainer.precision == "bf16-mixed"
     return Setting(
         engine=settings.engine,
         workers=settings.workers if isinstance(settings.workers, str) else int(settings.workers),
@@ -161,7 +160,7 @@ def setting_of(
         world_size=trainer.world_size,
         processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or int(trainer.num_devices),
         broadcast=trainer.strategy.broadcast,
-        forward_context=partial(in_bfloat16, model.w.device.type) if mixed else torch.enable_grad,
+        forward_context=forward_context(trainer, model.w.device),
         convert=conversion(trainer.precision_plugin, trainer.strategy.root_device, transfers),
         hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
         rounds=-1 if trainer.max_epochs is None else trainer.max_epochs,
@@ -176,6 +175,11 @@ def begins_rounds(hooked: Any) -> bool:
         if hook in vars(hooked) or where not in ("lightning", "pytorch_lightning", "fl_lightning"):
             return True
     return False
+
+
+def forward_context(trainer: Any, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What the Trainer's precision puts around the learner's forward passes."""
+    return partial(in_bfloat16, device.type) if trainer.precision == "bf16-mixed" else torch.enable_grad
 
 
 def in_bfloat16(device: str) -> AbstractContextManager[Any]:
