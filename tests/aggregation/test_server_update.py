@@ -139,6 +139,17 @@ def test_a_round_that_fails_at_its_end_leaves_the_server_as_it_was(parts: list[A
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+def test_a_first_round_that_fails_at_its_end_leaves_an_optimizer_without_state() -> None:
+    class Failing(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            raise RuntimeError("at the end")
+
+    run = trainer(1, [Failing()])
+    with pytest.raises(RuntimeError, match="at the end"):
+        run.fit(federated(server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)), blobs())
+    assert not run.optimizers[0].state
+
+
 def test_a_part_that_is_not_averaged_has_no_state_at_the_server() -> None:
     module = federated(server_optimizer=lambda p: torch.optim.Adam(p, 0.1))
     run = trainer(2, [PartialAveraging(periods={"net.2.*": "never"})])
