@@ -344,6 +344,18 @@ SURVIVORS = {
         "last two arguments swapped: Streams(workers, setting.learner) (column 7)",
     ),
     **_equal(
+        "datamodules/partitions.py",
+        "small = quota < 1 - 1e-9",
+        "equivalent: no share is 1 - 1e-9 to the last bit",
+        "boundary: quota < 1 - 1e-09 (column 8)",
+    ),
+    **_equal(
+        "datamodules/partitions.py",
+        "sizes = np.floor(quota + 1e-9).astype(np.int64)",
+        "equivalent: what it rounds down has the largest remainder, and is rounded up again",
+        "sign: quota + 1e-09 (column 17)",
+    ),
+    **_equal(
         "datamodules/label_skew.py",
         "if q.sum() > 0:",
         "equivalent: a mean is above 0 where the sum is",
