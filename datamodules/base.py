@@ -277,8 +277,7 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> Iterator[tuple[Batch, int]]:
         """Samples of a client once, in order, without augmentation, each batch with its number of samples.
 
-        ``what``: those it trains on, or is tested on, or positions in the training data; ``size``: for ``batch_size``.
-        With ``drop_last`` none is left out: those of a shorter batch join the last one.
+        ``what``: those it trains on, is tested on, or positions. With ``drop_last`` the last batch takes what is left.
         """
         data, device, indices = self._train, torch.device(device), self._who.asked(client, what)
         if not len(indices):

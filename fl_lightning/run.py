@@ -25,6 +25,7 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.errors import UserError
+from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
@@ -191,7 +192,6 @@ class FederatedRun:
             transfers: names of the hooks by which the learner transfers its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
-        first = cohort.participants if self.methods.owner("select") else participants  # to try steps on
         facts = RunFacts(cohort.n, cohort.m, settings.weighting)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
@@ -202,7 +202,7 @@ class FederatedRun:
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]
         clients = self.clients, self.schedule
-        setting = setting_of(trainer, settings, model, *clients, work, cohort, first, own)
+        setting = setting_of(trainer, settings, model, *clients, work, cohort, cohort.tried, own)
         reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         setting = replace(setting, keeps_loss=reads_loss)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
@@ -340,11 +340,6 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
-
-
-def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Which of a module's parts are in training mode."""
-    return [(part, part.training) for part in module.modules()]
 
 
 def reads_outputs(callback: Any) -> bool:
