@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
 
 DESCRIPTION = """Look at the model of a finished run, on its clients' training samples.
@@ -21,19 +21,9 @@ Writes hessian.json, .csv and .png (or landscape…) in the run's folder, or in 
 is named: hessian-best.json. RUN is a run's folder, or a checkpoint in one."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"analyse: {message}. `fl-lightning analyse --help` shows what it takes.")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """What the command takes."""
-    made = _Parser(
-        prog="fl-lightning analyse",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = ArgumentParser("analyse", DESCRIPTION)
     made.add_argument("what", choices=("hessian", "landscape"))
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder or checkpoint")
     made.add_argument("--out", type=Path, help="where to write (default: the first run's folder)")

@@ -82,7 +82,13 @@ def scores(summary: Summary) -> Table:
         )
     for column in range(1, 1 + len(SCORES)):
         mark_best(table, column, summary.greater)
-    smoothing = f"highest of the last 50 of the curve under a Hanning window of {_windows(summary)} rounds"
+    widths = _windows(summary)
+    curve = (
+        "unsmoothed curve, as there are too few rounds"
+        if widths == "1"
+        else f"curve under a Hanning window of {widths}"
+    )
+    smoothing = f"highest of the last 50 of the {curve}"
     table.note = (
         f"Mean ± sample deviation over seeds. Smoothed: {smoothing}. "
         + ("A diverged run scores 0." if summary.greater else "A diverged run has no score.")
