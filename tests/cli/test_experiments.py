@@ -108,6 +108,23 @@ def fedals(data: str, partition: str) -> dict[str, Any]:
     }
 
 
+def multinli(partition: dict[str, Any]) -> dict[str, Any]:
+    alike = {key: value for key, value in fedals("MNIST", "IID").items() if not key.startswith("model.learner.")}
+    of = {"config": None, "lora": None, "lr": 5e-5, "path": "opt-125m", "trainable": None, "weight_decay": 0.01}
+    columns = {"text": ["sentence1", "sentence2"], "label": "gold_label", "group": "genre"}
+    files = {"train": "multinli_1.0_train.jsonl", "test": "multinli_1.0_dev_matched.jsonl"}
+    return {
+        **alike,
+        **{f"data.{key}": value for key, value in {**columns, **files}.items()},
+        "data.batch_size": 16,
+        "data.class_path": "TextClassification",
+        "data.length": 128,
+        "data.partition": partition,
+        **{f"model.learner.{key}": value for key, value in of.items()},
+        "trainer.max_epochs": 1000,
+    }
+
+
 def table() -> Iterator[tuple[str, dict[str, Any]]]:
     for data in ("CIFAR10", "CIFAR100"):
         for clients in PARTICIPATION:
@@ -123,6 +140,8 @@ def table() -> Iterator[tuple[str, dict[str, Any]]]:
     for data in ("SVHN", "CIFAR10", "CIFAR100", "MNIST"):
         yield f"experiment/fedals/table1-{data.lower()}-shards-5", fedals(data, "SortedShards")
         yield f"experiment/fedals/table1-{data.lower()}-iid-5", fedals(data, "IID")
+    yield "experiment/fedals/table1-multinli-genre-5", multinli({"class_path": "ByGroup", "groups": None})
+    yield "experiment/fedals/table1-multinli-iid-5", multinli({"class_path": "IID"})
 
 
 EXPERIMENTS = dict(table())
@@ -148,13 +167,8 @@ def cm(alpha: float) -> dict[str, Any]:
 
 SCAFFOLD = {"class_path": "ControlVariates", "estimate": "displacement"}
 COMMON = {"class_path": "GlobalSharpnessAwareMinimization", "radius": 0.1}
-ALS = {
-    "class_path": "PartialAveraging",
-    "periods": None,
-    "period": 10,
-    "extractor": None,
-    "extractor_layers": None,
-}
+ALS = {"class_path": "PartialAveraging", "periods": None, "period": 10, "extractor": None, "extractor_layers": None}
+ALS_OPT = {**ALS, "extractor": ["*.layers.[0-9].*"]}
 PROXY = {"model.lr_decay": 0.9995}
 FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {  # what each changes in an experiment of its paper
     "fedinit": {
@@ -191,6 +205,9 @@ FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {  # what each changes in an e
         "fedals": {"method": [ALS]},
         "scaffold": {"method": [SCAFFOLD]},
         "fedals_scaffold": {"method": [ALS, SCAFFOLD]},
+        "fedals-opt": {"method": [ALS_OPT]},
+        "fedals-opt4": {"method": [{**ALS, "extractor": ["*.layers.[0-2].*"]}]},
+        "fedals_scaffold-opt": {"method": [ALS_OPT, SCAFFOLD]},
     },
 }
 PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
@@ -309,6 +326,7 @@ ARRAYS += "\n".join(f"class {name}(Arrays, datamodules.{name}):\n    pass\n" for
 KINDS = {  # of experiments that differ in a number of clients, an α or classes alone: the last
     (name.split("/")[1], *(str(of[key]) for key in ("data.class_path", "model.learner.network")), kind): name
     for name, of in EXPERIMENTS.items()
+    if "model.learner.network" in of  # those of texts: tests/models/test_text_runs.py
     for kind in [of["data.partition"]["class_path"]]
 }
 
