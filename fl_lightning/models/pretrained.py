@@ -83,14 +83,21 @@ def _read(transformers: Any, auto: Any, wanted_by: str, path: Path, entries: dic
             f"{wanted_by}: path is {str(path)!r}, which {what}. Give a local folder that save_pretrained wrote or that "
             "was downloaded by hand (config.json beside model.safetensors or pytorch_model.bin); nothing is downloaded."
         )
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         architecture = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **entries)
-        return auto.from_pretrained(path, config=architecture, local_files_only=True, dtype=torch.float32)
+        found = auto.from_pretrained(path, config=architecture, local_files_only=True, dtype=torch.float32)
+        return found.train()  # it comes in evaluation mode, in which there is no dropout
     except Exception as error:  # the library and its file formats raise many kinds
         raise UserError(
             f"{wanted_by}: the network in path {str(path)!r} cannot be read ({_short(error)}). The folder has to hold "
             "config.json and the weights, whole, of an architecture that transformers knows."
         ) from error
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def _made(transformers: Any, auto: Any, wanted_by: str, entries: dict[str, Any]) -> Any:

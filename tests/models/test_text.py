@@ -128,6 +128,7 @@ def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_
     whole.half().save_pretrained(tmp_path)
     learner = CausalLanguageModel(str(tmp_path), config={"dropout": 0.0})
     assert {p.dtype for p in learner.parameters()} == {torch.float32} and learner.network.config.dropout == 0.0
+    assert all(module.training for module in learner.modules()), "where there is dropout, it is on"
     for (name, here), (_, there) in zip(learner.network.named_parameters(), whole.named_parameters(), strict=True):
         assert torch.equal(here, there.float()), name
     classifier = TextClassifier(3, str(tmp_path))
