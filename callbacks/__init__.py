@@ -3,6 +3,7 @@
 if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")
 
+from fl_lightning.callbacks.byzantine_clients import ByzantineClients
 from fl_lightning.callbacks.client_momentum import ClientMomentum
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
@@ -10,17 +11,22 @@ from fl_lightning.callbacks.control_variates import ControlVariates
 from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
+from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import GlobalSharpnessAwareMinimization
+from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
+from fl_lightning.callbacks.power_of_choice import PowerOfChoice
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_term import ProximalTerm
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
+from fl_lightning.callbacks.robust_aggregation import RobustAggregation
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMinimization
 from fl_lightning.callbacks.top_k_compression import TopKCompression
 
 __all__ = [
+    "ByzantineClients",
     "ClientMomentum",
     "CommunicationLogger",
     "ConsensusDistanceLogger",
@@ -29,11 +35,15 @@ __all__ = [
     "DriftLogger",
     "DynamicRegularization",
     "FederatedProgressBar",
+    "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
+    "HessianLogger",
     "NormalizedAveraging",
     "PartialAveraging",
+    "PowerOfChoice",
     "ProximalTerm",
     "RelaxedInitialization",
+    "RobustAggregation",
     "RunCard",
     "SharpnessAwareMinimization",
     "TopKCompression",

@@ -17,8 +17,8 @@ from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device
-from fl_lightning.datamodules.split import Split, split_samples
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device, makes_batches
+from fl_lightning.datamodules.split import Split, What, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
@@ -42,6 +42,8 @@ class FederatedDataModule(pl.LightningDataModule):
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
         val_fraction: this share of the training data is held out for validation before it is split.
+        client_test_fraction: this share of each client's own samples is held out to test its model on; of each class
+            alike where there are labels.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
         drop_last: leave out the last batch of an epoch where it is shorter than the others; which samples it had
@@ -64,6 +66,7 @@ class FederatedDataModule(pl.LightningDataModule):
         biases: Sequence[Bias] = (),
         batch_size: int | None = 50,
         val_fraction: float = 0.0,
+        client_test_fraction: float = 0.0,
         clients: Sequence[Any] | None = None,
         seed: int | None = None,
         drop_last: bool = False,
@@ -73,18 +76,14 @@ class FederatedDataModule(pl.LightningDataModule):
         batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
-        if not 0 <= val_fraction < 1:
-            raise UserError(
-                f"val_fraction is {val_fraction}: give a share of the training data from 0 (validate on "
-                "the test set) to below 1."
-            )
+        check_shares(val_fraction, client_test_fraction)
         if clients is not None and (partition is not None or num_clients not in (None, len(clients))):
             raise UserError(
                 f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
                 f"{partition!r}: give either clients alone, or num_clients and partition."
             )
         self.batch_size, self.drop_last, self.eval_batch_size = batch_size, drop_last, eval_batch_size
-        self.biases, self.val_fraction = tuple(biases), val_fraction
+        self.biases, self.val_fraction, self.client_test_fraction = tuple(biases), val_fraction, client_test_fraction
         self.seed = None if seed is None else check_seed("data.seed", seed)
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
@@ -131,8 +130,8 @@ class FederatedDataModule(pl.LightningDataModule):
         seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
-            fraction, given = self.val_fraction, self._given
-            self._split = split_samples(self.train_set, self.partition, count, given, self.groups, fraction, seed)
+            given, held_out = (self._given, self.groups), (self.val_fraction, self.client_test_fraction)
+            self._split = split_samples(self.train_set, self.partition, count, *given, *held_out, seed)
             self._split_seed = seed
 
     def _ready(self) -> None:
@@ -181,8 +180,12 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._who.sizes
 
     def client_indices(self, client: int) -> Indices:
-        """Positions of a client's samples in the training data ``(N_i,)``."""
+        """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
         return self._who.indices(client)
+
+    def client_test_indices(self, client: int) -> Indices:
+        """Positions of the samples that a client is tested on, in the training data, ascending; none: empty."""
+        return self._who.test_indices(client)
 
     @property
     def partition_hash(self) -> str:
@@ -213,17 +216,24 @@ class FederatedDataModule(pl.LightningDataModule):
     def batches_per_epoch(self, client: int) -> int:
         return batching.epoch_batches(int(self.client_sizes()[client]), self.batch_size, self.drop_last)
 
-    def smallest_batch(self, steps: ArrayLike | None = None) -> tuple[int, int] | None:
+    def smallest_batch(
+        self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
+    ) -> tuple[int, int] | None:
         """Samples of the smallest batch that any client trains on, and the first such client: O(m).
 
-        None where the dataset makes the batches itself.
+        None where the dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
+            clients: of these alone.
         """
-        if isinstance(self._train, DatasetSamples) and self._train.read.fetch == "batch":
+        if makes_batches(self._train) or type(self).client_batches is not FederatedDataModule.client_batches:
             return None
-        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
+        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps, clients)
+
+    def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
+        """In words: why a client has a batch of so few samples, and what would leave no client one."""
+        return batching.told_of_batch(self.client_sizes(), self.batch_size, self.drop_last, client, samples)
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
@@ -232,14 +242,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _order(self, client: int, round: int, epoch: int, indices: Indices) -> Indices:
         if self._weights is None:
             return generator(self.run_seed, "order", round, client, epoch).permutation(len(indices))
-        weights = self._weights[indices]
-        if not weights.sum() > 0:
-            raise UserError(
-                f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
-                "each client one, by another partition or by other weights."
-            )
         draw = generator(self.run_seed, "weighted", round, client, epoch)
-        return draw.choice(len(indices), len(indices), p=weights / weights.sum())
+        return batching.drawn_by_weight(self._weights[indices], draw, client)
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
@@ -268,13 +272,18 @@ class FederatedDataModule(pl.LightningDataModule):
         else:
             yield from self._transfer.batches(made(), device)
 
-    def full_batches(self, client: int, device: torch.device = CPU) -> Iterator[tuple[Batch, int]]:
-        """A client's samples once, in order, without augmentation, each batch with its number of samples.
+    def full_batches(
+        self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
+    ) -> Iterator[tuple[Batch, int]]:
+        """Samples of a client once, in order, without augmentation, each batch with its number of samples.
 
-        With ``drop_last`` none is left out: those of a shorter batch join the last one.
+        ``what``: those it trains on, is tested on, or positions. With ``drop_last`` the last batch takes what is left.
         """
-        data, indices, device = self._train, self.client_indices(client), torch.device(device)
-        cut = [indices[part] for part in batching.slices(len(indices), self.batch_size, self.drop_last)]
+        data, device, indices = self._train, torch.device(device), self._who.asked(client, what)
+        if not len(indices):
+            return
+        cut_by = (size, False) if size and not makes_batches(data) else (self.batch_size, self.drop_last)
+        cut = [indices[part] for part in batching.slices(len(indices), *cut_by)]
         source, size = self._transfer.source(device), len(cut[0])
         if isinstance(data, DatasetSamples):
             read = data.each(cut, self._draws("full", client))
@@ -300,7 +309,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))
 
     def _bias(self, client: int) -> Change | None:
-        return biased(self.biases, client, self.run_seed)
+        return biased(self.biases, client, self.run_seed) if self.biases else None
 
     # ---- loaders for Lightning
 

@@ -18,6 +18,7 @@ from fl_lightning.datamodules.samples import (
     Samples,
     TensorSamples,
     batch_to_device,
+    makes_batches,
 )
 from fl_lightning.lightning import pl, rank_zero_warn
 from fl_lightning.sampling import generator
@@ -88,7 +89,7 @@ def evaluation_loader(
     if data is None:
         return []
     index = np.arange(len(data)) if index is None else index
-    if isinstance(data, DatasetSamples) and data.read.fetch == "batch":
+    if makes_batches(data):
         size = 1
     elif size is None:
         size = data.evaluation_size() if isinstance(data, DatasetSamples) else EVALUATION_BATCH

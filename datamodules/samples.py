@@ -210,6 +210,11 @@ class DatasetSamples:
             self._ahead.close(wait)
 
 
+def makes_batches(samples: Samples) -> bool:
+    """Whether what is split are ready batches, which a dataset gives by one position each."""
+    return isinstance(samples, DatasetSamples) and samples.read.fetch == "batch"
+
+
 @contextmanager
 def drawing_apart() -> Iterator[None]:
     """Within, the process's generators begin at 0; afterwards they are as they were."""

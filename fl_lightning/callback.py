@@ -6,7 +6,7 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from fl_lightning.learner import Layout
 from fl_lightning.lightning import pl
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
+from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule
 from fl_lightning.state import ClientState, Coefficient, Declaration, Scratch, ServerState, Staging, Upload
 
@@ -40,6 +41,7 @@ __all__ = [
     "ServerState",
     "Upload",
     "UserError",
+    "generator",
     "suggest",
 ]
 
@@ -89,7 +91,7 @@ class FederatedCallback(pl.Callback):
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end` and
     :meth:`on_server_update`. Hooks that take ``clients`` may run in several threads at once with different clients:
     they set no attribute of ``self``, do not synchronise with the host and do not branch on data. A hook with one owner
-    (perturbation, on_loss_gradient, transmit, aggregate, parts) may be overridden by only one callback of a run.
+    (it says so) may be overridden by only one callback of a run.
 
     Example:
         >>> class Proximal(FederatedCallback):
@@ -114,6 +116,15 @@ class FederatedCallback(pl.Callback):
     moves_start: ClassVar[bool] = True
     """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps; clients then start at
     w, so that the server knows their displacement from what they send."""
+
+    reads_loss: ClassVar[bool] = False
+    """Whether ``clients.loss`` is asked for."""
+
+    gathers: ClassVar[bool] = False
+    """Whether ``server.updates`` is asked for, beside :meth:`aggregate`: all participants' updates in one place."""
+
+    stands_for_clients: ClassVar[bool] = False
+    """Whether its ``on_updates`` changes what clients send: it then comes before what the server does to updates."""
 
     cannot_run_with: ClassVar[dict[str, str]] = {}
     """``{hook or class name: reason}``: what another callback of the run must not override, or must not be."""
@@ -162,6 +173,22 @@ class FederatedCallback(pl.Callback):
             raise RuntimeError(f"{type(self).__name__}'s declared state can only be read during a run")
         return self._bound_ledger
 
+    def facts(self) -> dict[str, str]:
+        """What the run's card says of it, besides its arguments; asked for when rounds are about to begin."""
+        return {}
+
+    def local_batch(self, client: int, batch: Any) -> Any:
+        """One owner. What a client trains on, in local steps and full gradients, in place of a batch of its own."""
+        raise NotImplementedError  # never called where a callback does not define it
+
+    def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
+        """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending, int64, in any order.
+
+        Called in every process with the same values, before all else of a round; what it draws comes from
+        ``server.generator``. Choices are checkpointed.
+        """
+        raise NotImplementedError  # never called where a callback does not define it
+
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client trains."""
 
@@ -191,8 +218,14 @@ class FederatedCallback(pl.Callback):
         """One owner. What the clients send ``(n, D)`` instead of x_{i,K} - w."""
         raise NotImplementedError  # never called where a callback does not define it
 
+    def on_updates(self, server: Server) -> None:
+        """``server.updates`` ``(n, D)``, what was transmitted: change or assign it. The mean uses it, too."""
+
     def aggregate(self, server: Server) -> Tensor:
-        """One owner. ``(D,)`` in place of the weighted mean of what was transmitted."""
+        """One owner. ``(D,)`` in place of the weighted mean of what was transmitted.
+
+        With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's, ascending by client.
+        """
         raise NotImplementedError  # never called where a callback does not define it
 
     def on_server_update(self, server: Server) -> None:

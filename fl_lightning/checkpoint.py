@@ -23,7 +23,7 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.storage.apart import is_plain, places, read_plain
 from fl_lightning.storage.checkpoint_io import HYPER_PARAMETERS, AtomicCheckpointIO
 from fl_lightning.storage.rows import ClientRows
-from fl_lightning.storage.run_state import RunState
+from fl_lightning.storage.run_state import RunState, unpacked
 from fl_lightning.storage.segments import Index, merge_indices
 
 KEY = "federated"
@@ -92,8 +92,7 @@ def content(
     return {
         "version": VERSION,
         "seed": identity.seed,
-        "rounds": state.rounds,
-        "logged": state.logged,
+        **state.progress(),
         "w": None if model.evaluates_w else model.w.detach().clone(),
         "w0": state.initial_vector,
         "buffers": {name: value for name, value in model.buffers().items() if name not in named},
@@ -126,6 +125,7 @@ def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_pa
         initial_vector=None if held["w0"] is None else held["w0"].to(w.device),
         rounds=held.get("rounds", 0),
         logged=held.get("logged", {}),
+        chosen=unpacked(held["chosen"]) if "chosen" in held else {},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
-from fl_lightning.methods import Methods
+from fl_lightning.methods import Methods, checked_choice
+from fl_lightning.processes import gathered
 from fl_lightning.round.clients import LOSS
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
@@ -42,6 +43,7 @@ class FederatedLoop:
         tell: called after each client with how many are done, of how many of this process.
         note: takes what the user should know.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
+        present: the latest round that began, and who takes part in it.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
     """
 
@@ -60,14 +62,14 @@ class FederatedLoop:
     note: Callable[[str], None]
     rank: int = 0
     world_size: int = 1
+    present: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
 
     def run_round(self, t: int) -> Metrics:
         """Round t, committed when this returns; gives what was logged."""
         began = time.perf_counter()
-        round = self.begin(t)
-        ledger = Ledger(round)
-        self.methods.bind(ledger)
+        ledger = self.begin(t)
+        round = ledger.round
         with ledger.server_hooks():
             self.methods.run("on_round_start", Server(round, ledger))
 
@@ -82,6 +84,7 @@ class FederatedLoop:
                 self.step(server)
                 self.evaluate(ledger, server)
                 server.communication = traffic.of_round(ledger, self.methods)
+                server.kept_vectors = traffic.kept_vectors(ledger)
                 if ledger.finished:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
@@ -89,7 +92,8 @@ class FederatedLoop:
             server_states = ledger.settled_server(self.methods.declared) if ledger.finished else {}
             metrics["time/round"] = time.perf_counter() - began
             self.report(metrics, t)
-            self.state.commit(t, rows, server_states, metrics)
+            chosen = tuple(round.ids) if self.methods.owner("select") else None
+            self.state.commit(t, rows, server_states, metrics, chosen)
             ledger.rows = {}  # the store has them, in memory or on disk
         except BaseException:
             if not self.state.settle(t):
@@ -98,32 +102,66 @@ class FederatedLoop:
         self.state.rows.store.make_room()  # may fail, when the round is over
         return metrics
 
-    def begin(self, t: int) -> Round:
-        """Who takes part, from which model, at which rates: the facts of the round."""
-        ids = list(self.participants(t))
-        steps = {i: self.cohort.steps(i) for i in ids}
-        sizes = self.cohort.sizes(ids)
-        factor = decay_factor(self.settings.lr_decay, t)
-        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
+    def begin(self, t: int) -> Ledger:
+        """The facts of the round, from which model and at which rates; then who takes part: sampled, or chosen."""
+        ledger = Ledger(self.facts(t))
+        self.methods.bind(ledger)
+        select = self.methods.owner("select")
+        ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
         self.state.rows.fetch(ids)
-        w, initial = self.model.w.detach(), self.state.initial_vector
-        return Round(
-            t=t,
+        steps, sizes = {i: self.cohort.steps(i) for i in ids}, self.cohort.sizes(ids)
+        ledger.round = replace(
+            ledger.round,
             ids=ids,
             steps=steps,
             sizes=sizes,
             weights={i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids},
+            rates=self.client_rates.in_round(
+                t, decay_factor(self.settings.lr_decay, t), max(steps.values(), default=1)
+            ),
+        )
+        self.present = t, tuple(ids)
+        return ledger
+
+    def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:
+        """Who takes part by the choice of a method, ascending; the same in every process."""
+        available = torch.arange(self.cohort.m, device=ledger.round.w.device)
+        n = min(self.cohort.number(ledger.t), len(available))
+        with ledger.server_hooks():
+            given = select(Server(ledger.round, ledger), available, n)
+        ids = checked_choice(select, given, available, n)
+        if any(other != ids for other in gathered(ids)):
+            raise ValueError(
+                f"{getattr(select, '__qualname__', select)} chose other clients in another process; it may depend on "
+                "what the server knows alone, and draws from server.generator"
+            )
+        return ids
+
+    def facts(self, t: int) -> Round:
+        """The facts of round t, before it is known who takes part."""
+        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
+        w, initial = self.model.w.detach(), self.state.initial_vector
+        return Round(
+            t=t,
+            ids=[],
+            steps={},
+            sizes={},
+            weights={},
             num_clients=self.cohort.m,
             w=w,
             w0=w if initial is None else initial,
             evaluated=self.model.evaluated.detach(),
             buffers=self.model.buffers(),
             layout=self.model.layout,
-            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
+            rates=self.client_rates,
             read=self.state.rows.read,
             server_states=dict(self.state.server),
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             parts=self.parts,
+            seed=self.cohort.seed,
+            all_sizes=self.cohort.data.client_sizes,
+            steps_of=self.cohort.steps_of,
+            home=self.state.rows.at_home,
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
@@ -173,11 +211,15 @@ class FederatedLoop:
     def metrics(self, ledger: Ledger, server: Server) -> Metrics:
         """What the learner, the clients' hooks and the server's hooks logged."""
         self.warn_of_mean_gradient(ledger)
+        for text in ledger.notes:
+            self.note(text)
         total = ledger.total
         means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
+        if (cost := traffic.gradients(ledger)) > sum(ledger.round.steps.values()):  # more than one a local step
+            logged["cost/gradients"] = cost
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,10 @@ from fl_lightning.schedules import arguments
 from fl_lightning.state import Staging, State
 
 OWNED = {
+    "select": "who takes part",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
+    "local_batch": "what clients train on",
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
     "parts": "which part is averaged when",
@@ -25,6 +27,7 @@ SHARED = (
     "on_local_gradient",
     "on_local_step_end",
     "on_local_end",
+    "on_updates",
     "on_server_update",
     "on_round_end",
 )
@@ -49,6 +52,8 @@ class Methods:
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
         self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
+        ordered = sorted(self.callbacks, key=lambda c: not c.stands_for_clients)
+        self._hooks["on_updates"] = [c.on_updates for c in ordered if overrides(c, "on_updates")]
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
         for hook, what in OWNED.items():
@@ -127,6 +132,16 @@ class Methods:
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
     @property
+    def gathering(self) -> list[str]:
+        """Those that take all updates of a round together, by name."""
+        return [type(c).__name__ for c in self.callbacks if c.gathers or overrides(c, "on_updates")]
+
+    @property
+    def reads_loss(self) -> bool:
+        """Whether one of them asks for the mean loss of a client's local steps."""
+        return any(c.reads_loss for c in self.callbacks)
+
+    @property
     def start_from_w0(self) -> bool:
         """Whether a state starts from w^0, so that w^0 has to be kept."""
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
@@ -182,6 +197,15 @@ def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Te
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned
+
+
+def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n: int) -> list[int]:
+    """The clients that ``select`` returned, ascending: n distinct ones of the available."""
+    given = returned.tolist() if hasattr(returned, "tolist") else returned
+    ids = sorted(int(i) for i in given) if isinstance(given, Iterable) else []
+    if len(ids) != n or len(set(ids)) != n or not set(ids) <= set(available.tolist()):
+        raise _returned(call, returned, f"{n} distinct ids of the {len(available)} available clients")
+    return ids
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:

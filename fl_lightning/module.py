@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fl_lightning import checkpoint, checks
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
+from fl_lightning.evaluation import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
 from fl_lightning.methods import Methods
@@ -153,8 +154,12 @@ class FederatedModule(LearnerHooks):
         return self.run.cohort(self.trainer)
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        return self.cohort.participants(t)
+        """Who takes part in round t, ascending; the same in every process and after every resume.
+
+        Raises:
+            UserError: a method chooses them (``select``), and has not chosen for this round yet.
+        """
+        return self.run.participants(t, self.cohort)
 
     def steps(self, t: int, i: int) -> int:
         """K_i: local steps of client i in round t."""
@@ -171,6 +176,10 @@ class FederatedModule(LearnerHooks):
     def export(self, path: str | Path | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
         return self.global_model.export(path, self._trainer)
+
+    def evaluator(self) -> Evaluator:
+        """Measures losses and gradients of clients' samples at any vector, on a copy of the learner as it is now."""
+        return Evaluator.of_run(self)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -222,6 +231,10 @@ class FederatedModule(LearnerHooks):
         self.run.start(self.current_epoch)
         self.learner.on_train_start()
 
+    def on_train_epoch_start(self) -> None:
+        self.run.seed_round(self.current_epoch)
+        self.learner.on_train_epoch_start()
+
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
         """The round of this epoch; gives its mean loss, where a callback asks for it."""
         self.run.run_round(self.current_epoch)
@@ -236,6 +249,10 @@ class FederatedModule(LearnerHooks):
         self.learner.on_validation_end()
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.run.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+
+    def on_train_end(self) -> None:
+        self.learner.on_train_end()
+        self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
         self.run.save(saved, self.trainer)

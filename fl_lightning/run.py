@@ -12,16 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks, facts, sampling
+from fl_lightning.aggregation import gathering
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
+from fl_lightning.client_evaluation import ClientEvaluation
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
+from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.errors import UserError
+from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
@@ -47,6 +51,7 @@ class FederatedRun:
     clients: Optimizer
     schedule: ClientSchedule | None = None
     server: Optimizer
+    _random_state: RandomState  # of the process, before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
         self.settings, self.model = settings, model
@@ -94,6 +99,12 @@ class FederatedRun:
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
         return Cohort(trainer.datamodule, self.seed(trainer), **self.settings.cohort())
+
+    def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
+        """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""
+        if self.methods.owner("select") is None:
+            return cohort.participants(t)
+        return self.state.chosen_in(t, (-1, ()) if self.loop is None else self.loop.present)
 
     def describe(self, cohort: Cohort) -> str:
         """What runs, in one line."""
@@ -181,15 +192,20 @@ class FederatedRun:
             transfers: names of the hooks by which the learner transfers its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
+        first = cohort.participants if self.methods.owner("select") else participants  # to try steps on
         facts = RunFacts(cohort.n, cohort.m, settings.weighting)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
+        if who := self.methods.gathering:
+            self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
+        work.evaluate = ClientEvaluation(trainer.lightning_module)
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]
         clients = self.clients, self.schedule
-        setting = setting_of(trainer, settings, model, *clients, work, cohort, participants, own)
-        setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
+        setting = setting_of(trainer, settings, model, *clients, work, cohort, first, own)
+        reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
+        setting = replace(setting, keeps_loss=reads_loss)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
@@ -231,6 +247,15 @@ class FederatedRun:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
         facts.log_to(self._trainer.loggers, facts.of_run(self, self._trainer))
+        self._random_state = RandomState(self.model.w)
+
+    def seed_round(self, t: int) -> None:
+        """Make what is drawn outside of clients from here on, as in validation, a function of (seed, t)."""
+        seed_round(self.seed(self._trainer), t)
+
+    def end(self) -> None:
+        """After the last round: leave the process's random numbers as they were before the first."""
+        self._random_state.restore()
 
     def run_round(self, t: int) -> Metrics:
         """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
@@ -316,11 +341,6 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
-
-
-def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Which of a module's parts are in training mode."""
-    return [(part, part.training) for part in module.modules()]
 
 
 def reads_outputs(callback: Any) -> bool:

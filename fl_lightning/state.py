@@ -6,7 +6,7 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
@@ -18,7 +18,7 @@ from fl_lightning.schedules import Schedule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor]
+Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor | float]
 
 
 class Staging(Protocol):
@@ -48,8 +48,9 @@ class Group(Protocol):
 
 
 class Staged(Protocol):
-    """The server at the end of a round."""
+    """The server."""
 
+    def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor: ...
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
@@ -205,6 +206,15 @@ class StateRows:
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
         """In ``on_round_end``: ``(ids, rows)`` written this round, ascending by client, the same in every process."""
         return server.staged(self._declaration.key(self._callback))
+
+    def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
+        """In hooks that take ``server``: committed rows ``(k, …)`` of these clients, the same in every process.
+
+        A client without a row has what it would read first. What this round writes is not in them; see :meth:`staged`.
+        """
+        if not isinstance(self._declaration, ClientState):
+            raise TypeError(f"{self._declaration.name} lives for one round; only a ClientState has committed rows")
+        return server.committed(self._declaration.key(self._callback), self._declaration, ids)
 
 
 class UploadSums:

@@ -31,6 +31,7 @@ class Contributions:
         self.ledger, self.methods = ledger, methods
         self.average_buffers = average_buffers
         self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
+        self.gathers = bool(methods.gathering)  # in place of the sum of updates, which follows later
         self.diverged: list[int] = []  # clients of this process whose update is not finite
         self._sum = TreeSum(leaves)
         self._lock = threading.Lock()
@@ -41,7 +42,7 @@ class Contributions:
         round = self.ledger.round
         counts = traffic.of_client(clients, round.buffers)
         update = clients.x - round.w
-        values: Leaf = {"traffic": counts}
+        values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
         buffers = self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
@@ -51,6 +52,8 @@ class Contributions:
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
             rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts()})
+        gathered = values.pop("update") if self.gathers and finished else None
+        values["traffic"] = torch.tensor(counts)
         with self._lock:
             if not finished:
                 self.diverged.append(client)
@@ -58,6 +61,8 @@ class Contributions:
                 self.ledger.metrics[client] = clients.metrics
             read = self.ledger.mean_gradient_read, clients.mean_gradient_read
             self.ledger.mean_gradient_read = max(read)  # of several the same one, whoever comes first
+            if gathered is not None:
+                self.ledger.updates[client] = gathered.clone() if "update" in lent else gathered
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
             self._sum.add(leaf, values, lent)
@@ -69,7 +74,7 @@ class Contributions:
         self.ledger.metrics = {client: own for _, each in everyone for client, own in each.items()}
         return sum_over_processes(self._sum.total) or {}, diverged
 
-    def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: Tensor) -> set[str]:
+    def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]) -> set[str]:
         """Put what a client that finished gives into ``values``; the names of those that a method may still hold."""
         round, weight = self.ledger.round, self.ledger.round.weights[client]
         lent: set[str] = set()
@@ -122,7 +127,9 @@ class Contributions:
     def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
         """A row, uniformly and by weight (where these differ); ``key`` "": the update."""
         uniform, weighted = ("sum:" + key, "weighted:" + key) if key else ("update", "weighted")
-        if self.uniform:
+        if self.gathers and not key:
+            values[uniform] = row
+        elif self.uniform:
             values[uniform if key else weighted] = row
         else:
             values[uniform], values[weighted] = row, row * weight

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.aggregation import gathering
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods
@@ -22,6 +23,10 @@ from fl_lightning.round.server import Server
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     """``(D,)``: the weighted mean of what was transmitted, or the result of ``aggregate``, where a method has it."""
     round, total = ledger.round, ledger.total
+    if methods.gathering:
+        ledger.gathered = gathering.gather(ledger)
+        methods.run("on_updates", server)
+        total.update(gathering.total(ledger, ledger.gathered))
     server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
     aggregate = methods.owner("aggregate")
     return aggregate(server).to(round.w.dtype) if aggregate else server.update

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fl_lightning.methods import Methods
@@ -12,19 +11,20 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
 
-DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES = range(5)
+DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = range(6)
 
 
-def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
-    """A client's counts ``(5,)`` as it starts: coordinates of which it has no valid copy, 1 client, its buffers."""
-    counts = torch.zeros(5, dtype=torch.int64)
+def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
+    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers, its gradients."""
+    counts = [0] * 6
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
+    counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
     counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in buffers.values())
     return counts
 
 
-def add_upload(counts: Tensor, clients: Clients, counted: Mapping[str, Upload]) -> None:
+def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload]) -> None:
     """Add what a client sends in the end: its update, where it is averaged, and the uploads that are counted."""
     averaged = clients._round.averaged
     size = clients.x.element_size()
@@ -37,6 +37,22 @@ def add_upload(counts: Tensor, clients: Clients, counted: Mapping[str, Upload]) 
             count = everywhere if counted[key].shape is None else value[0].numel()
             up, up_bytes = up + count, up_bytes + count * value.element_size()
     counts[UP_PARAMETERS], counts[UP_BYTES] = round(up), round(up_bytes)
+
+
+def gradients(ledger: Ledger) -> int:
+    """Gradients that the round's participants evaluated, all together, each of one batch."""
+    counts = ledger.total.get("traffic")
+    return 0 if counts is None else int(counts[GRADIENTS])
+
+
+def kept_vectors(ledger: Ledger) -> float:
+    """What a participant keeps until its next round, in vectors of D numbers, without what loggers let it keep.
+
+    Counted at the first that this process has trained; 0 where it has none.
+    """
+    client = next((i for i in ledger.finished if any(i in rows for rows in ledger.rows.values())), -1)
+    of_methods = (rows for key, rows in ledger.rows.items() if not key.split(".")[0].endswith("Logger"))
+    return sum(rows[client].numel() for rows in of_methods if client in rows) / ledger.round.w.numel()
 
 
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:

@@ -5,8 +5,9 @@ One round is rehearsed on quadratics with filled state: on_local_start, two loca
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import State
@@ -54,6 +55,7 @@ class Stage:
             layout=module.layout,
             rates=ClientRates(1.0, torch.tensor(0.1, dtype=torch.float64)),
             read=lambda key, client: self.rows[key][client] if key in self.rows else None,
+            steps_of=lambda client, epochs: 1 + client % 2,
             server_states={k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)},
         )
 
@@ -70,9 +72,16 @@ class Stage:
         ids = clients.client_ids
         return self.curvature[ids] * (at - self.centre[ids])
 
+    def evaluate(self, clients: Clients, at: Tensor, what: str) -> dict[str, Tensor]:
+        ids = clients.client_ids
+        loss = (self.curvature[ids] * (at - self.centre[ids]) ** 2).sum(1, keepdim=True) / 2
+        return defaultdict(lambda: loss, loss=loss)
+
     def clients(self, ids: Sequence[int]) -> Clients:
         """A group about to start, its per-client columns ready as an engine has them."""
-        clients = Clients(self.round, list(ids), self.round.w.expand(len(ids), -1).clone(), self.gradient)
+        clients = Clients(
+            self.round, list(ids), self.round.w.expand(len(ids), -1).clone(), self.gradient, self.evaluate
+        )
         _ = clients.ids, clients.steps, clients.sizes, clients.weights
         return clients
 
@@ -92,7 +101,7 @@ class Stage:
 
         yield from run("on_local_start")
         clients.begin(own_starts=True)
-        for _ in range(STEPS):
+        for clients.local_step in (StagedStep(self, clients, k) for k in range(STEPS)):
             g = self.gradient(clients, clients.x)
             if perturb is not None:
                 e = call("perturbation", partial(_returned, perturb, clients, g))
@@ -103,11 +112,28 @@ class Stage:
                 yield hook, {"the gradient": g.clone(), **state(clients)}
             clients.x.sub_(self.round.rates.lr * g)
             yield from run("on_local_step_end")
+            clients.step_done()
+        clients.local_step = None
+        if methods.reads_loss:
+            clients.logs[LOSS] = 1.0 + clients.ids
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
             u = call("transmit", partial(_returned, transmit, clients, u))
             yield "transmit", {"what is sent": u.clone(), **state(clients)}
+
+
+@dataclass
+class StagedStep:
+    """A local step of clients on a stage."""
+
+    stage: Stage
+    clients: Clients
+    index: int
+    first: bool = False
+
+    def gradient_at(self, x: Tensor) -> Tensor:
+        return self.stage.gradient(self.clients, x.expand_as(self.clients.x))
 
 
 def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:

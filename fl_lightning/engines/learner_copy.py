@@ -55,6 +55,7 @@ class LearnerCopy:
         self._views_of_g = layout.views(self.g.view(-1))
         self._views = layout.views(x.view(-1))
         self._second: tuple[Tensor, list[Tensor]] | None = None
+        self._third: tuple[Tensor, ...] | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
         self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}  # frozen parameters, and where they lie
@@ -142,6 +143,21 @@ class LearnerCopy:
             self.g, self._views_of_g = first
 
     @contextmanager
+    def at(self, point: Tensor) -> Iterator[None]:
+        """Within, the learner is at ``point``, and gradients go elsewhere; both in memory of their own."""
+        if self._third is None:
+            self._third = torch.empty_like(self.x), torch.empty_like(self.g)
+        (x, g), held = self._third, (self.g, self._views_of_g)
+        x.copy_(point)
+        tie(self.parameters, self.layout.views(x.view(-1)))
+        self.g, self._views_of_g = g, self.layout.views(g.view(-1))
+        try:
+            yield
+        finally:
+            tie(self.parameters, self._views)
+            self.g, self._views_of_g = held
+
+    @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
         """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
         check_trainable(self.learner, self.layout)
@@ -192,12 +208,8 @@ class LearnerCopy:
         with metric_states.kept(self._own_metrics):
             return self._gradients(batch, step, log)
 
-    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
-        self.logging = log
-        if self.convert is not None:
-            batch = self.convert(self.learner, batch)
-        if log and self.hooks is not None:
-            self.hooks.batch_start(batch, step)
+    def loss(self, batch: Any, step: int) -> tuple[Any, Tensor]:
+        """What ``training_step`` returns for a batch that is converted already, and the loss in it."""
         with self.forward_context():
             output = self.step(batch, step) if self.takes_index else self.step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
@@ -207,6 +219,15 @@ class LearnerCopy:
                 "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
                 "learn from, return a zero loss (0 * loss)"
             )
+        return output, loss
+
+    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
+        self.logging = log
+        if self.convert is not None:
+            batch = self.convert(self.learner, batch)
+        if log and self.hooks is not None:
+            self.hooks.batch_start(batch, step)
+        output, loss = self.loss(batch, step)
         if self.hooks is None:
             gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
         else:

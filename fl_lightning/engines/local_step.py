@@ -15,6 +15,7 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Evaluate
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Work:
         data: ``client_batches`` and ``full_batches`` of each client.
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
+        evaluate: behind ``clients.evaluate``.
         draws: whether learner or data may draw from the process's generators, which are then seeded for each client.
     """
 
@@ -34,6 +36,19 @@ class Work:
     clip_norm: float | None = None
     keep_optimizer_state: bool = False
     draws: bool = True
+    evaluate: Evaluate | None = None
+
+    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
+        """The batches of a client's local steps, as a method lets it see them."""
+        batches: Iterator[Any] = self.data.client_batches(client, round, steps, device=device)
+        change = self.methods.owner("local_batch")
+        return batches if change is None else (change(client, batch) for batch in batches)
+
+    def full_batches(self, client: int, device: torch.device) -> Iterator[tuple[Any, int]]:
+        """All of a client's samples in batches, each with its number of samples, as a method lets it see them."""
+        batches: Iterator[tuple[Any, int]] = self.data.full_batches(client, device=device)
+        change = self.methods.owner("local_batch")
+        return batches if change is None else ((change(client, batch), number) for batch, number in batches)
 
 
 class Model(Protocol):
@@ -57,6 +72,8 @@ class Model(Protocol):
 
     def shifted(self, e: Tensor) -> AbstractContextManager[None]: ...
 
+    def at(self, point: Tensor) -> AbstractContextManager[None]: ...
+
     def load_buffers(self, values: Mapping[str, Tensor]) -> None: ...
 
 
@@ -79,14 +96,24 @@ class LocalStep:
         as_vector = changed or not optimizer.plain  # somebody asks for the gradient as (n, D)
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
+        hooked = self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
+        self.first, self.remembers = True, bool(hooked)  # what gradient_at needs: of the first step, then where used
+        self.before: RandomState | None = None
+        self.buffers: Mapping[str, Tensor] = clients._round.buffers
+        self.batch: Any = None
+        self.index: Any = 0
+        clients.local_step, clients.gradients_a_step = self, 1 + (self.perturb is not None)
 
     @property
     def clipped(self) -> Tensor | None:
         return None if self.limit is None else self.clients.clipped
 
     def __call__(self, batch: Any, index: Any) -> None:
+        self.batch, self.index = batch, index
         if self.optimizer.by_step:
             self.optimizer.at(index)
+        if self.remembers:
+            self.remember()
         gradient = self.loss_gradient(batch, index)
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)
@@ -104,13 +131,43 @@ class LocalStep:
             end(self.clients)
         if self.hooks is not None:
             self.hooks.batch_end()
+        self.clients.step_done()
+        if self.first:
+            self.first, self.remembers = False, self.clients.gradients_a_step > 1
+
+    def remember(self) -> None:
+        """What the present step begins with, for gradients at other points."""
+        if self.draws:
+            self.before = RandomState(self.model.x, not self.all_generators)
+        if not self.first:
+            self.buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
+
+    def gradient_at(self, x: Tensor) -> Tensor:
+        """∇ℓ(x; the present batch) ``(n, D)``; what was drawn, logged and changed in buffers so far stays."""
+        if not self.remembers:
+            raise RuntimeError("clients.gradient_at is called from a client's first local step on, or not at all")
+        now = None if self.before is None else RandomState(self.model.x, self.before.torch_alone)
+        after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
+        if self.before is not None:
+            self.before.restore()
+        self.model.load_buffers(self.buffers)
+        try:
+            with self.model.at(x):
+                gradient = self.model.gradient(self.batch, self.index, log=False).clone()
+        finally:
+            self.model.load_buffers(after)
+            if now is not None:
+                now.restore()
+        if self.first:
+            self.clients.gradients_a_step += 1
+        return gradient
 
     def loss_gradient(self, batch: Any, index: Any) -> Any:
         """∇ℓ at x, or at the perturbed point: same batch, same random numbers; without weight decay."""
         gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
         if self.perturb is None:
             return gradient_of(batch, index)
-        before = RandomState(self.model.x, not self.all_generators) if self.draws else None
+        before = self.before
         with self.perturbed(self.perturb, batch, index, before):
             gradient = gradient_of(batch, index, log=False)
         if self.all_generators and before is not None:  # a learner draws from NumPy's at once, or never

@@ -125,6 +125,16 @@ class Stack:
         finally:
             self.x = x
 
+    @contextmanager
+    def at(self, point: Tensor) -> Iterator[None]:
+        """Within, gradients are taken at ``point``, into memory of their own."""
+        held = self.x, self.g
+        self.x, self.g = point.expand_as(self.x), torch.empty_like(self.g)
+        try:
+            yield
+        finally:
+            self.x, self.g = held
+
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Buffers are the learner's own: a learner that changes them cannot be stacked."""
 
@@ -188,7 +198,7 @@ class Stacked:
         """A group's round, from the server's model to ``on_local_end``; gives each client as a group of one."""
         work, stack = self.work, Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
-        clients = Clients(round, ids, stack.x, self._full_gradient)
+        clients = Clients(round, ids, stack.x, self._full_gradient, work.evaluate)
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
@@ -200,6 +210,7 @@ class Stacked:
                 step.limit = stack.x.new_full((len(ids), 1), step.limit)
             for index, groups in enumerate(self._batches(stack, clients, step.limit)):
                 step(groups, index)
+            clients.local_step = None
             means, logged = stack.take_logs()
             clients.logs.update(means)
             if step.clipped is not None:
@@ -222,7 +233,7 @@ class Stacked:
         round, device = clients._round, stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
         sources = [
-            iter(self.work.data.client_batches(i, round.t, k, device=device))
+            iter(self.work.client_batches(i, round.t, k, device))
             for i, k in zip(clients.client_ids, steps, strict=True)
         ]
         for step in range(max(steps)):
@@ -279,6 +290,7 @@ def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
         if isinstance(attribute, cached_property):
             own.__dict__.pop(name, None)
     own._ids, own._x = [clients.client_ids[row]], clients.x[part]
+    own._columns = {}
     own._rows = {key: rows[part] for key, rows in clients._rows.items()}
     own._versions, own._declared = dict(clients._versions), dict(clients._declared)
     own.uploads = {key: value[part] for key, value in clients.uploads.items()}

@@ -47,21 +47,22 @@ class Worker:
             Exception: from the learner, the data or a method, with a note that names round, client and step.
         """
         work, copy, optimizer = self.work, self.copy, self.optimizer
-        clients = Clients(round, [client], copy.x, self.full_gradient)
-        batches = Counted(work.data.client_batches(client, round.t, round.steps[client], device=copy.x.device), stop)
+        clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
+        batches = Counted(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
         try:
             copy.load(round)
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
             optimizer.begin(round.rates, self.optimizer_rows(round, client))
-            copy.reset()  # of what another client, or a full gradient, left in the learner's metrics
+            copy.reset()  # of what another client, or a full gradient, left in logs and the learner's metrics
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:
                 self.recorder.run(step, iter(batches), clients, optimizer, copy)
             else:
                 for index, batch in enumerate(batches):
                     step(batch, index)
+            clients.local_step = None
             clients.metrics = copy.take_metrics()
             for name, mean in copy.take_logs().items():
                 clients.logs[name] = mean.reshape(1)
@@ -69,7 +70,6 @@ class Worker:
                 clients.logs["clipped_steps"] = step.clipped / round.steps[client]
             work.methods.run("on_local_end", clients)
         except Exception as error:
-            copy.logged = {}
             tell_where(error, f"in round {round.t}, client {client}, local step {batches.step} (all counted from 0)")
             raise
         clients.buffers = copy.buffers
@@ -88,7 +88,7 @@ class Worker:
                 seed_client(work.seed, clients.round, client, "full")
             copy.x.copy_(at)
             try:
-                for step, (batch, number) in enumerate(work.data.full_batches(client, device=copy.x.device)):
+                for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
                     copy.load_buffers(buffers)
                     total += copy.gradient(batch, step, log=False) * (number / clients._round.sizes[client])
             finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
+from numpy.random import Generator
 
 from fl_lightning.checks import count_participants
 from fl_lightning.sampling import generator
@@ -50,19 +53,48 @@ class Cohort:
 
     def participants(self, t: int) -> tuple[int, ...]:
         """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        n, m = self.n, self.m
+        m = self.m
+        if self.n == m and self.sampling == "uniform":
+            return tuple(range(m))
         draw = generator(self.seed, "participants", t)
-        if self.sampling == "bernoulli":
-            n = max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
+        n = self._number(draw)
         return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
+
+    def number(self, t: int) -> int:
+        """How many take part in round t, where a method chooses them."""
+        return self._number(generator(self.seed, "participants", t))
+
+    def _number(self, draw: Generator) -> int:
+        n, m = self.n, self.m
+        if self.sampling != "bernoulli":
+            return n
+        return max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
 
     def steps(self, i: int) -> int:
         """K_i: local steps of client i in a round."""
         if self.local_steps is not None:
             return self.local_steps
-        epochs = Fraction(str(5 if self.local_epochs is None else self.local_epochs))
+        return self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
+
+    def steps_of(self, i: int, local_epochs: float) -> int:
+        """Steps of so many local epochs of client i, taken exactly from their decimal form: a started batch counts."""
+        epochs = Fraction(str(local_epochs))
         batches, whole = int(self.data.batches_per_epoch(i)), int(epochs)
         return whole * batches + -int(-((epochs - whole) * batches) // 1)
+
+    def smallest_batch(self, clients: Sequence[int] | None = None) -> tuple[int, int] | None:
+        """Samples of the smallest batch of these clients (None: of all), and the first such client: O(m), no draw.
+
+        None where the data do not tell.
+        """
+        if not hasattr(self.data, "smallest_batch"):
+            return None
+        steps: Any = self.local_steps
+        if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # no client's whole epoch, then
+            _, first, of = np.unique(self.data.client_sizes(), return_index=True, return_inverse=True)
+            steps = np.array([self.steps(int(i)) for i in first])[of]
+        found: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
+        return found
 
     def sizes(self, ids: Iterable[int]) -> dict[int, int]:
         """N_i: samples of each of these clients."""

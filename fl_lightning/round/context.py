@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -113,6 +113,18 @@ def asking() -> str:
     return "a method of this run"
 
 
+class InStep(Protocol):
+    """The local step that is under way, of the clients that take it together."""
+
+    index: Any
+    first: bool  # of a client's
+
+    def gradient_at(self, x: Tensor) -> Tensor: ...
+
+
+Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]  # (clients, x, what) -> columns (n, 1) by name
+
+
 @dataclass(frozen=True)
 class Round:
     """Round t: who takes part, from which model, at which rates.
@@ -127,6 +139,10 @@ class Round:
         server_states: committed, by key.
         optimizer_rows: keys of the rows in which client optimizers are kept.
         parts: parts with averaging periods of their own, or None.
+        seed: the run's.
+        all_sizes: numbers of samples ``(m,)`` of all clients.
+        steps_of: ``(client, epochs)`` → local steps of so many epochs.
+        home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
     """
 
     t: int
@@ -145,6 +161,10 @@ class Round:
     server_states: Mapping[str, Tensor]
     optimizer_rows: list[str] = field(default_factory=list)
     parts: Parts | None = None
+    seed: int = 0
+    all_sizes: Callable[[], Any] | None = None
+    steps_of: Callable[[int, float], int] | None = None
+    home: Callable[[str, int], Tensor | None] | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -163,4 +183,4 @@ class Round:
         if initial == "zeros":
             return torch.zeros(size, dtype=kind, device=self.w.device)
         value = initial(self.w) if callable(initial) else self.w0 if initial == "initial_model" else self.w
-        return value.to(kind).expand(size)
+        return torch.as_tensor(value, device=self.w.device).to(kind).expand(size)

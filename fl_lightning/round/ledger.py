@@ -18,6 +18,7 @@ class Ledger:
     """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who ``finished``.
 
     ``metrics``: what the steps of each that finished left in the learner's metrics.
+    ``logs``, ``notes``: what server hooks logged, and have to say. ``gathered``: all updates ``(n, D)``, or None.
     ``mean_gradient_read``: the method that took a client's displacement for its mean gradient; empty: none did.
     """
 
@@ -29,6 +30,10 @@ class Ledger:
         self.finished: list[int] = []
         self.mean_gradient_read = ""
         self.metrics: dict[int, Any] = {}
+        self.logs: dict[str, Tensor | float] = {}
+        self.notes: list[str] = []
+        self.updates: dict[int, Tensor] = {}  # of this process's clients, until all are gathered
+        self.gathered: Tensor | None = None
         self._at_server = False
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read

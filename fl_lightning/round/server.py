@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.learner import Layout
-from fl_lightning.processes import world_size
+from fl_lightning.processes import gathered, world_size
 from fl_lightning.round.context import Round
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.sampling import generator
+from fl_lightning.state import ClientState
 
 
 class Server:
@@ -25,7 +28,8 @@ class Server:
         self._round, self._ledger = round, ledger
         self.w = self.w_before = self.update = self.evaluated = round.w
         self.communication: dict[str, int] = {}
-        self.logs: dict[str, Tensor | float] = {}
+        self.kept_vectors = 0.0
+        self.logs = ledger.logs
 
     @property
     def round(self) -> int:
@@ -62,14 +66,66 @@ class Server:
         return self._round.layout
 
     @property
+    def updates(self) -> Tensor:
+        """What each participant that finished transmitted ``(n, D)``, in the order of ``ids``; from ``on_updates`` on.
+
+        Raises:
+            RuntimeError: no method of the run gathers updates, or no client has finished yet.
+        """
+        if self._ledger.gathered is None:
+            raise RuntimeError(
+                "server.updates is there from on_updates on, where a callback of the run has that hook, or says "
+                "gathers = True"
+            )
+        return self._ledger.gathered
+
+    @updates.setter
+    def updates(self, value: Tensor) -> None:
+        held = self.updates
+        if value.shape != held.shape:
+            raise ValueError(f"server.updates has shape {tuple(held.shape)}, and was given {tuple(value.shape)}")
+        if value is not held:
+            held.copy_(value)
+
+    @property
     def mean_change(self) -> Tensor:
         """The uniform mean ``(D,)`` of what was transmitted."""
         total = self._ledger.total
         return total.get("update", total["weighted"]) / max(self.n, 1)
 
+    def generator(self, purpose: str, *counters: int) -> np.random.Generator:
+        """Random numbers keyed by (seed, purpose, round, counters): the same in every process and after a resume.
+
+        Another call with the same arguments begins them anew.
+
+        Args:
+            purpose: what is drawn; methods that name it alike draw alike.
+            counters: up to two more, such as a client's number.
+        """
+        return generator(self._round.seed, "method: " + purpose, self.round, *counters)
+
+    def sizes(self, ids: Tensor) -> Tensor:
+        """Numbers of samples N_i of these clients ``(k,)``, float64."""
+        assert self._round.all_sizes is not None
+        return torch.as_tensor(self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device)
+
+    def note(self, text: str) -> None:
+        """Say something to the user: a warning, once, repeated in the run's card."""
+        self._ledger.notes.append(text)
+
     def log(self, name: str, value: Tensor | float) -> None:
         """Log a scalar against the round."""
         self.logs[name] = value
+
+    def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
+        """The rows ``(k, …)`` of a state as the round found them, of these clients, in every process."""
+        wanted = [int(i) for i in ids]
+        home = self._round.home or self._round.read
+        found = {i: row for i in wanted if (row := home(key, i)) is not None}
+        rows = {i: row for each in gathered(found) for i, row in each.items()}
+        unwritten = self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
+        some = [rows[i].to(unwritten) if i in rows else unwritten for i in wanted]
+        return torch.stack(some) if some else unwritten.new_empty(0, *unwritten.shape)
 
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows written this round, ascending by client, brought to every process."""

@@ -33,6 +33,10 @@ class ClientRows:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
 
+    def at_home(self, key: str, client: int) -> Tensor | None:
+        """A committed row of a client whose rows live with this process; None for others."""
+        return self.store.read(key, client) if client % self.world == self.rank else None
+
     def names(self) -> list[str]:
         """Names of states of which this process can read rows at present."""
         return sorted({*self.store.names(), *self._fetched})

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from fl_lightning.errors import UserError
 from fl_lightning.storage.rows import ClientRows, Rows
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What round t leaves besides the model: rows at home (see :meth:`ClientRows.bring_home`), states, metrics."""
+    """What round t leaves besides the model: rows at home (see :meth:`ClientRows.bring_home`), states, metrics.
+
+    ``chosen``: who took part, where a method chose.
+    """
 
     t: int
     rows: Rows
     server: dict[str, Tensor]
     logged: dict[str, float]
+    chosen: tuple[int, ...] | None
 
 
 @dataclass
@@ -29,6 +36,7 @@ class RunState:
         initial_vector: w^0 ``(D,)``, where a method needs it.
         rounds: how many are committed.
         logged: the metrics of the last of them.
+        chosen: who took part, by round, where a method chose.
     """
 
     rows: ClientRows
@@ -36,13 +44,40 @@ class RunState:
     initial_vector: Tensor | None = None
     rounds: int = 0
     logged: dict[str, float] = field(default_factory=dict)
+    chosen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _outcome: Outcome | None = None
 
-    def commit(self, t: int, rows: Rows, server: dict[str, Tensor], logged: dict[str, float]) -> None:
+    def commit(
+        self,
+        t: int,
+        rows: Rows,
+        server: dict[str, Tensor],
+        logged: dict[str, float],
+        chosen: tuple[int, ...] | None = None,
+    ) -> None:
         """Round t is over: what it leaves becomes the state."""
         rows = self.rows.store.owned(rows)  # may fail
-        self._outcome = Outcome(t, rows, server, logged)  # from here on the round counts, whatever happens
+        self._outcome = Outcome(t, rows, server, logged, chosen)  # from here on the round counts, whatever happens
         self.settle(t)
+
+    def chosen_in(self, t: int, present: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
+        """Who takes part in round t, where a method chooses; ``present``: the round that began last, and its clients.
+
+        Raises:
+            UserError: nobody has chosen yet, or a checkpoint of before does not say.
+        """
+        known = {**self.chosen, **dict([present] if present[0] >= self.rounds else [])}
+        if t not in known:
+            told = f"rounds {min(known)} to {max(known)}" if known else "no round"
+            raise UserError(
+                f"participants({t}): a method of this run chooses who takes part when a round begins, from what the "
+                f"server knows then, so that present and past rounds alone can be told; so far that is {told}."
+            )
+        return known[t]
+
+    def progress(self) -> dict[str, Any]:
+        """For a checkpoint: rounds done, the last one's metrics, and who was chosen."""
+        return {"rounds": self.rounds, "logged": self.logged, "chosen": packed(self.chosen)}
 
     def settle(self, t: int) -> bool:
         """Finish the commit of round t where it was interrupted; whether the round is committed."""
@@ -50,5 +85,20 @@ class RunState:
             done = self._outcome
             self.rows.commit(done.rows)
             self.server.update(done.server)
+            if done.chosen is not None:
+                self.chosen[done.t] = done.chosen
             self.logged, self.rounds, self._outcome = done.logged, done.t + 1, None
         return t < self.rounds
+
+
+def packed(chosen: dict[int, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Choices as three tensors for a checkpoint: rounds, how many, and who."""
+    who = [client for ids in chosen.values() for client in ids]
+    columns = {"rounds": list(chosen), "numbers": [len(ids) for ids in chosen.values()], "clients": who}
+    return {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
+
+
+def unpacked(held: dict[str, Tensor]) -> dict[int, tuple[int, ...]]:
+    """What :func:`packed` took."""
+    each = torch.split(held["clients"], held["numbers"].tolist())
+    return {t: tuple(ids.tolist()) for t, ids in zip(held["rounds"].tolist(), each, strict=True)}

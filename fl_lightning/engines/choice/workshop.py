@@ -45,6 +45,8 @@ class Setting:
         hooks_first: whether hooks that run later, at the start of training or of a round, may ready the learner.
         schedule: the learner's lr scheduler, where it is stepped.
         keeps_loss: whether a callback asks for the mean loss of local steps.
+        rounds: how many the run has; -1: no end.
+        skips_nonfinite: whether clients whose model is not finite are left out, and the run goes on.
     """
 
     engine: str
@@ -67,6 +69,8 @@ class Setting:
     hooks_first: bool = False
     schedule: ClientSchedule | None = None
     keeps_loss: bool = False
+    rounds: int = -1
+    skips_nonfinite: bool = False
 
     @property
     def usable_cores(self) -> int:
@@ -137,7 +141,6 @@ def setting_of(
 ) -> Setting:
     """The setting of a Trainer's run; ``transfers``: names of the hooks by which the learner transfers its batches."""
     check_trainable(model.learner, model.layout)
-    mixed = trainer.precision == "bf16-mixed"
     return Setting(
         engine=settings.engine,
         workers=settings.workers if isinstance(settings.workers, str) else int(settings.workers),
@@ -157,9 +160,11 @@ def setting_of(
         world_size=trainer.world_size,
         processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or int(trainer.num_devices),
         broadcast=trainer.strategy.broadcast,
-        forward_context=partial(in_bfloat16, model.w.device.type) if mixed else torch.enable_grad,
+        forward_context=forward_context(trainer, model.w.device),
         convert=conversion(trainer.precision_plugin, trainer.strategy.root_device, transfers),
         hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
+        rounds=-1 if trainer.max_epochs is None else trainer.max_epochs,
+        skips_nonfinite=settings.on_nonfinite == "skip",
     )
 
 
@@ -170,6 +175,11 @@ def begins_rounds(hooked: Any) -> bool:
         if hook in vars(hooked) or where not in ("lightning", "pytorch_lightning", "fl_lightning"):
             return True
     return False
+
+
+def forward_context(trainer: Any, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What the Trainer's precision puts around the learner's forward passes."""
+    return partial(in_bfloat16, device.type) if trainer.precision == "bf16-mixed" else torch.enable_grad
 
 
 def in_bfloat16(device: str) -> AbstractContextManager[Any]:
@@ -227,7 +237,7 @@ class Workshop:
 
     def copies(self, number: int) -> Iterator[tuple[LearnerCopy, ClientOptimizer]]:
         """So many new copies of the learner, with their optimizers; those of trials are let go."""
-        self._tried.clear()
+        self.forget_trials()
         for _ in range(number):
             copy = self.original.another()
             yield copy, self.optimizer_of(copy)
@@ -238,6 +248,10 @@ class Workshop:
             copy = self.original.another(aliased=bool(self._tried))
             self._tried.append((copy, self.optimizer_of(copy)))
         return self._tried[:number]
+
+    def forget_trials(self) -> None:
+        """Let go of the copies for trials; the next one gets new ones."""
+        self._tried.clear()
 
     def treat_as_buffers(self, written: tuple[str, ...]) -> None:
         """Frozen parameters that the learner's steps write are buffers from here on."""

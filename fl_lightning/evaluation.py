@@ -1,0 +1,299 @@
+"""The loss of clients' samples at any vector: on a copy of the learner, in evaluation mode, without augmentation."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fl_lightning.aggregation import metric_states
+from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
+from fl_lightning.client_samples import Counted, Samples, copies, pieces, together
+from fl_lightning.engines.choice.workshop import conversion, forward_context
+from fl_lightning.engines.learner_copy import Convert, LearnerCopy
+from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.engines.worker import tell_where
+from fl_lightning.learner import Layout, flatten
+from fl_lightning.processes import gathered, world_size
+
+Share = Callable[[], list[Counted]]
+Term = Callable[[Any, int, int], Leaf]  # (batch, its samples, its number) -> what it adds to a sum over samples
+MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28  # of a batch: samples, memory, and what its backward pass needs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over ``samples`` samples, counted as often as clients hold them; NaN of none.
+
+    ``logged``: what the learner logs, under its names; ``gradient``: of the loss ``(D,)``, float64.
+    """
+
+    samples: int
+    loss: float
+    logged: dict[str, float] = field(default_factory=dict)
+    gradient: Tensor | None = None
+
+
+class Evaluator:
+    """Evaluates clients' samples on a copy of the learner as it is when this is made, buffers included.
+
+    The run sees nothing of it: neither its learner, nor random state, metrics or logs. The loss is what
+    ``training_step`` gives in evaluation mode, each batch weighted by its samples; what a step draws is a function of
+    the seed and the batch. Sums are in float64, over batches that do not depend on who computes them: processes share
+    the work, and 1, 2, 4, … of them have the same bits. All of them have to call :meth:`mean` and :meth:`each`.
+
+    Args:
+        learner: any LightningModule; ``layout``: of its trainable parameters.
+        data: a federated data module.
+        context: around each forward pass; ``convert``: ``(learner, batch) -> batch``, None: as it is.
+        draws: whether the learner or the data may draw from the process's generators, which are then kept and seeded.
+
+    Example:
+        >>> from fl_lightning.client_samples import samples_of
+        >>> from fl_lightning.testing import tiny_run
+        >>> module = tiny_run()
+        >>> everyone = samples_of(module.trainer.datamodule)
+        >>> measured = module.evaluator().mean(module.evaluated_vector, everyone, gradient=True)
+        >>> measured.samples, measured.gradient.shape
+        (27, torch.Size([31]))
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        layout: Layout,
+        data: Any,
+        seed: int = 0,
+        context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
+        convert: Convert | None = None,
+        draws: bool = True,
+    ) -> None:
+        parameter = next(p for p in learner.parameters() if p.requires_grad)
+        x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
+        self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
+        self.copy.learner.eval()
+        self.data, self.seed, self.draws = data, seed, draws
+        self._buffers = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
+        self._forward, self.copy.forward_context = self.copy.forward_context, self._context
+        self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
+
+    @classmethod
+    def of_run(cls, module: Any, draws: bool = True, exact: bool = False) -> Evaluator:
+        """Of a FederatedModule that a Trainer has, with the batches that clients get; ``exact``: without autocast."""
+        trainer, learner = module.trainer, module.learner
+        data, device = trainer.datamodule, trainer.strategy.root_device
+        transfers = [hook for hook in module.transfers if hook not in getattr(data, "transfer_hooks", ())]
+        convert = conversion(trainer.precision_plugin, device, transfers)
+        context = torch.enable_grad if exact else forward_context(trainer, device)
+        return cls(learner, module.layout, data, module.run_seed, context, convert, draws)
+
+    def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
+        """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
+        self.copy.follow(learner)
+        self.copy.learner.eval()
+        self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    # ---- what is measured
+
+    def mean(self, x: Tensor, samples: Samples, gradient: bool = False, step: str = "training_step") -> Measured:
+        """Means at x ``(D,)`` over all these samples together, the same in every process.
+
+        Args:
+            gradient: whether to give that of the loss too.
+            step: whose logs are wanted, ``training_step``'s or ``validation_step``'s; the loss is the former's.
+        """
+        size = self.size(x, samples, GRAPH_BYTES) if gradient else self.size(x, samples)
+        return self.mean_of(x, self.shares(samples, size), gradient, step)
+
+    def mean_of(
+        self, x: Tensor, shares: Sequence[Share], gradient: bool = False, step: str = "training_step"
+    ) -> Measured:
+        """:meth:`mean` over batches that :meth:`shares` gave."""
+        total = self.sum(x, shares, self._term(gradient, step))
+        states = gathered(self.copy.take_metrics())
+        number = int(total["samples"]) if total else 0
+        return Measured(
+            number,
+            float(total["loss"] / number) if number else math.nan,
+            {**_means(total), **self._of_metrics(states)},
+            total["gradient"] / number if gradient and number else None,
+        )
+
+    def each(self, x: Tensor, samples: Samples, step: str = "training_step") -> dict[str, Tensor]:
+        """Each client's means ``(n,)``, float64, in the order of ``samples``: ``samples``, ``loss`` and the logs.
+
+        Args:
+            x: ``(D,)``, or one a client ``(n, D)``.
+            step: as in :meth:`mean`. NaN for clients without samples, or for which the learner logged nothing.
+        """
+        world, rank = _place()
+        own = {
+            j: self.client(x if x.ndim == 1 else x[j], client, indices, step)
+            for j, (client, indices) in enumerate(samples.items())
+            if j % world == rank
+        }
+        rows = {j: row for each in gathered(own) for j, row in each.items()}
+        names = list(dict.fromkeys(name for j in sorted(rows) for name in rows[j]))
+        return {
+            name: torch.tensor([rows[j].get(name, math.nan) for j in range(len(rows))], dtype=torch.float64)
+            for name in names
+        }
+
+    def client(
+        self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
+    ) -> dict[str, float]:
+        """One client's means at x ``(D,)``, in this process alone: ``samples``, ``loss`` and what it logs."""
+        samples = {client: indices}
+        shares = self.shares(samples, self.size(x, samples), alone=True)
+        total = self.sum(x, shares, self._term(False, step), alone=True)
+        number = int(total["samples"]) if total else 0
+        loss = float(total["loss"] / number) if number else math.nan
+        logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])} if number else {}
+        return {"samples": number, "loss": loss, **logged}
+
+    # ---- sums over samples
+
+    def shares(self, samples: Samples, size: int, alone: bool = False, keep: bool = False) -> list[Share]:
+        """This process's batches of up to ``size`` samples, each read when it is called for; ``alone``: all of them.
+
+        A batch takes the next samples in the order of the clients: small clients share one where tensors allow it.
+        ``keep``: read now, for many passes over the same samples.
+        """
+        world, rank = (1, 0) if alone else _place()
+        shares: list[Share] = [partial(self._read, own) for own in pieces(samples, size)[rank::world]]
+        return [partial(copies, share()) for share in shares] if keep else shares
+
+    def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
+        """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one); empty without any."""
+        world, rank = (1, 0) if alone else _place()
+        tree = TreeSum(len(shares))
+        with self._at(x):
+            for j in visiting_order(len(shares)):
+                values: Leaf = {}
+                for batch, number in shares[j]():
+                    for name, value in self._one(term, batch, number, j * world + rank).items():
+                        values[name] = values[name] + value if name in values else value
+                tree.add(j, values)
+        return (tree.total if alone else sum_over_processes(tree.total)) or {}
+
+    def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
+        """How many samples fit into a batch; ``graph_bytes``: into which what a backward pass keeps has to fit.
+
+        It is measured on the first two samples, so it is the same in every process.
+        """
+        first = next(((c, indices[:2]) for c, indices in samples.items() if len(indices)), None)
+        if first is None:
+            return 1
+        ((batch, number), *_) = self._read([first])
+        held = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal held
+            held += tensor.nbytes if tensor.untyped_storage().data_ptr() != own else 0
+            return tensor
+
+        own = self.copy.x.untyped_storage().data_ptr()
+        taken = [BATCH_BYTES / max(1, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor)) / number)]
+        if graph_bytes:
+            with self._at(x), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                self._one(lambda b, n, k: {"loss": self.loss(b, k, True).detach()}, batch, number, 0)
+            taken.append(graph_bytes / max(1, held / number))
+        return max(1, min(MOST, int(min(taken))))
+
+    def loss(self, batch: Any, index: int, graph: bool) -> Tensor:
+        """The mean loss of a batch; ``graph``: with what its gradient needs."""
+        self._graph = graph or self._builds_graph
+        try:
+            return self.copy.loss(batch, index)[1]
+        except RuntimeError as error:  # a step that takes gradients itself
+            if self._graph or "does not require grad" not in str(error):
+                raise
+        self._builds_graph, self.copy.logged = True, {}
+        return self.loss(batch, index, graph)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with self._forward(), torch.set_grad_enabled(self._graph):
+            yield
+
+    def _term(self, gradient: bool, step: str) -> Term:
+        copy = self.copy
+
+        def term(batch: Any, number: int, index: int) -> Leaf:
+            copy.logging = step == "training_step"
+            loss = self.loss(batch, index, gradient)
+            values = {"loss": loss.detach().double() * number}
+            if gradient:
+                found = torch.autograd.grad(loss, copy.parameters, allow_unused=True, materialize_grads=True)
+                values["gradient"] = flatten(found).double() * number
+            copy.logging = True
+            if step != "training_step":
+                self._validation(batch, index)
+            for name, logged in copy.logged.items():
+                values["sum:" + name] = torch.stack([v.double().reshape(()) for v in logged]).mean() * number
+                values["num:" + name] = torch.tensor(number, dtype=torch.float64, device=loss.device)
+            values["samples"] = torch.tensor(number, dtype=torch.int64, device=loss.device)
+            return values
+
+        return term
+
+    def _validation(self, batch: Any, index: int) -> None:
+        self._graph, step = False, self.copy.learner.validation_step
+        with self._context():
+            step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
+
+    def _one(self, term: Term, batch: Any, number: int, index: int) -> Leaf:
+        """A term, from the server's buffers; what it draws depends on the batch's number alone."""
+        self.copy.logged = {}
+        self.copy.load_buffers(self._buffers)
+        if self.draws:
+            seed_client(self.seed, 0, index, "evaluate")
+        try:
+            if self.copy.convert is not None:
+                batch = self.copy.convert(self.copy.learner, batch)
+            return term(batch, number, index)
+        except Exception as error:
+            tell_where(error, f"in an evaluation of clients' samples, batch {index} (counted from 0)")
+            raise
+
+    @contextmanager
+    def _at(self, x: Tensor) -> Iterator[None]:
+        self.copy.reset()
+        with torch.no_grad():
+            self.copy.x.copy_(x.detach().view(1, -1))
+        if not self.draws:
+            yield
+            return
+        with random_state_kept(self.copy.x):
+            yield
+
+    def _of_metrics(self, states: Sequence[metric_states.MetricStates | None]) -> dict[str, float]:
+        """The values of the learner's torchmetrics that were logged, over all that they have seen."""
+        found = {rank: state for rank, state in enumerate(states) if state is not None}
+        return metric_states.merged_into(self.copy.learner, found) if found else {}
+
+    def _read(self, batch: list[tuple[int, NDArray[np.int64]]]) -> list[Counted]:
+        device = self.copy.x.device
+        read = [b for i, own in batch for b in self.data.full_batches(i, device, own, len(own))]
+        return together(read)
+
+
+def _means(total: Leaf) -> dict[str, float]:
+    names = [key[4:] for key in total if key.startswith("sum:")]
+    return {name: float(total["sum:" + name] / total["num:" + name]) for name in names}
+
+
+def _place() -> tuple[int, int]:
+    """How many processes there are, and which this is."""
+    world = world_size()
+    return world, torch.distributed.get_rank() if world > 1 else 0

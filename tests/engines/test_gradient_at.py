@@ -1,0 +1,150 @@
+"""What step hooks may ask for: the loss gradient at another point, the step's number, steps of some epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import ClientState, FederatedCallback
+from fl_lightning.callbacks import SharpnessAwareMinimization
+from fl_lightning.testing import check_method, tiny_run
+from tests.helpers.agreement import CLIPPED, near, same_bits, trained
+from tests.helpers.federation import network
+from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
+from tests.helpers.replays import assert_same, ran, replayed
+from tests.oracles.problems import TwoLayer
+
+
+class Second(FederatedCallback):
+    """A second model beside x (Ditto's), of which x sees nothing, and what depends on the step's number."""
+
+    v = ClientState(initial="current_model", synchronised=False)
+    heads = ClientState(shape=(), synchronised=False)
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+        v = self.v[clients]
+        g = clients.gradient_at(v)
+        v.sub_(clients.lr * (g + clients.weight_decay * v + 0.1 * (v - clients.w)))
+        self.heads[clients] += (clients.step < clients.steps_of(0.5))[:, 0] * (1.0 + clients.step)
+
+
+class Again(FederatedCallback):
+    """The loss gradient once more, at the same point, in place of the first: the same bits, or something was left."""
+
+    neutral = {}
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        elsewhere = clients.gradient_at(clients.x + 1)
+        again = clients.gradient_at(clients.x)
+        assert elsewhere.data_ptr() != again.data_ptr() != gradient.data_ptr()
+        return again
+
+
+def test_the_contracts_know_it() -> None:
+    report = check_method(Second)
+    assert report.ok, f"{report}"
+    assert check_method(Again)["neutral setting is FedAvg"].verdict == "holds"
+
+
+@pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Normed])
+def test_the_gradient_at_x_is_that_of_the_loss_and_leaves_no_trace(learner: type[Lit]) -> None:
+    found = []
+    for methods in ([], [Again()]):
+        torch.manual_seed(3)
+        module = federated(learner(), engine="sequential", local_epochs=2)
+        run = trainer(2, methods)
+        run.fit(module, blobs())
+        logged = {k: float(v) for k, v in run.callback_metrics.items() if k == "train/loss"}
+        found.append((module.global_vector, dict(module.learner.named_buffers()), logged))
+    (w, buffers, logged), (other, others, relogged) = found
+    assert torch.equal(w, other) and logged == relogged
+    assert all(torch.equal(buffers[name], others[name]) for name in buffers)
+
+
+def test_engines_agree() -> None:
+    reference = trained(([Second()], {}), "sequential", local_epochs=2.5, **CLIPPED)
+    same_bits(trained(([Second()], {}), "concurrent", workers=2, local_epochs=2.5, **CLIPPED), reference)
+    stacked = trained(([Second()], {}), "stacked", clients_at_once=2, local_epochs=2.5, **CLIPPED)
+    assert stacked.module.engine_facts["engine"] == "stacked"
+    near(stacked, reference)
+
+
+@pytest.mark.parametrize("learner", [Lit, Normed])
+def test_a_step_that_asks_for_it_is_captured_with_the_same_bits(learner: type[Lit]) -> None:
+    plain = ran(learner, lambda: [Second()], {}, capture=False)
+    captured = ran(learner, lambda: [Second()], {}, capture=True)
+    assert replayed(captured[2]) > 0, captured[0].engine_facts["capture"]
+    assert_same(captured[1], plain[1])
+
+
+def test_it_agrees_with_a_gradient_by_hand() -> None:
+    """Ditto's second model over a whole run, in NumPy."""
+    ours = network([Second()], 3, clip_norm=None)
+    problem, v = TwoLayer(3, 4, 3), dict[int, Any]()
+    for t, cohort in enumerate(ours.schedule.rounds):
+        w = ours.start if t == 0 else ours.record.w[t - 1]
+        for i, batches in cohort.items():
+            own = v.get(i, w)
+            for batch in batches:
+                own = own - 0.3 * (problem.gradient(own, i, batch) + 0.01 * own + 0.1 * (own - w))
+            v[i] = own
+    rows = ours.record.rows[-1]["Second.v"]
+    assert set(rows) == set(v) and max(np.abs(rows[i] - v[i]).max() for i in v) < 1e-12
+    assert np.array_equal(ours.record.w[-1], network([], 3, clip_norm=None).record.w[-1]), "x sees nothing of it"
+
+
+def test_steps_of_epochs_and_the_number_of_the_step() -> None:
+    seen: list[Any] = []
+
+    class Asking(FederatedCallback):
+        def on_local_start(self, clients: Any) -> None:
+            seen.append(["of", *(int(clients.steps_of(e)) for e in (0.5, 1, 2.5, 1.1))])
+
+        def on_local_step_end(self, clients: Any) -> None:
+            seen.append(int(clients.step))
+
+    tiny_run(Asking(), rounds=1, participation="all", local_steps=2)  # of 1, 5, 9, 4, 12, 7 samples by batches of 4
+    assert seen[:6] == [["of", 1, 1, 3, 2], 0, 1, ["of", 2, 3, 8, 4], 0, 1]  # clients 0 and 4
+
+
+def test_what_it_costs_is_counted() -> None:
+    class Whole(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            clients.full_gradient(clients.w)
+
+    class Thrice(Second):
+        def on_local_step_end(self, clients: Any) -> None:
+            clients.gradient_at(clients.w)
+
+    def cost(*methods: FederatedCallback, **given: Any) -> float:
+        run = tiny_run(*methods, rounds=1, participation="all", local_epochs=2, **given)
+        return float(run.trainer.callback_metrics.get("cost/gradients", -1.0))
+
+    steps = 2 * (1 + 2 + 3 + 1 + 3 + 2)
+    assert cost() == -1 and cost(SharpnessAwareMinimization()) == 2 * steps
+    assert cost(Whole()) == 1.5 * steps
+    for engine in ({"engine": "sequential"}, {"engine": "concurrent", "capture": True}):
+        assert cost(Thrice(), **engine) == 3 * steps
+
+
+def test_outside_of_steps_it_is_an_error() -> None:
+    class Early(FederatedCallback):
+        def on_local_start(self, clients: Any) -> None:
+            clients.gradient_at(clients.x)
+
+    class Late(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            _ = clients.step
+
+    class Once(FederatedCallback):
+        def on_local_step_end(self, clients: Any) -> None:
+            if int(clients.step) == 1:
+                clients.gradient_at(clients.x)
+
+    for method, words in ((Early(), "hooks of a local step"), (Late(), r"clients\.step"), (Once(), "first local step")):
+        with pytest.raises(RuntimeError, match=words):
+            tiny_run(method, rounds=1)
