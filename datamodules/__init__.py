@@ -12,15 +12,18 @@ from fl_lightning.datamodules.existing import FromDataModule, FromDatasets
 from fl_lightning.datamodules.human_activity import HumanActivity
 from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
 from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
+from fl_lightning.datamodules.language_modelling import LanguageModelling
 from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.datamodules.partitions import (
     IID,
     ByGroup,
+    Contiguous,
     Partition,
     QuantitySkew,
     Saved,
     SortedShards,
 )
+from fl_lightning.datamodules.text_classification import TextClassification
 
 __all__ = [
     "CIFAR10",
@@ -32,6 +35,7 @@ __all__ = [
     "ByGroup",
     "CategoryBias",
     "ClientBias",
+    "Contiguous",
     "Digits",
     "Dirichlet",
     "FashionMNIST",
@@ -40,9 +44,11 @@ __all__ = [
     "FromDatasets",
     "HumanActivity",
     "InMemoryDataModule",
+    "LanguageModelling",
     "Partition",
     "Pathological",
     "QuantitySkew",
     "Saved",
     "SortedShards",
+    "TextClassification",
 ]

@@ -117,6 +117,20 @@ class IID(Partition):
         return np.array_split(generator(seed, "partition").permutation(len(labels)), num_clients)
 
 
+class Contiguous(Partition):
+    """Samples in the order in which they lie, cut into equal pieces: of a text, one part after the other.
+
+    >>> [client.tolist() for client in Contiguous().split(np.zeros(5, np.int64), 2, seed=0)]
+    [[0, 1, 2], [3, 4]]
+    """
+
+    needs_labels = False
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        return np.array_split(np.arange(len(labels)), num_clients)
+
+
 class SortedShards(Partition):
     """Samples sorted by label (stable), cut into equal contiguous pieces (FedALS, 2024)."""
 

@@ -134,8 +134,9 @@ def partition_figure(data: Partitioned) -> Figure:
         counts = data.client_sizes()[:SHOWN_IN_FIGURE, None]
     totals, height = class_totals(data, 1000), min(12.0, 2.5 + 0.06 * len(counts))
     figure = Figure(figsize=(6, height if totals is None else height + 1), layout="constrained")
-    grid = figure.add_gridspec(2, 1, height_ratios=[0 if totals is None else 1, height - 0.8])
-    axes = figure.add_subplot(grid[1])
+    ratios = [height - 0.8] if totals is None else [1, height - 0.8]
+    grid = figure.add_gridspec(len(ratios), 1, height_ratios=ratios)
+    axes = figure.add_subplot(grid[-1])
     image = axes.imshow(counts, aspect="auto", interpolation="nearest", cmap="viridis")
     figure.colorbar(image, ax=axes, label="samples")
     axes.set_xlabel("class" if has_classes else "all samples")

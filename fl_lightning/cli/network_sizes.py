@@ -17,6 +17,7 @@ from fl_lightning.cli.parsing_errors import parameters
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError
 from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models.text import TextLearner
 
 _AT = "model.learner.network"
 _SIZES = ("num_classes", "in_channels", "input_size", "sizes")
@@ -30,6 +31,7 @@ class Facts:
     name: str
     shape: tuple[int, ...] | None = None
     classes: int | None = None
+    texts: bool = False
 
     @property
     def size(self) -> str:
@@ -48,6 +50,7 @@ def fit_network_to_data(command: Command) -> None:
     if not isinstance(model, dict) or "learner" not in chosen["model"]:
         return
     facts, guessed = _facts(chosen.get("data")), list[str]()
+    _check_texts(chosen["model"]["learner"], facts)
     target = _complete(chosen["model"]["learner"], facts, guessed)
     learner = _complete(model.get("learner"), facts, [])  # options may name another class; the config has to parse, too
     if _class(target) is ImageClassifier:
@@ -136,7 +139,7 @@ def _facts(data: Any) -> Facts:
     arguments = data.get("init_args") if isinstance(data, dict) else None
     classes = cls.num_classes
     shape = cls.shape_of_samples(**(arguments if isinstance(arguments, dict) else {}))
-    return Facts(cls.__name__, shape, classes if isinstance(classes, int) else None)
+    return Facts(cls.__name__, shape, classes if isinstance(classes, int) else None, getattr(cls, "texts", False))
 
 
 # --------------------------------------------------------------------------- filling in
@@ -174,6 +177,24 @@ def _complete(learner: Any, facts: Facts, guessed: list[str]) -> Any:
 
 
 # --------------------------------------------------------------------------- refusing
+
+
+def _check_texts(learner: Any, facts: Facts) -> None:
+    """Refuse our networks for images on texts, and our learners of texts on what is none."""
+    cls = _class(learner)
+    if cls is ImageClassifier and facts.texts:
+        network = _arguments(learner).get("network") if isinstance(learner, dict) else None
+        node = {"class_path": network} if isinstance(network, str) else network
+        if _is_ours(node):
+            raise UserError(
+                f"{_AT}: {_class(node).__name__} takes numbers, but a sample of {facts.name} is a text. Use a learner "
+                "of texts, CausalLanguageModel (-c model/tiny_opt) or TextClassifier, or a network of your own."
+            )
+    if isinstance(cls, type) and issubclass(cls, TextLearner) and facts.shape is not None:
+        raise UserError(
+            f"model.learner: {cls.__name__} takes texts, but a sample of {facts.name} ({facts.size}) is none. Use data "
+            "of texts (-c data/text, -c data/multinli), or another learner."
+        )
 
 
 def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:

@@ -1,6 +1,6 @@
 """Networks, and the learner around them.
 
-What needs torchvision or Lightning is imported at first use, so that light commands start quickly.
+What needs torchvision, Lightning or transformers is imported at first use, so that light commands start quickly.
 """
 
 from __future__ import annotations
@@ -16,10 +16,25 @@ from fl_lightning.models.vgg11 import VGG11
 if TYPE_CHECKING:
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.models.resnet18gn import ResNet18GN
+    from fl_lightning.models.text import CausalLanguageModel, TextClassifier
 
-__all__ = ["MLP", "VGG11", "ImageClassifier", "LeNet", "ResNet18GN", "ResNet20"]
+__all__ = [
+    "MLP",
+    "VGG11",
+    "CausalLanguageModel",
+    "ImageClassifier",
+    "LeNet",
+    "ResNet18GN",
+    "ResNet20",
+    "TextClassifier",
+]
 
-_HEAVY = {"ImageClassifier": "image_classifier", "ResNet18GN": "resnet18gn"}
+_HEAVY = {
+    "CausalLanguageModel": "text",
+    "ImageClassifier": "image_classifier",
+    "ResNet18GN": "resnet18gn",
+    "TextClassifier": "text",
+}
 
 
 def __getattr__(name: str) -> Any:

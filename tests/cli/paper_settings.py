@@ -105,6 +105,23 @@ def fedals(data: str, partition: str) -> dict[str, Any]:
     }
 
 
+def multinli(partition: dict[str, Any]) -> dict[str, Any]:
+    alike = {key: value for key, value in fedals("MNIST", "IID").items() if not key.startswith("model.learner.")}
+    of = {"config": None, "lora": None, "lr": 5e-5, "path": "opt-125m", "trainable": None, "weight_decay": 0.01}
+    columns = {"text": ["sentence1", "sentence2"], "label": "gold_label", "group": "genre"}
+    files = {"train": "multinli_1.0_train.jsonl", "test": "multinli_1.0_dev_matched.jsonl"}
+    return {
+        **alike,
+        **{f"data.{key}": value for key, value in {**columns, **files}.items()},
+        "data.batch_size": 16,
+        "data.class_path": "TextClassification",
+        "data.length": 128,
+        "data.partition": partition,
+        **{f"model.learner.{key}": value for key, value in of.items()},
+        "trainer.max_epochs": 1000,
+    }
+
+
 def table() -> Iterator[tuple[str, dict[str, Any]]]:
     for data in ("CIFAR10", "CIFAR100"):
         for clients in PARTICIPATION:
@@ -120,6 +137,8 @@ def table() -> Iterator[tuple[str, dict[str, Any]]]:
     for data in ("SVHN", "CIFAR10", "CIFAR100", "MNIST"):
         yield f"experiment/fedals/table1-{data.lower()}-shards-5", fedals(data, "SortedShards")
         yield f"experiment/fedals/table1-{data.lower()}-iid-5", fedals(data, "IID")
+    yield "experiment/fedals/table1-multinli-genre-5", multinli({"class_path": "ByGroup", "groups": None})
+    yield "experiment/fedals/table1-multinli-iid-5", multinli({"class_path": "IID"})
 
 
 EXPERIMENTS = dict(table())
@@ -152,6 +171,7 @@ ALS = {
     "extractor": None,
     "extractor_layers": None,
 }
+ALS_OPT = {**ALS, "extractor": ["*.layers.[0-9].*"]}
 PROXY = {"model.lr_decay": 0.9995}
 FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {  # what each changes in an experiment of its paper
     "fedinit": {
@@ -188,5 +208,8 @@ FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {  # what each changes in an e
         "fedals": {"method": [ALS]},
         "scaffold": {"method": [SCAFFOLD]},
         "fedals_scaffold": {"method": [ALS, SCAFFOLD]},
+        "fedals-opt": {"method": [ALS_OPT]},
+        "fedals-opt4": {"method": [{**ALS, "extractor": ["*.layers.[0-2].*"]}]},
+        "fedals_scaffold-opt": {"method": [ALS_OPT, SCAFFOLD]},
     },
 }

@@ -13,7 +13,7 @@ import yaml
 
 import fl_lightning.datamodules
 import fl_lightning.models
-from fl_lightning.cli.compose import packaged, prepare
+from fl_lightning.cli.compose import packaged, prepare, read
 from fl_lightning.cli.method_options import full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.errors import UserError
@@ -41,9 +41,35 @@ def learner(*arguments: str) -> dict[str, Any]:
     return found
 
 
+TEXTS = ("text", "multinli")
+OF_TEXTS = ("tiny_opt", "opt125m")
+
+
 def test_the_tables_are_complete() -> None:
-    assert {f"data/{name}" for name in SAMPLES} == {name for name in packaged() if name.startswith("data/")}
-    assert {f"model/{name}" for name in NETWORKS} == {name for name in packaged() if name.startswith("model/")}
+    assert {f"data/{name}" for name in (*SAMPLES, *TEXTS)} == {name for name in packaged() if name.startswith("data/")}
+    models = {name for name in packaged() if name.startswith("model/")}
+    assert {f"model/{name}" for name in (*NETWORKS, *OF_TEXTS)} == models
+
+
+@pytest.mark.parametrize("base", [(), ("-c", "base")], ids=["", "base"])
+@pytest.mark.parametrize("model", OF_TEXTS)
+@pytest.mark.parametrize("data", TEXTS)
+def test_a_learner_of_texts_replaces_the_one_that_comes_with_the_data(
+    data: str, model: str, base: tuple[str, ...]
+) -> None:
+    first = learner(*base, "-c", f"data/{data}", "-c", f"model/{model}")
+    assert first == learner(*base, "-c", f"model/{model}", "-c", f"data/{data}")
+    assert first == read(f"model/{model}")["model"]["learner"]
+
+
+@pytest.mark.parametrize(("data", "model", "says"), [
+    *((data, model, "takes texts, but a sample of") for data in SAMPLES for model in OF_TEXTS),
+    *((data, model, "takes numbers, but a sample of .* is a text") for data in TEXTS for model in NETWORKS),
+])  # fmt: skip
+def test_texts_and_images_are_not_mixed(data: str, model: str, says: str) -> None:
+    for order in ((f"data/{data}", f"model/{model}"), (f"model/{model}", f"data/{data}")):
+        with pytest.raises(UserError, match=rf"^model\.learner.* {says}"):
+            learner("-c", order[0], "-c", order[1])
 
 
 @pytest.mark.parametrize("base", [(), ("-c", "base")], ids=["", "base"])

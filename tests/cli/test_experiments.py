@@ -138,6 +138,7 @@ ARRAYS += "\n".join(f"class {name}(Arrays, datamodules.{name}):\n    pass\n" for
 KINDS = {  # of experiments that differ in a number of clients, an α or classes alone: the last
     (name.split("/")[1], *(str(of[key]) for key in ("data.class_path", "model.learner.network")), kind): name
     for name, of in EXPERIMENTS.items()
+    if "model.learner.network" in of  # those of texts: tests/models/test_text_runs.py
     for kind in [of["data.partition"]["class_path"]]
 }
 

@@ -34,7 +34,7 @@ OPTIONS = {
     "BackboneFinetuning": (("--trainer.callbacks", "BackboneFinetuning"), "BackboneFinetuning", "unfreezes"),
     "LearningRateFinder": (("--trainer.callbacks", "LearningRateFinder"), "LearningRateFinder", "of the server"),
     "BatchSizeFinder": (("--trainer.callbacks", "BatchSizeFinder"), "BatchSizeFinder", "data.batch_size"),
-    "RichProgressBar": (("--trainer.callbacks", "RichProgressBar"), "RichProgressBar", "rich"),
+    "RichProgressBar": (("--trainer.callbacks", "RichProgressBar"), "RichProgressBar"),
     "a long folder": (("--trainer.default_root_dir", "a" * 300), "--trainer.default_root_dir", "too long"),
     "a long path": (("--trainer.default_root_dir", "/".join(["b" * 200] * 30)), "default_root_dir", "too long"),
     "a zero byte": (("--trainer.default_root_dir", "a\0b"), "--trainer.default_root_dir", "zero byte"),

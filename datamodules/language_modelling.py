@@ -1,0 +1,104 @@
+"""A plain text, cut into windows, each client with a part of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.biases import Bias
+from fl_lightning.datamodules.partitions import Contiguous, Partition
+from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.datamodules.tokens import read_text, tokenizer_of
+from fl_lightning.errors import UserError
+
+NO_LABEL = -1
+
+
+class LanguageModelling(FederatedDataModule):
+    """Windows of ``length`` + 1 tokens of a text file, each beginning with the last token of the one before.
+
+    x ``(length + 1,)`` are tokens, of which a learner predicts all but the first; y is -1, as there are no classes. By
+    default clients hold contiguous parts of the text, of equal numbers of windows. The end of the text is the test set.
+
+    Args:
+        root: the folder that holds ``file``.
+        file: a text in UTF-8, such as tinyshakespeare's ``input.txt``.
+        length: tokens that a window predicts.
+        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259 numbers.
+        test_fraction: the share of the text, from its end, that is the test set.
+        augment, biases, download: have to be False and empty: there are none of text.
+        eval_batch_size: windows of a batch in evaluation; a network's outputs have a number for each token there is.
+
+    The other arguments are those of ``MNIST``.
+    """
+
+    texts = True  # and not images: so the command line knows
+    default_clients = 5
+    default_partition = Contiguous()
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        file: str = "input.txt",
+        length: int = 64,
+        tokenizer: str | Path | None = None,
+        test_fraction: float = 0.1,
+        num_clients: int | None = None,
+        partition: Partition | None = None,
+        biases: Sequence[Bias] = (),
+        batch_size: int | None = 16,
+        val_fraction: float = 0.0,
+        augment: bool = False,
+        download: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = 64,
+    ) -> None:
+        super().__init__(
+            num_clients=num_clients,
+            partition=partition,
+            biases=biases,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
+        )
+        no_pixels("LanguageModelling", augment, biases)
+        if download:
+            raise UserError("LanguageModelling's download is true, but the text is your own: put it in data.root.")
+        if length < 1:
+            raise UserError(f"LanguageModelling's length is {length}: give at least 1 token.")
+        if not 0 <= test_fraction < 1:
+            raise UserError(f"LanguageModelling's test_fraction is {test_fraction}: give a share from 0 to below 1.")
+        self.path, self.length, self.tokenizer, self.test_fraction = Path(root) / file, length, tokenizer, test_fraction
+        self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+
+    def load(self) -> None:
+        tokenizer = tokenizer_of(self.tokenizer)
+        tokens = tokenizer.whole(read_text(self.path, "LanguageModelling's text"))
+        cut = len(tokens) - round(self.test_fraction * len(tokens))
+        self.train_set = self._windows(tokens[:cut], "training")
+        self.test_set = self._windows(tokens[cut:], "test") if self.test_fraction else None
+        self.vocabulary = tokenizer.size
+
+    def _windows(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], what: str) -> TensorSamples:
+        count = (len(tokens) - 1) // self.length
+        if count < 1:
+            raise UserError(
+                f"{str(self.path)!r} has {len(tokens)} tokens for the {what} set, fewer than a window of data.length "
+                f"{self.length} and one more: give a longer text, a smaller length, or another test_fraction."
+            )
+        starts = np.arange(count)[:, None] * self.length
+        return TensorSamples(tokens[starts + np.arange(self.length + 1)], torch.full((count,), NO_LABEL))
+
+
+def no_pixels(name: str, augment: bool, biases: Sequence[Bias]) -> None:
+    """Refuse what is for images alone."""
+    for option, value in (("augment", augment), ("biases", list(biases))):
+        if value:
+            raise UserError(f"{name}'s {option} is {value}, which is for images: leave it out.")

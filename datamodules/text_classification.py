@@ -1,0 +1,173 @@
+"""Labelled texts, or pairs of texts, from JSON lines or tables; clients by a column, such as MultiNLI's genres."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.biases import Bias
+from fl_lightning.datamodules.language_modelling import no_pixels
+from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
+from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.datamodules.tokens import padded, read_text, tokenizer_of
+from fl_lightning.errors import UserError, suggest
+
+NO_LABEL = "-"  # MultiNLI's where the annotators did not agree: such texts are left out, as is usual
+URL = "https://cims.nyu.edu/~sbowman/multinli/"
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+
+
+class TextClassification(FederatedDataModule):
+    """Texts with a class each: by default MultiNLI (Williams et al., 2018), its five genres as clients.
+
+    x ``(length,)`` are tokens, -1 where the text has ended. Files are JSON lines (an object a line), or by their name
+    ``.csv`` or ``.tsv`` with a header; each row has the columns below.
+
+    Args:
+        root: the folder that holds the files.
+        train, test: the files; without ``test`` nothing is tested.
+        text: the column of the text, or two for pairs.
+        label: the column of the class; rows with ``-`` there are left out.
+        classes: its values, in the order of their numbers; None: those of the training data, sorted.
+        group: the column whose values are the clients, in sorted order; None: ``IID``, unless ``partition`` is given.
+        length: tokens of a text; what is longer is cut.
+        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259 numbers.
+        augment, biases, download: have to be False and empty.
+        eval_batch_size: texts of a batch in evaluation.
+
+    The other arguments are those of ``MNIST``.
+    """
+
+    texts = True  # and not images: so the command line knows
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        train: str = "multinli_1.0_train.jsonl",
+        test: str | None = "multinli_1.0_dev_matched.jsonl",
+        text: str | Sequence[str] = ("sentence1", "sentence2"),
+        label: str = "gold_label",
+        classes: Sequence[str] | None = None,
+        group: str | None = "genre",
+        length: int = 128,
+        tokenizer: str | Path | None = None,
+        num_clients: int | None = None,
+        partition: Partition | None = None,
+        biases: Sequence[Bias] = (),
+        batch_size: int | None = 16,
+        val_fraction: float = 0.0,
+        augment: bool = False,
+        download: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        eval_batch_size: int | None = 64,
+    ) -> None:
+        super().__init__(
+            num_clients=num_clients,
+            partition=partition or (IID() if group is None else ByGroup()),
+            biases=biases,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            seed=seed,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
+        )
+        no_pixels("TextClassification", augment, biases)
+        if download:
+            raise UserError(
+                "TextClassification's download is true, but texts are put into data.root by hand: MultiNLI is "
+                f"multinli_1.0.zip of {URL}."
+            )
+        self.text = [text] if isinstance(text, str) else list(text)
+        if not 1 <= len(self.text) <= 2:
+            raise UserError(f"TextClassification's text is {self.text}: give one column, or two for pairs.")
+        if length < 2 * len(self.text):
+            raise UserError(f"TextClassification's length is {length}: give at least {2 * len(self.text)} tokens.")
+        self.root, self.train, self.test, self.label, self.group = Path(root), train, test, label, group
+        self.classes, self.length, self.tokenizer = classes, length, tokenizer
+        self.group_names: list[str] = []
+        self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+
+    def load(self) -> None:
+        tokenizer = tokenizer_of(self.tokenizer)
+        groups: list[str] = []
+        texts, labels = self._read(self.train, groups)
+        if self.classes is None:
+            self.classes = sorted(set(labels))
+        if self.group is not None:
+            names, self.groups = np.unique(groups, return_inverse=True)
+            self.group_names = [str(name) for name in names]
+
+        def samples(file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:
+            return TensorSamples(padded(tokenizer.pairs(texts, self.length), self.length), self._numbers(file, labels))
+
+        self.train_set = samples(self.train, texts, labels)
+        self.test_set = None if self.test is None else samples(self.test, *self._read(self.test))
+        self.vocabulary = tokenizer.size
+
+    def card(self) -> dict[str, str]:
+        facts = super().card()
+        if self.group_names and isinstance(self.partition, ByGroup) and len(self.group_names) <= 10:
+            facts[f"clients by {self.group}"] = ", ".join(f"{i} {name}" for i, name in enumerate(self.group_names))
+        return facts
+
+    # ---- files
+
+    def _read(self, file: str, groups: list[str] | None = None) -> tuple[list[list[str]], list[str]]:
+        """Texts and labels of a file; adds the groups to ``groups``."""
+        texts, labels = [], []
+        columns = [*self.text, self.label, *([self.group] if groups is not None and self.group is not None else [])]
+        for number, row in _rows(self.root / file):
+            for column in columns:
+                if not isinstance(row.get(column), str | int):
+                    raise UserError(
+                        f"{str(self.root / file)!r}, row {number}, has no text in the column {column!r}; it has "
+                        f"{', '.join(map(str, row))[:200]}. Name the columns by data.text, data.label and data.group."
+                    )
+            if row[self.label] == NO_LABEL:
+                continue
+            texts.append([str(row[column]) for column in self.text])
+            labels.append(str(row[self.label]))
+            if groups is not None and self.group is not None:
+                groups.append(str(row[self.group]))
+        if not texts:
+            raise UserError(f"{str(self.root / file)!r} has no labelled texts: give at least one row.")
+        return texts, labels
+
+    def _numbers(self, file: str, labels: list[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert self.classes is not None
+        number = {name: i for i, name in enumerate(map(str, self.classes))}
+        for label in labels:
+            if label not in number:
+                raise UserError(
+                    f"{str(self.root / file)!r} has the class {label!r}, which is none of {', '.join(number)[:200]} "
+                    f"(data.classes; if not given, those of the training data).{suggest(label, number)}"
+                )
+        return np.asarray([number[label] for label in labels], np.int64)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their numbers, from 1."""
+    text = read_text(path, "TextClassification's file")
+    if path.suffix in DELIMITERS:
+        yield from enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=DELIMITERS[path.suffix]), 1)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(
+                f"{str(path)!r}, line {number}, is no JSON ({error}): one object a line is expected."
+            ) from None
+        if not isinstance(row, dict):
+            raise UserError(f"{str(path)!r}, line {number}, is no JSON object, with a key for each column.")
+        yield number, row

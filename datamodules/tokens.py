@@ -1,0 +1,109 @@
+"""Texts as whole numbers: by a tokenizer in a local folder, or byte by byte without any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.errors import UserError
+
+NO_TOKEN = -1  # where a text has ended: no tokenizer's number, so that every network may fill in its own
+END, FIRST_BYTE = 1, 3  # as ByT5 numbers them (Xue et al., 2022): padding, end, unknown, then the 256 bytes
+
+
+class Bytes:
+    """A token a byte of UTF-8, and one for the end of a text: 259 numbers, ByT5's.
+
+    >>> Bytes().pairs([("ab", "c")], 8), Bytes().pairs([("abcdef", "xyz")], 6)
+    ([[100, 101, 1, 102, 1]], [[100, 101, 1, 123, 124, 1]])
+    """
+
+    size = FIRST_BYTE + 256
+
+    def whole(self, text: str) -> NDArray[np.int32]:
+        """A long text ``(tokens,)``, without an end."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
+
+    def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
+        """Of each text, or pair of texts, at most ``length`` tokens; of the longer ones the end is cut."""
+        return [self._pair([[*self.whole(part).tolist()] for part in parts], length) for parts in texts]
+
+    def _pair(self, parts: list[list[int]], length: int) -> list[int]:
+        room = length - len(parts)
+        while (over := sum(map(len, parts)) - room) > 0:
+            sizes = sorted(map(len, parts))
+            longest = next(part for part in parts if len(part) == sizes[-1])
+            cut = over if len(parts) == 1 else min(over, max(1, sizes[-1] - sizes[0]))
+            del longest[len(longest) - cut :]
+        return [token for part in parts for token in (*part, END)]
+
+
+class Folder:
+    """A tokenizer of transformers from a local folder; nothing is downloaded.
+
+    Raises:
+        UserError: transformers is missing, or the folder holds no tokenizer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).is_dir():
+            raise UserError(
+                f"data.tokenizer is {str(path)!r}, which is no folder. Give a local folder with a tokenizer "
+                "(tokenizer.json, or vocab.json and merges.txt); nothing is downloaded. null: bytes are the tokens."
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UserError(
+                f"data.tokenizer is {str(path)!r}, which needs transformers ({error}). Install it: "
+                "pip install 'fl-lightning[text]'; or give null: bytes are the tokens."
+            ) from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # the library and its file formats raise many kinds
+            raise UserError(
+                f"data.tokenizer is {str(path)!r}, where no tokenizer can be read "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:160]})."
+            ) from error
+        self.size = len(self._tokenizer)
+
+    def whole(self, text: str) -> NDArray[np.int32]:
+        return np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+
+    def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        found: list[list[int]] = self._tokenizer(*columns, truncation=True, max_length=length)["input_ids"]
+        return found
+
+
+def tokenizer_of(path: str | Path | None) -> Bytes | Folder:
+    """The tokenizer in a folder; None: bytes."""
+    return Bytes() if path is None else Folder(path)
+
+
+def padded(texts: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
+    """``(N, length)``, -1 where a text has ended."""
+    table = np.full((len(texts), length), NO_TOKEN, np.int32)
+    for row, text in zip(table, texts, strict=True):
+        row[: len(text)] = text
+    return table
+
+
+def read_text(path: Path, what: str) -> str:
+    """A file in UTF-8.
+
+    Raises:
+        UserError: it is not there, or is no such text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"{what} is expected in {str(path)!r}, which is not there. Give the right --data.root."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} in {str(path)!r} cannot be read as UTF-8 text ({error}).") from None
