@@ -18,7 +18,7 @@ from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
 from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device, makes_batches
-from fl_lightning.datamodules.split import Split, split_samples
+from fl_lightning.datamodules.split import Split, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
@@ -42,6 +42,7 @@ class FederatedDataModule(pl.LightningDataModule):
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
         val_fraction: this share of the training data is held out for validation before it is split.
+        client_test_fraction: each client holds this share of its samples out to test on, of each class alike.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
         drop_last: leave out the last batch of an epoch where it is shorter than the others; which samples it had
@@ -64,6 +65,7 @@ class FederatedDataModule(pl.LightningDataModule):
         biases: Sequence[Bias] = (),
         batch_size: int | None = 50,
         val_fraction: float = 0.0,
+        client_test_fraction: float = 0.0,
         clients: Sequence[Any] | None = None,
         seed: int | None = None,
         drop_last: bool = False,
@@ -73,18 +75,14 @@ class FederatedDataModule(pl.LightningDataModule):
         batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
-        if not 0 <= val_fraction < 1:
-            raise UserError(
-                f"val_fraction is {val_fraction}: give a share of the training data from 0 (validate on "
-                "the test set) to below 1."
-            )
+        check_shares(val_fraction, client_test_fraction)
         if clients is not None and (partition is not None or num_clients not in (None, len(clients))):
             raise UserError(
                 f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
                 f"{partition!r}: give either clients alone, or num_clients and partition."
             )
         self.batch_size, self.drop_last, self.eval_batch_size = batch_size, drop_last, eval_batch_size
-        self.biases, self.val_fraction = tuple(biases), val_fraction
+        self.biases, self.val_fraction, self.client_test_fraction = tuple(biases), val_fraction, client_test_fraction
         self.seed = None if seed is None else check_seed("data.seed", seed)
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
@@ -131,8 +129,8 @@ class FederatedDataModule(pl.LightningDataModule):
         seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
-            fraction, given = self.val_fraction, self._given
-            self._split = split_samples(self.train_set, self.partition, count, given, self.groups, fraction, seed)
+            given, held_out = (self._given, self.groups), (self.val_fraction, self.client_test_fraction)
+            self._split = split_samples(self.train_set, self.partition, count, *given, *held_out, seed)
             self._split_seed = seed
 
     def _ready(self) -> None:
@@ -181,8 +179,12 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._who.sizes
 
     def client_indices(self, client: int) -> Indices:
-        """Positions of a client's samples in the training data ``(N_i,)``."""
+        """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
         return self._who.indices(client)
+
+    def client_test_indices(self, client: int) -> Indices:
+        """Positions of the samples that a client is tested on, in the training data, ascending; none: empty."""
+        return self._who.test_indices(client)
 
     @property
     def partition_hash(self) -> str:
@@ -273,11 +275,12 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> Iterator[tuple[Batch, int]]:
         """A client's samples once, in order, without augmentation, each batch with its number of samples.
 
-        With ``drop_last`` none is left out: those of a shorter batch join the last one. ``size``: in place of
-        ``batch_size``; ``indices``: positions in the training data, in place of those that the client trains on.
+        With ``drop_last`` those of a shorter batch join the last one. ``size``, ``indices``: in place of the client's.
         """
         data, device = self._train, torch.device(device)
         indices = self.client_indices(client) if indices is None else indices
+        if len(indices) == 0:
+            return
         drop_last = self.drop_last and size is None
         size = self.batch_size if size is None or makes_batches(data) else size
         cut = [indices[part] for part in batching.slices(len(indices), size, drop_last)]
@@ -306,7 +309,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))
 
     def _bias(self, client: int) -> Change | None:
-        return biased(self.biases, client, self.run_seed)
+        return biased(self.biases, client, self.run_seed) if self.biases else None
 
     # ---- loaders for Lightning
 

@@ -64,10 +64,8 @@ def check_biases(biases: Sequence[Bias], data: Any) -> None:
         )
 
 
-def biased(biases: Sequence[Bias], client: int, seed: int) -> Change | None:
-    """Applies all biases to a client's batches; None without any."""
-    if not biases:
-        return None
+def biased(biases: Sequence[Bias], client: int, seed: int) -> Change:
+    """Applies all biases to a client's batches."""
 
     def apply(x: Tensor, y: Tensor, part: slice) -> Tensor:
         for bias in biases:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fl_lightning.datamodules.augment import CropFlip
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.sampling import generator
 
@@ -28,27 +26,11 @@ class Digits(FederatedDataModule):
     def __init__(
         self,
         root: str | Path = "data",
-        num_clients: int | None = None,
-        partition: Partition | None = None,
-        biases: Sequence[Bias] = (),
-        batch_size: int | None = 50,
-        val_fraction: float = 0.0,
         augment: bool = False,
         download: bool = False,
-        seed: int | None = None,
-        drop_last: bool = False,
-        eval_batch_size: int | None = None,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            partition=partition,
-            biases=biases,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-        )
+        super().__init__(**arguments)
         if augment:
             self.augmentation = CropFlip(padding=1, flip=False)
 

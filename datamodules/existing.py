@@ -12,7 +12,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
 from fl_lightning.datamodules.loaders import say
-from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.datamodules.reading import Workers, check_workers, own_generator
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.datamodules.transfer import overridden
@@ -40,16 +39,10 @@ class FromDatasets(FederatedDataModule):
         val: Dataset[Any] | None = None,
         test: Dataset[Any] | None = None,
         targets: Sequence[int] | None = None,
-        partition: Partition | None = None,
-        num_clients: int | None = None,
         clients: Sequence[Dataset[Any]] | None = None,
-        batch_size: int | None = 50,
-        val_fraction: float = 0.0,
         collate: Callable[[list[Any]], Any] | None = None,
-        seed: int | None = None,
-        drop_last: bool = False,
-        eval_batch_size: int | None = None,
         num_workers: int = 0,
+        **arguments: Any,
     ) -> None:
         if (train is None) == (clients is None):
             raise UserError(
@@ -57,23 +50,14 @@ class FromDatasets(FederatedDataModule):
             )
         indices = None
         if clients is not None:
-            if val_fraction:
+            if val_fraction := arguments.get("val_fraction"):
                 raise UserError(f"val_fraction is {val_fraction}, but clients are given: give a val Dataset instead.")
             for i, one in enumerate(clients):
                 check_map_style(one, f"FromDatasets' client {i}")
             ends = np.cumsum([len(cast(Any, one)) for one in clients])
             indices = np.split(np.arange(ends[-1] if len(ends) else 0), ends[:-1])
             train = ConcatDataset(clients) if len(ends) and ends[-1] else train
-        super().__init__(
-            num_clients=num_clients,
-            partition=partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            clients=indices,
-            seed=seed,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-        )
+        super().__init__(clients=indices, **arguments)
         for name, dataset in (("train", train), ("val", val), ("test", test)):
             if dataset is not None:
                 check_map_style(dataset, f"FromDatasets' {name}")
@@ -128,15 +112,11 @@ class FromDataModule(FederatedDataModule):
         self,
         datamodule: pl.LightningDataModule | Any,
         targets: Sequence[int] | None = None,
-        partition: Partition | None = None,
-        num_clients: int | None = None,
         batch_size: int | Literal["loader"] | None = "loader",
-        val_fraction: float = 0.0,
-        seed: int | None = None,
         drop_last: bool | Literal["loader"] = "loader",
-        eval_batch_size: int | None = None,
         num_workers: int | Literal["loader"] = "loader",
         collate: Callable[[Any], Any] | None = None,
+        **arguments: Any,
     ) -> None:
         if isinstance(datamodule, type) or not callable(getattr(datamodule, "train_dataloader", None)):
             raise UserError(
@@ -145,13 +125,9 @@ class FromDataModule(FederatedDataModule):
             )
         self.datamodule = datamodule
         super().__init__(
-            num_clients=num_clients,
-            partition=partition,
             batch_size=None if batch_size == "loader" else batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
             drop_last=False if drop_last == "loader" else drop_last,
-            eval_batch_size=eval_batch_size,
+            **arguments,
         )
         if num_workers != "loader":
             check_workers(num_workers, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.partitions import ByGroup, Partition
+from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError
 
@@ -42,28 +41,12 @@ class HumanActivity(FederatedDataModule):
     def __init__(
         self,
         root: str | Path = "data",
-        num_clients: int | None = None,
-        partition: Partition | None = None,
-        biases: Sequence[Bias] = (),
-        batch_size: int | None = 50,
-        val_fraction: float = 0.0,
         augment: bool = False,
         download: bool = False,
         features: Literal["signals", "features"] = "signals",
-        seed: int | None = None,
-        drop_last: bool = False,
-        eval_batch_size: int | None = None,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            partition=partition,
-            biases=biases,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-        )
+        super().__init__(**arguments)
         if augment:
             raise UserError("HumanActivity's augment is true, but there is no augmentation of signals: give false.")
         if features not in ("signals", "features"):

@@ -11,8 +11,6 @@ import torch
 
 from fl_lightning.datamodules.augment import CropFlip
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError
 
@@ -22,15 +20,10 @@ class ImageDataModule(FederatedDataModule):
 
     Args:
         root: the folder that holds the data set's own folder.
-        num_clients: None: the partition's own number where it has one, else the data set's default (100).
-        partition: None: ``IID()``.
-        biases: of the clients' training images.
-        batch_size: None: the whole client in one batch.
-        val_fraction: share of the training data held out for validation; 0: validate on the standard test set.
         augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for CIFAR alone; or a
         mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it leaves out as written here.
         download: get the files first, where they are missing.
-        seed: None: the run's.
+        arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own number, else 100.
     """
 
     default_clients = 100
@@ -45,27 +38,11 @@ class ImageDataModule(FederatedDataModule):
     def __init__(
         self,
         root: str | Path = "data",
-        num_clients: int | None = None,
-        partition: Partition | None = None,
-        biases: Sequence[Bias] = (),
-        batch_size: int | None = 50,
-        val_fraction: float = 0.0,
         augment: bool | dict[str, Any] | None = None,
         download: bool = False,
-        seed: int | None = None,
-        drop_last: bool = False,
-        eval_batch_size: int | None = None,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            partition=partition,
-            biases=biases,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-        )
+        super().__init__(**arguments)
         self.root, self.download = Path(root), download
         if isinstance(augment, dict):
             self.augmentation = CropFlip.of(augment)

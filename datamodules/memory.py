@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError
 
@@ -37,26 +35,10 @@ class InMemoryDataModule(FederatedDataModule):
         train: tuple[Any, Any],
         test: tuple[Any, Any] | None = None,
         val: tuple[Any, Any] | None = None,
-        clients: Sequence[Any] | None = None,
-        partition: Partition | None = None,
-        num_clients: int | None = None,
-        biases: Sequence[Bias] = (),
-        batch_size: int | None = 50,
         transform: Callable[[Tensor], Tensor] | None = None,
-        seed: int | None = None,
-        drop_last: bool = False,
-        eval_batch_size: int | None = None,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            partition=partition,
-            biases=biases,
-            batch_size=batch_size,
-            clients=clients,
-            seed=seed,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-        )
+        super().__init__(**arguments)
         self._given_sets = {"train": train, "val": val, "test": test}
         self._transform = transform
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
 HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
+LATEST = 1000  # clients whose samples are kept apart in memory
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Split:
     """Who holds which of ``total`` training samples.
 
     ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation; made ``by_partition``,
-    or given.
+    or given. ``test``: what each holds out of its own.
     """
 
     clients: Sequence[Any]
@@ -33,10 +35,14 @@ class Split:
     kept: Indices | None = None
     held_out: Indices | None = None
     by_partition: bool = True
+    test: HeldOut | None = None
+    _latest: dict[int, tuple[Indices, Indices]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Numbers of samples ``(m,)``; counted once, since it takes all m clients."""
+        """Numbers of training samples ``(m,)``; counted once, since it takes all m clients."""
+        if self.test is not None:
+            return np.fromiter((len(self.indices(i)) for i in range(len(self.clients))), np.int64, len(self.clients))
         sizes = getattr(self.clients, "sizes", None)
         if sizes is None:
             sizes = np.fromiter((len(c) for c in self.clients), np.int64, len(self.clients))
@@ -46,15 +52,71 @@ class Split:
 
     @cached_property
     def hash(self) -> str:
-        return partition_hash(self.clients, self.kept)
+        return partition_hash(self.clients, self.kept, self.test)
 
     def indices(self, client: int) -> Indices:
-        """Positions of a client's samples in the training data ``(N_i,)``."""
+        """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
+        return self._all(client) if self.test is None else self._sides(client)[0]
+
+    def test_indices(self, client: int) -> Indices:
+        """Positions of the samples that a client is tested on, ascending, each once; empty without any."""
+        return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
+
+    def _sides(self, client: int) -> tuple[Indices, Indices]:
+        """A client's samples to train and to test on."""
+        assert self.test is not None
+        found = self._latest.get(client)
+        if found is None:
+            if len(self._latest) >= LATEST:
+                self._latest.clear()
+            found = self._latest[client] = self.test.sides(self._all(client), client)
+        return found
+
+    def _all(self, client: int) -> Indices:
         found = self.clients[client]
         indices = np.asarray(found, np.int64) if isinstance(found, np.ndarray | Tensor) else np.array(found)
         if not isinstance(self.clients, list | tuple):
             check_client(client, indices, self.total)
         return indices.astype(np.int64, copy=False) if self.kept is None else self.kept[indices]
+
+
+@dataclass
+class HeldOut:
+    """Each client's own held-out samples: a share of its distinct samples, of each class alike where there are labels.
+
+    A sample that a client holds several times lies on one side. The draw is a function of (seed, client).
+
+    Args:
+        fraction: h = fraction · (distinct samples), half up, at least 1 and at most all but one.
+        labels: of the training data ``(N,)``, or None.
+    """
+
+    fraction: float
+    labels: Indices | None
+    seed: int
+
+    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
+        """To train on ``(N_i,)``, in the order given, and to test on ``(h,)``, ascending.
+
+        >>> train, test = HeldOut(0.25, None, seed=0).sides(np.array([7, 3, 7, 5, 1]), client=4)
+        >>> len(test), sorted({*train, *test}) == [1, 3, 5, 7], set(train) & set(test)
+        (1, True, set())
+        """
+        distinct = np.unique(indices)
+        if len(distinct) < 2:
+            return indices, distinct[:0]
+        h = min(max(int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5")), 1), len(distinct) - 1)
+        shuffled = generator(self.seed, "client-test", client).permutation(distinct)
+        test = np.sort(shuffled[:h] if self.labels is None else _stratified(shuffled, self.labels[shuffled], h))
+        return indices[~np.isin(indices, test)], test
+
+
+def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
+    """h of the samples: of each class its share, the first ones; what rounding leaves, to the largest remainders."""
+    _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    taken, rest = h * counts // len(samples), h * counts % len(samples)
+    taken[np.argsort(-rest, kind="stable")[: h - taken.sum()]] += 1
+    return np.concatenate([samples[label == c][:k] for c, k in enumerate(taken)])
 
 
 def split_samples(
@@ -64,11 +126,13 @@ def split_samples(
     clients: Sequence[Any] | None,
     groups: NDArray[Any] | None,
     val_fraction: float,
+    client_test_fraction: float,
     seed: int,
 ) -> Split:
     """Hold ``val_fraction`` of the samples out, then split the rest: as ``clients`` says, else by the partition.
 
     Args:
+        client_test_fraction: of each client's samples, held out to test it on.
         counts: the number of clients asked for, and the one where neither that nor the partition says it.
         groups: ``(N,)``, for a ``ByGroup`` that has none of its own.
 
@@ -76,6 +140,7 @@ def split_samples(
         UserError: too few samples, no number of clients, or classes asked for where there are none.
     """
     total = len(data)
+    test = HeldOut(client_test_fraction, data.labels, seed) if client_test_fraction > 0 else None
     held_out: Indices | None = None
     kept: Indices | None = None
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
@@ -91,7 +156,7 @@ def split_samples(
         held_out, kept = np.sort(order[:held]), np.sort(order[held:])
         partition = partition.restrict(kept)
     if clients is not None:
-        return Split(_checked(clients, total), total, kept, held_out, by_partition=False)
+        return Split(_checked(clients, total), total, kept, held_out, by_partition=False, test=test)
     wanted, default = counts
     num_clients = wanted or partition.clients or default
     if num_clients is None:
@@ -106,7 +171,17 @@ def split_samples(
         )
     labels = np.zeros(total, np.int64) if data.labels is None else data.labels
     labels = labels if kept is None else labels[kept]
-    return Split(_checked(partition.split(labels, num_clients, seed), len(labels)), total, kept, held_out)
+    return Split(_checked(partition.split(labels, num_clients, seed), len(labels)), total, kept, held_out, test=test)
+
+
+def check_shares(val_fraction: float, client_test_fraction: float) -> None:
+    """Refuse what are no shares of the training data, or of each client's."""
+    for name, share, zero in (
+        ("val_fraction", val_fraction, "the training data from 0 (validate on the test set)"),
+        ("client_test_fraction", client_test_fraction, "each client's samples from 0 (hold none out)"),
+    ):
+        if not 0 <= share < 1:
+            raise UserError(f"{name} is {share}: give a share of {zero} to below 1.")
 
 
 def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
@@ -119,9 +194,11 @@ def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
     return clients
 
 
-def partition_hash(clients: Sequence[Indices], kept: Indices | None) -> str:
+def partition_hash(clients: Sequence[Indices], kept: Indices | None, test: HeldOut | None = None) -> str:
     """A hash of all indices, or of the recipe where there are very many lazy ones."""
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
+    if test is not None:
+        state.update(f"test {test.fraction} {test.seed}".encode())
     if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
         state.update(clients.recipe.encode())
     else:

@@ -28,6 +28,7 @@ class Partitioned(Protocol):
     biases: tuple[Any, ...]
     drop_last: Any
     partition: Partition
+    client_test_fraction: float
 
     @property
     def num_clients(self) -> int: ...
@@ -39,6 +40,7 @@ class Partitioned(Protocol):
     def _train(self) -> Samples: ...
     def client_sizes(self) -> NDArray[np.int64]: ...
     def client_indices(self, client: int) -> Indices: ...
+    def client_test_indices(self, client: int) -> Indices: ...
     def card(self) -> dict[str, str]: ...
 
 
@@ -59,6 +61,8 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
         facts["batch size"] += ", shorter ones dropped"
     if held:
         facts["held out for validation"] = f"{held} training samples"
+    if split.test is not None:
+        facts["held out by each client"] = f"{split.test.fraction:g} of its samples"
     if data.biases:
         facts["biases"] = ", ".join(map(repr, data.biases))
     return facts
@@ -77,6 +81,9 @@ def partition_table(data: Partitioned) -> str:
     sizes, counts = data.client_sizes(), class_counts(data, SHOWN_IN_TABLE)
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
+    if data.client_test_fraction:
+        header.append("test")
+        rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]
     if counts is not None and counts.shape[1] <= 20:
         header += [str(c) for c in range(counts.shape[1])]
         rows = [row + [str(k) if k else "·" for k in line] for row, line in zip(rows, counts, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
 
 def all_finite(v: Tensor) -> bool:
     """Whether no entry is infinite or NaN; where the sum is finite, which is quick to see, none is."""
-    return bool(torch.isfinite(v.sum())) or bool(torch.isfinite(v).all())
+    return math.isfinite(v.sum()) or bool(torch.isfinite(v).all())
 
 
 def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
@@ -131,7 +132,8 @@ def buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, st
 def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str, Tensor]:
     """Copies of a learner's buffers by name, and of the parameters ``written`` by its steps."""
     values = {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
-    return values | {n: p.detach().clone() for n, p in learner.named_parameters() if n in written}
+    named = learner.named_parameters() if written else ()
+    return values | {n: p.detach().clone() for n, p in named if n in written}
 
 
 def layers_of(learner: nn.Module) -> dict[str, list[str]]:

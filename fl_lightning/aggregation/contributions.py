@@ -42,7 +42,7 @@ class Contributions:
         round = self.ledger.round
         counts = traffic.of_client(clients, round.buffers)
         update = clients.x - round.w
-        values: Leaf = {"traffic": counts}
+        values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
         buffers = self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
@@ -52,6 +52,7 @@ class Contributions:
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
             rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts()})
+        values["traffic"] = torch.tensor(counts)
         gathered = values.pop("update") if self.gathers and finished else None
         with self._lock:
             if not finished:
@@ -73,7 +74,7 @@ class Contributions:
         self.ledger.metrics = {client: own for _, each in everyone for client, own in each.items()}
         return sum_over_processes(self._sum.total) or {}, diverged
 
-    def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: Tensor) -> set[str]:
+    def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]) -> set[str]:
         """Put what a client that finished gives into ``values``; the names of those that a method may still hold."""
         round, weight = self.ledger.round, self.ledger.round.weights[client]
         lent: set[str] = set()

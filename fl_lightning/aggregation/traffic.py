@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fl_lightning.methods import Methods
@@ -15,9 +14,9 @@ from fl_lightning.state import Upload
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = range(6)
 
 
-def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
-    """A client's counts ``(6,)``: coordinates of which it had no valid copy, 1 client, its buffers and gradients."""
-    counts = torch.zeros(6, dtype=torch.int64)
+def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
+    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers and gradients."""
+    counts = [0] * 6
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
     counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
@@ -25,7 +24,7 @@ def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> Tensor:
     return counts
 
 
-def add_upload(counts: Tensor, clients: Clients, counted: Mapping[str, Upload]) -> None:
+def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload]) -> None:
     """Add what a client sends in the end: its update, where it is averaged, and the uploads that are counted."""
     averaged = clients._round.averaged
     size = clients.x.element_size()

@@ -52,7 +52,10 @@ class Cohort:
 
     def participants(self, t: int) -> tuple[int, ...]:
         """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        m, draw = self.m, generator(self.seed, "participants", t)
+        n, m = self.n, self.m
+        if n == m and self.sampling == "uniform":
+            return tuple(range(m))
+        draw = generator(self.seed, "participants", t)
         n = self._number(draw)
         return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
 
