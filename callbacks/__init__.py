@@ -10,7 +10,9 @@ from fl_lightning.callbacks.control_variates import ControlVariates
 from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
+from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import GlobalSharpnessAwareMinimization
+from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
@@ -29,7 +31,9 @@ __all__ = [
     "DriftLogger",
     "DynamicRegularization",
     "FederatedProgressBar",
+    "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
+    "HessianLogger",
     "NormalizedAveraging",
     "PartialAveraging",
     "ProximalTerm",

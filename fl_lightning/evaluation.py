@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
@@ -27,6 +28,7 @@ from fl_lightning.sampling import generator
 
 Samples = Mapping[int, NDArray[np.int64]]  # positions in the training data, by client
 Counted = tuple[Any, int]  # a batch, and of how many samples
+Share = Callable[[], list[Counted]]
 Term = Callable[[Any, int, int], Leaf]  # (batch, its samples, its number) -> what it adds to a sum over samples
 MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28  # of a batch: samples, memory, and what its backward pass needs
 
@@ -88,13 +90,14 @@ class Evaluator:
         self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
 
     @classmethod
-    def of_run(cls, module: Any, draws: bool = True) -> Evaluator:
-        """Of a FederatedModule that a Trainer has, with the Trainer's precision and the batches that clients get."""
+    def of_run(cls, module: Any, draws: bool = True, exact: bool = False) -> Evaluator:
+        """Of a FederatedModule that a Trainer has, with the batches that clients get; ``exact``: without autocast."""
         trainer, learner = module.trainer, module.learner
         data, device = trainer.datamodule, trainer.strategy.root_device
         transfers = [hook for hook in module.transfers if hook not in getattr(data, "transfer_hooks", ())]
         convert = conversion(trainer.precision_plugin, device, transfers)
-        return cls(learner, module.layout, data, module.run_seed, forward_context(trainer, device), convert, draws)
+        context = torch.enable_grad if exact else forward_context(trainer, device)
+        return cls(learner, module.layout, data, module.run_seed, context, convert, draws)
 
     # ---- what is measured
 
@@ -150,18 +153,17 @@ class Evaluator:
 
     # ---- sums over samples
 
-    def shares(self, samples: Samples, size: int, alone: bool = False) -> list[Callable[[], list[Counted]]]:
+    def shares(self, samples: Samples, size: int, alone: bool = False, keep: bool = False) -> list[Share]:
         """This process's batches of up to ``size`` samples, each read when it is called for; ``alone``: all of them.
 
         A batch takes the next samples in the order of the clients: small clients share one where tensors allow it.
+        ``keep``: read now, for many passes over the same samples.
         """
         world, rank = (1, 0) if alone else _place()
-        return [
-            lambda pieces=pieces: self._read(pieces)  # type: ignore[misc]  # mypy infers no lambda with a default
-            for pieces in _pieces(samples, size)[rank::world]
-        ]
+        shares = [partial(self._read, pieces) for pieces in _pieces(samples, size)[rank::world]]
+        return [partial(tree_map, _copied, share()) for share in shares] if keep else shares
 
-    def sum(self, x: Tensor, shares: Sequence[Callable[[], list[Counted]]], term: Term, alone: bool = False) -> Leaf:
+    def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
         """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one); empty without any."""
         world, rank = (1, 0) if alone else _place()
         tree = TreeSum(len(shares))
@@ -328,6 +330,11 @@ def _together(read: list[Counted]) -> list[Counted]:
         return read
     whole = [torch.cat(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     return [(tree_unflatten(whole, spec), sum(number for _, number in read))]
+
+
+def _copied(leaf: Any) -> Any:
+    """A learner may change its batch in place."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _means(total: Leaf) -> dict[str, float]:

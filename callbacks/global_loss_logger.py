@@ -1,0 +1,69 @@
+"""The loss of the global model on all clients' samples, and what it leaves to generalise.
+
+Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise Relaxed Initialization
+(NeurIPS 2023), arXiv:2306.05706, Fig. 3 and 4, and the excess risk of its theorems.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from fl_lightning import checks
+from fl_lightning.evaluation import drawn
+from fl_lightning.measurement import Measurement
+
+
+class GlobalLossLogger(Measurement):
+    """Logs ``global/train_loss``, ``global/train_acc``, ``global/gap`` and ``global/grad_norm`` of the evaluated model.
+
+    - train_loss: the mean of the loss over the clients' training samples, each counted as often as clients hold it:
+      what ``training_step`` gives in evaluation mode, biases applied, without augmentation and weight decay.
+      ``train/loss`` is something else: the mean along the clients' local paths.
+    - train_acc: what the learner logs as accuracy in ``training_step``, else in ``validation_step``, over the same
+      samples; left out where it logs none.
+    - gap: val/loss - train_loss, in rounds that were validated.
+    - grad_norm: ‖∇f‖ of that loss.
+
+    It is measured after the round, on a copy of the learner: no bit of the training changes, and ``time/round`` stays.
+    Sent and kept: nothing.
+
+    Args:
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.
+        samples: on so many of the clients' samples, drawn once by the run's seed; None: on all.
+
+    Example:
+        >>> from fl_lightning.callbacks import GlobalLossLogger
+        >>> from fl_lightning.testing import tiny_run
+        >>> logged = tiny_run(GlobalLossLogger()).trainer.callback_metrics
+        >>> sorted(name for name in logged if name.startswith("global/"))
+        ['global/grad_norm', 'global/train_loss']
+    """
+
+    def __init__(self, every_n_rounds: int | None = 10, samples: int | None = None) -> None:
+        super().__init__(every_n_rounds)
+        checks.positive("GlobalLossLogger: samples", samples, whole=True)
+        self.samples = None if samples is None else int(samples)
+
+    def measure(self, module: Any) -> dict[str, float]:
+        trainer, w = module.trainer, module.evaluated_vector
+        samples = drawn(trainer.datamodule, self.samples, module.run_seed, "global loss")
+        evaluator = module.evaluator()
+        found = evaluator.mean(w, samples, gradient=True)
+        accuracy = _accuracy(found.logged)
+        if accuracy is None:
+            accuracy = _accuracy(evaluator.mean(w, samples, step="validation_step").logged)
+        assert found.gradient is not None
+        values = {"train_loss": found.loss, "grad_norm": float(torch.linalg.vector_norm(found.gradient))}
+        if accuracy is not None:
+            values["train_acc"] = accuracy
+        if self.validated(trainer.current_epoch) and "val/loss" in trainer.callback_metrics:
+            values["gap"] = float(trainer.callback_metrics["val/loss"]) - found.loss
+        return {f"global/{name}": value for name, value in values.items()}
+
+
+def _accuracy(logged: dict[str, float]) -> float | None:
+    """The first value whose name ends in ``acc`` or ``accuracy``."""
+    return next((value for name, value in logged.items() if re.search(r"(^|[/_.])acc(uracy)?$", name.lower())), None)

@@ -1,0 +1,63 @@
+"""How sharp the loss is at the global model: the largest eigenvalue and the trace of its Hessian.
+
+Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in Federated Learning
+(ICML 2023), arXiv:2305.11584, Table 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_lightning import checks, curvature
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation import Evaluator, drawn
+from fl_lightning.measurement import Measurement
+
+NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
+
+
+class HessianLogger(Measurement):
+    """Logs ``hessian/top_eigenvalue``, ``top_residual``, ``trace``, ``trace_stderr`` and ``norm``.
+
+    H is the Hessian, at the evaluated model, of the mean loss over a fixed random subset of the clients' training
+    samples, each counted as often as clients hold it: what ``training_step`` gives in evaluation mode, biases applied,
+    without augmentation and weight decay.
+
+    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: ‖Hv - λv‖ / |λ| of it.
+    - trace: by Hutchinson's method, but exactly along directions in which H is large; trace_stderr: its standard error.
+    - norm: ‖w‖ of the evaluated model. A dual variable changes it and curvature together: read them side by side,
+      and ``global/train_loss`` with them.
+
+    It is measured after the round, on a copy of the learner in full precision: no bit of the training changes. A
+    product with H costs about three gradients of the subset; there are about twice ``probes`` of them.
+    Sent and kept: nothing.
+
+    Args:
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.
+        samples: of the subset, which the run's seed draws once.
+        tolerance: of the eigenvalue, relative.
+        probes: vectors of ±1 for the trace, at least 2, the same each time.
+
+    Example:
+        >>> from fl_lightning.callbacks import HessianLogger
+        >>> from fl_lightning.testing import tiny_run
+        >>> logged = tiny_run(HessianLogger()).trainer.callback_metrics
+        >>> bool(logged["hessian/top_residual"] <= 1e-3)
+        True
+    """
+
+    def __init__(
+        self, every_n_rounds: int | None = 10, samples: int = 2000, tolerance: float = 1e-3, probes: int = 100
+    ) -> None:
+        super().__init__(every_n_rounds)
+        for name, value in (("samples", samples), ("tolerance", tolerance), ("probes", probes)):
+            checks.positive(f"HessianLogger: {name}", value, whole=name != "tolerance")
+        if probes < 2:
+            raise UserError(f"HessianLogger: probes={probes} is not accepted; a standard error takes at least 2.")
+        self.samples, self.tolerance, self.probes = int(samples), float(tolerance), int(probes)
+
+    def measure(self, module: Any) -> dict[str, float]:
+        subset = drawn(module.trainer.datamodule, self.samples, module.run_seed, "hessian")
+        hessian = curvature.Hessian(Evaluator.of_run(module, exact=True), module.evaluated_vector, subset)
+        found = curvature.measure(hessian, self.tolerance, self.probes, module.run_seed)
+        return {f"hessian/{name}": getattr(found, name) for name in NAMES}

@@ -1,0 +1,187 @@
+"""The Hessian of clients' mean loss: its largest eigenvalue by Lanczos' method, its trace by Hutchinson's.
+
+G. H. Golub, C. F. Van Loan: Matrix Computations, ch. 10. M. F. Hutchinson: A stochastic estimator of the trace of the
+influence matrix for Laplacian smoothing splines (1990). Products with the Hessian come from differentiating twice.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fl_lightning.aggregation.tree_sum import Leaf
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation import GRAPH_BYTES, Evaluator, Samples
+from fl_lightning.learner import flatten
+from fl_lightning.sampling import generator
+
+Vector = NDArray[np.float64]
+DENSE = 20  # up to so many parameters the whole Hessian is made
+RESTARTS = 100
+SKETCH = 2 * 10**7  # numbers
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Of the mean loss at a vector.
+
+    Args:
+        top_eigenvalue: the largest, algebraically; NaN where something is not finite.
+        top_residual: ‖Hv - λv‖ / |λ| of it.
+        trace, trace_stderr: its estimate, and the standard error of that over the probes.
+        norm: of the vector.
+        products: how many products with the Hessian it took.
+    """
+
+    top_eigenvalue: float
+    top_residual: float
+    trace: float
+    trace_stderr: float
+    norm: float
+    products: int
+
+
+class Hessian:
+    """H of the mean loss over ``samples`` at x ``(D,)``: ``hessian(v)`` is Hv ``(D,)``, float64.
+
+    Its batches are read once and kept. Every process has to make the same products.
+
+    Raises:
+        UserError: the loss cannot be differentiated twice.
+    """
+
+    def __init__(self, evaluator: Evaluator, x: Tensor, samples: Samples) -> None:
+        self.evaluator, self.x, self.size = evaluator, x, x.numel()
+        number = sum(map(len, samples.values()))
+        most = evaluator.size(x, samples, GRAPH_BYTES // 4)  # two more passes over the same graph
+        self._shares = evaluator.shares(samples, most, keep=True)
+        self._number, self.products = max(1, number), 0
+
+    def __call__(self, v: Vector) -> Vector:
+        copy, self.products = self.evaluator.copy, self.products + 1
+        direction = torch.as_tensor(v.reshape(-1)).to(copy.x)
+        directions = copy.layout.views(direction)
+
+        def term(batch: Any, number: int, index: int) -> Leaf:
+            copy.logging = False
+            with torch.enable_grad():
+                one = torch.ones_like(direction[:1]).requires_grad_()  # so that what is differentiable once shows it
+                loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
+                first = torch.autograd.grad(
+                    loss, copy.parameters, create_graph=True, allow_unused=True, materialize_grads=True
+                )
+                along = torch.stack([(g * d).sum() for g, d in zip(first, directions, strict=True)]).sum()
+                if self.products == 1 and _differentiable_once(along.grad_fn):
+                    raise RuntimeError("a part of it is marked with once_differentiable")
+                second = torch.autograd.grad(along, copy.parameters, allow_unused=True, materialize_grads=True)
+            return {"product": flatten(second).detach().double() * number}
+
+        try:
+            with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # others cannot be differentiated twice
+                warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")  # torch's own norms do
+                total = self.evaluator.sum(self.x, self._shares, term)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in ("not implemented", "not support", "once_differentiable")):
+                raise
+            raise UserError(
+                f"learner {type(copy.learner).__name__}: its loss cannot be differentiated twice, which curvature "
+                f"needs ({' '.join(str(error).split())[:200]})."
+            ) from error
+        return (total["product"] / self._number).cpu().numpy() if total else np.zeros(self.size)
+
+
+def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:
+    """Everything of it; what is random is a function of the seed."""
+    try:
+        value, vector = top(hessian, tolerance, seed)
+        residual = float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value) if value else 0.0
+        mean, error = trace(hessian, probes, seed, vector)
+    except FloatingPointError:
+        value = residual = mean = error = math.nan
+    norm = float(torch.linalg.vector_norm(hessian.x.double()))
+    return Curvature(value, residual, mean, error, norm, hessian.products)
+
+
+def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
+    """The largest eigenvalue, algebraically, and its eigenvector of length 1, to ‖Hv - λv‖ ≤ ``tolerance`` |λ|.
+
+    By ARPACK's restarted Lanczos iteration. Where its restarts do not suffice the tolerance is loosened: the residual
+    tells.
+
+    Raises:
+        FloatingPointError: a product is not finite.
+    """
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    n = hessian.size
+
+    def product(v: Vector) -> Vector:
+        found = hessian(v)
+        if not np.isfinite(found).all():
+            raise FloatingPointError("a product with the Hessian is not finite")
+        return found
+
+    if n <= DENSE:
+        whole = np.stack([product(row) for row in np.eye(n)])
+        values, vectors = np.linalg.eigh((whole + whole.T) / 2)
+        return float(values[-1]), vectors[:, -1]
+    start = generator(seed, "lanczos").standard_normal(n)
+    start /= np.linalg.norm(start)
+    if not product(start).any():
+        return 0.0, start
+    operator = LinearOperator((n, n), matvec=product, dtype=np.float64)  # type: ignore[call-arg,unused-ignore]
+    kept = 20 if n <= 10**6 else 10  # vectors
+    for allowed in (tolerance, 10 * tolerance, 100 * tolerance, 1.0):
+        try:
+            values, vectors = eigsh(
+                operator, k=1, which="LA", v0=start, ncv=min(n, kept), tol=allowed, maxiter=RESTARTS
+            )
+            break
+        except ArpackNoConvergence:
+            continue
+    else:
+        return math.nan, start
+    return float(values[0]), vectors[:, 0]
+
+
+def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[float, float]:
+    """An estimate of the trace, and its standard error over so many probes z of ±1, rounding included.
+
+    tr H = tr Q'HQ + tr PHP with P = I - QQ': the first part is taken exactly, z'PHPz estimates the second. Q holds
+    ``along``, best the first eigenvector, and up to ``probes`` / 2 more directions in which H is large, H times random
+    vectors, so that the error is that of what is small (R. A. Meyer et al.: Hutch++, 2021).
+    """
+    n = hessian.size
+    more = min(probes // 2, n // 2, SKETCH // n)
+    wide = [hessian(generator(seed, "sketch", k).standard_normal(n)) for k in range(more)]
+    q, _ = np.linalg.qr(np.stack([along, *wide], axis=1))
+    exact = np.array([column @ hessian(column) for column in q.T])
+    found = np.empty(probes)
+    for k in range(probes):
+        z = 2.0 * generator(seed, "hutchinson", k).integers(0, 2, n) - 1.0
+        across: Vector = z - q @ (q.T @ z)
+        found[k] = across @ hessian(across)
+    rounding = 10 * torch.finfo(hessian.x.dtype).eps * (np.abs(exact).sum() + np.abs(found).mean())
+    return float(exact.sum() + found.mean()), math.hypot(found.std(ddof=1) / math.sqrt(probes), rounding)
+
+
+def _differentiable_once(node: Any) -> bool:
+    """Whether a part of a gradient's graph is such that another gradient would silently miss it."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("Error"):
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False

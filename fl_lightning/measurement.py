@@ -1,0 +1,56 @@
+"""What is measured of the model after a round, outside of the round: it neither changes nor times it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_lightning import checks
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.processes import gathered
+
+
+class Measurement(FederatedCallback):
+    """Base class of loggers that measure the evaluated model after every ``every_n_rounds``-th round and the last.
+
+    That is where (t + 1) mod ``every_n_rounds`` = 0; None: after the last round alone. A run that a signal stops has
+    no last round: it will be resumed.
+
+    Raises:
+        UserError: ``every_n_rounds`` is neither None nor an integer above 0.
+    """
+
+    def __init__(self, every_n_rounds: int | None = 10) -> None:
+        super().__init__()
+        checks.positive(f"{type(self).__name__}: every_n_rounds", every_n_rounds, whole=True)
+        self.every_n_rounds = None if every_n_rounds is None else int(every_n_rounds)
+        self._ended = self._measured = self._validated = -1  # rounds
+
+    def measure(self, module: Any) -> dict[str, float]:
+        """What to log of this FederatedModule; called in every process."""
+        raise NotImplementedError  # each logger has its own
+
+    def validated(self, t: int) -> bool:
+        """Whether the model of round t was validated."""
+        return self._validated == t
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._ended = self._measured = self._validated = -1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._validated = trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._ended = t = trainer.current_epoch
+        every = self.every_n_rounds
+        if (every and (t + 1) % every == 0) or t + 1 == trainer.max_epochs:
+            self._measure(pl_module, t)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last round, where only now it is known to be that: after an early stop, say."""
+        if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
+            self._measure(pl_module, self._ended)
+
+    def _measure(self, module: Any, t: int) -> None:
+        self._measured = t
+        module.run.report(self.measure(module), t)
