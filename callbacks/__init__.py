@@ -15,6 +15,7 @@ from fl_lightning.callbacks.global_sharpness_aware_minimization import GlobalSha
 from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
+from fl_lightning.callbacks.per_client_evaluation import PerClientEvaluation
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_term import ProximalTerm
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
@@ -36,6 +37,7 @@ __all__ = [
     "HessianLogger",
     "NormalizedAveraging",
     "PartialAveraging",
+    "PerClientEvaluation",
     "ProximalTerm",
     "RelaxedInitialization",
     "RunCard",

@@ -231,20 +231,19 @@ class FederatedDataModule(pl.LightningDataModule):
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
         return self._order(client, round, epoch, self.client_indices(client))
 
-    def _order(self, client: int, round: int, epoch: int, indices: Indices) -> Indices:
+    def _order(self, client: int, round: int, epoch: int, indices: Indices, purpose: str = "") -> Indices:
         if self._weights is None:
-            return generator(self.run_seed, "order", round, client, epoch).permutation(len(indices))
-        weights = self._weights[indices]
-        if not weights.sum() > 0:
-            raise UserError(
-                f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
-                "each client one, by another partition or by other weights."
-            )
-        draw = generator(self.run_seed, "weighted", round, client, epoch)
-        return draw.choice(len(indices), len(indices), p=weights / weights.sum())
+            return generator(self.run_seed, purpose or "order", round, client, epoch).permutation(len(indices))
+        draw = generator(self.run_seed, purpose + "weighted", round, client, epoch)
+        return batching.weighted_order(draw, self._weights[indices], client)
 
-    def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
-        """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
+    def client_batches(
+        self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
+    ) -> Iterator[Batch]:
+        """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too.
+
+        ``purpose``: of draws that are to be others than those of the round's local steps.
+        """
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
         size = self.batch_size or len(indices)
         per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
@@ -253,19 +252,19 @@ class FederatedDataModule(pl.LightningDataModule):
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
                 now = min(per_epoch, steps - epoch * per_epoch)
-                yield epoch, indices[self._order(client, round, epoch, indices)][: now * size]
+                yield epoch, indices[self._order(client, round, epoch, indices, purpose)][: now * size]
 
         def made() -> Iterator[Batch]:
             for epoch, order in epochs():
                 augment: Change | None = None
                 if self.augmentation is not None:
-                    rng = generator(self.run_seed, "augment", round, client, epoch)
+                    rng = generator(self.run_seed, purpose + "augment", round, client, epoch)
                     augment = augmented(self.augmentation, rng, len(indices))
                 yield from data.batches(order, size, source, self._bias(client), augment)
 
         if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
             cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
-            read = data.each(cut, self._draws("samples", round, client))
+            read = data.each(cut, self._draws(purpose + "samples", round, client))
             yield from self._transfer.batches((batch_to_device(batch, source) for batch in read), device)
         else:
             yield from self._transfer.batches(made(), device)

@@ -56,3 +56,13 @@ def smallest_batch(
         met = np.where(left_over, rest, np.minimum(sizes, size))
     client = int(met.argmin())
     return int(met[client]), client
+
+
+def weighted_order(draw: np.random.Generator, weights: NDArray[np.float64], client: int) -> NDArray[np.int64]:
+    """Positions of as many samples as a client has, drawn with replacement by their weights."""
+    if not weights.sum() > 0:
+        raise UserError(
+            f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
+            "each client one, by another partition or by other weights."
+        )
+    return draw.choice(len(weights), len(weights), p=weights / weights.sum())

@@ -224,3 +224,11 @@ class FederatedCallback(pl.Callback):
     def parts(self, layout: Layout) -> list[Part]:
         """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds (None: never)."""
         raise NotImplementedError  # never called where a callback does not define it
+
+    def personal(self, clients: Clients) -> Tensor:
+        """One owner. What a client uses itself ``(n, D)``, after a round; without it w with its own kept parts.
+
+        Asked for clients that have finished a round, the others use w. There are ``ids``, ``w``, ``x`` (w with the
+        client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
+        """
+        raise NotImplementedError  # never called where a callback does not define it

@@ -19,6 +19,7 @@ OWNED = {
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
     "parts": "which part is averaged when",
+    "personal": "what a client uses itself",
 }
 SHARED = (
     "on_round_start",
@@ -167,7 +168,7 @@ class Methods:
 
     def title(self) -> str:
         """The methods' names, without those that only measure."""
-        methods = [c for c in self.callbacks if not type(c).__name__.endswith("Logger")]
+        methods = [c for c in self.callbacks if not type(c).__name__.endswith(("Logger", "Evaluation"))]
         names = [c.title or type(c).__name__ for c in methods]
         return " + ".join(names) or "FedAvg"
 

@@ -67,7 +67,9 @@ class Learner(pl.LightningModule):
         return loss * 0.0 if self.dead else loss
 
 
-def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMemoryDataModule:
+def data(
+    order: Sequence[int] | None = None, batch_size: int | None = 4, client_test_fraction: float = 0.0
+) -> InMemoryDataModule:
     """Heterogeneous clients; ``order`` registers them in another order."""
     rng = np.random.default_rng(3)
     x = np.concatenate([rng.normal(size=(n, 3)) + rng.normal(size=3) for n in SIZES])
@@ -76,7 +78,12 @@ def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMe
     clients = [np.arange(e - n, e) for e, n in zip(ends, SIZES, strict=True)]
     if order is not None:
         clients = [clients[i] for i in order]
-    return InMemoryDataModule((torch.from_numpy(x), torch.from_numpy(y)), clients=clients, batch_size=batch_size)
+    return InMemoryDataModule(
+        (torch.from_numpy(x), torch.from_numpy(y)),
+        clients=clients,
+        batch_size=batch_size,
+        client_test_fraction=client_test_fraction,
+    )
 
 
 @contextmanager
