@@ -3,6 +3,7 @@
 if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")
 
+from fl_lightning.callbacks.alternating_head import AlternatingHead
 from fl_lightning.callbacks.client_momentum import ClientMomentum
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
@@ -13,10 +14,12 @@ from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
 from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import GlobalSharpnessAwareMinimization
 from fl_lightning.callbacks.hessian_logger import HessianLogger
+from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
 from fl_lightning.callbacks.per_client_evaluation import PerClientEvaluation
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
+from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
 from fl_lightning.callbacks.run_card import RunCard
@@ -24,6 +27,7 @@ from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMi
 from fl_lightning.callbacks.top_k_compression import TopKCompression
 
 __all__ = [
+    "AlternatingHead",
     "ClientMomentum",
     "CommunicationLogger",
     "ConsensusDistanceLogger",
@@ -35,9 +39,11 @@ __all__ = [
     "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
     "HessianLogger",
+    "MoreauEnvelope",
     "NormalizedAveraging",
     "PartialAveraging",
     "PerClientEvaluation",
+    "ProximalPersonalModel",
     "ProximalTerm",
     "RelaxedInitialization",
     "RunCard",

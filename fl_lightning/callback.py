@@ -48,11 +48,15 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, and ``weighting`` as it was given."""
+    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, ``weighting`` as it was given.
+
+    ``optimizer``: the clients', where a step is not its gradient times the learning rate; empty where it is.
+    """
 
     n: int
     m: int
     weighting: str
+    optimizer: str = ""
 
 
 class Note:
@@ -120,6 +124,9 @@ class FederatedCallback(pl.Callback):
 
     stands_for_clients: ClassVar[bool] = False
     """Whether its ``on_updates`` changes what clients send: it then comes before what the server does to updates."""
+
+    rests: ClassVar[bool] = False
+    """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after those of all others."""
 
     cannot_run_with: ClassVar[dict[str, str]] = {}
     """``{hook or class name: reason}``: what another callback of the run must not override, or must not be."""

@@ -189,7 +189,9 @@ class FederatedRun:
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         first = cohort.participants if self.methods.owner("select") else participants  # to try steps on
-        facts = RunFacts(cohort.n, cohort.m, settings.weighting)
+        client_rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
+        other = "" if client_rates.plain_sgd else client_rates.optimizer
+        facts = RunFacts(cohort.n, cohort.m, settings.weighting, other)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
         if who := self.methods.gathering:
@@ -217,7 +219,7 @@ class FederatedRun:
             state=self.state,
             engine=self.engine,
             server_step=ServerStep(server_optimizer, self._server_rates, progress),
-            client_rates=client_optimizer.rates(*clients, model.w.device),
+            client_rates=client_rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
             report=self.report,
