@@ -63,7 +63,8 @@ class MoreauEnvelope(FederatedCallback):
         theta = self.theta[clients]
         for _ in range(self.inner_steps):
             theta -= self.inner_lr * (clients.gradient_at(theta) + self.strength * (theta - clients.x))
-        return (clients.x - theta) * self.strength
+        away: Tensor = self.strength * (clients.x - theta)
+        return away
 
     def personal(self, clients: Clients) -> Tensor:
         return self.theta[clients]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import FINISHED
+from fl_lightning.checkpoint import federated_part, restored
 from fl_lightning.engines.choice.workshop import Workshop, setting_of
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
@@ -18,10 +19,14 @@ from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.processes import gathered, world_size
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.context import Round
+from fl_lightning.round.context import BUFFER, ClientRates, Round
+from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.partial import Parts
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import decay_factor
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.store import ClientStore
 
 Model = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
 
@@ -72,11 +77,37 @@ def of_run(module: Any) -> PersonalModels:
     return PersonalModels(replace(run.loop.facts(max(run.state.rounds - 1, 0)), sizes=sizes), run.methods)
 
 
-def of_client(module: Any, client: int) -> Model:
-    """One client's, in every process of a run."""
-    m = int(module.trainer.datamodule.num_clients)
+def of_checkpoint(saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str) -> PersonalModels:
+    """Those of a checkpoint, whose weights by name the learner of ``model`` has already; sets w and the buffers.
+
+    Args:
+        methods: the run's, as its config has them; ``data``: its data module, from which sizes are read where a method
+            asks for them; ``path``: of the checkpoint, beside which client rows lie.
+    """
+    held, rows = federated_part(saved), ClientRows(ClientStore())
+    model.written = tuple((held.get("engine") or {}).get("written", ()))
+    state = restored(held, rows, model, path)
+    w, buffers, layout = model.w.detach(), model.buffers(), model.layout
+    parts = methods.parts(layout)
+    round = Round(
+        t=max(state.rounds - 1, 0), ids=[], steps={}, sizes=Sizes(data), weights={}, num_clients=int(data.num_clients),
+        w=w, w0=w if state.initial_vector is None else state.initial_vector, evaluated=model.evaluated.detach(),
+        buffers=buffers, layout=layout, rates=ClientRates(1.0, torch.zeros((), dtype=torch.float64)),
+        read=rows.read, server_states=state.server, parts=Parts(parts, layout.size, w.device) if parts else None,
+        seed=held["seed"], own_buffers=any(name.startswith(BUFFER) for name in rows.store.names()),
+    )  # fmt: skip
+    return PersonalModels(round, methods)
+
+
+def check_client(client: int, m: int) -> None:
+    """Refuse a number that is no client's."""
     if not 0 <= client < m:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
+
+
+def of_client(module: Any, client: int) -> Model:
+    """One client's, in every process of a run."""
+    check_client(client, int(module.trainer.datamodule.num_clients))
     world, rank = _place()
     own = of_run(module).of(client) if client % world == rank else None
     (found,) = (model for model in gathered(own) if model is not None)

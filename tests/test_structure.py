@@ -21,9 +21,10 @@ round rounds
 callback
 methods
 engines aggregation
-evaluation personal
-measurement curvature
+evaluation
 loop checkpoint
+personal
+measurement curvature
 run
 learner_hooks
 module
