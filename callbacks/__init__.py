@@ -4,6 +4,7 @@ if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")
 
 from fl_lightning.callbacks.alternating_head import AlternatingHead
+from fl_lightning.callbacks.byzantine_clients import ByzantineClients
 from fl_lightning.callbacks.client_momentum import ClientMomentum
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
@@ -18,16 +19,19 @@ from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
 from fl_lightning.callbacks.per_client_evaluation import PerClientEvaluation
+from fl_lightning.callbacks.power_of_choice import PowerOfChoice
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
+from fl_lightning.callbacks.robust_aggregation import RobustAggregation
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMinimization
 from fl_lightning.callbacks.top_k_compression import TopKCompression
 
 __all__ = [
     "AlternatingHead",
+    "ByzantineClients",
     "ClientMomentum",
     "CommunicationLogger",
     "ConsensusDistanceLogger",
@@ -43,9 +47,11 @@ __all__ = [
     "NormalizedAveraging",
     "PartialAveraging",
     "PerClientEvaluation",
+    "PowerOfChoice",
     "ProximalPersonalModel",
     "ProximalTerm",
     "RelaxedInitialization",
+    "RobustAggregation",
     "RunCard",
     "SharpnessAwareMinimization",
     "TopKCompression",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fl_lightning import checks
-from fl_lightning.evaluation import drawn
+from fl_lightning.client_samples import drawn
 from fl_lightning.measurement import Measurement
 
 

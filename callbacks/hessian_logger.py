@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from fl_lightning import checks, curvature
+from fl_lightning.client_samples import drawn
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import Evaluator, drawn
+from fl_lightning.evaluation import Evaluator
 from fl_lightning.measurement import Measurement
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")

@@ -125,7 +125,10 @@ def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
     head = describe() if describe is not None else type(module).__name__
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
-    methods = [(type(c).__name__, arguments(c)) for c in callbacks if isinstance(c, FederatedCallback)]
+    methods: list[tuple[str, str]] = []
+    for method in (c for c in callbacks if isinstance(c, FederatedCallback)):
+        methods.append((type(method).__name__, arguments(method)))
+        methods += [(f"{type(method).__name__}: {what}", told) for what, told in method.facts().items()]
     learner = facts.of_learner(getattr(module, "learner", module))
     network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
     named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"

@@ -18,7 +18,7 @@ from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
 from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device, makes_batches
-from fl_lightning.datamodules.split import Split, check_shares, split_samples
+from fl_lightning.datamodules.split import Split, What, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
@@ -270,19 +270,18 @@ class FederatedDataModule(pl.LightningDataModule):
             yield from self._transfer.batches(made(), device)
 
     def full_batches(
-        self, client: int, device: torch.device = CPU, size: int | None = None, indices: Indices | None = None
+        self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
     ) -> Iterator[tuple[Batch, int]]:
-        """A client's samples once, in order, without augmentation, each batch with its number of samples.
+        """Samples of a client once, in order, without augmentation, each batch with its number of samples.
 
-        With ``drop_last`` those of a shorter batch join the last one. ``size``, ``indices``: in place of the client's.
+        ``what``: those it trains on, or is tested on, or positions in the training data; ``size``: for ``batch_size``.
+        With ``drop_last`` none is left out: those of a shorter batch join the last one.
         """
-        data, device = self._train, torch.device(device)
-        indices = self.client_indices(client) if indices is None else indices
-        if len(indices) == 0:
+        data, device, indices = self._train, torch.device(device), self._who.asked(client, what)
+        if not len(indices):
             return
-        drop_last = self.drop_last and size is None
-        size = self.batch_size if size is None or makes_batches(data) else size
-        cut = [indices[part] for part in batching.slices(len(indices), size, drop_last)]
+        cut_by = (size, False) if size and not makes_batches(data) else (self.batch_size, self.drop_last)
+        cut = [indices[part] for part in batching.slices(len(indices), *cut_by)]
         source, size = self._transfer.source(device), len(cut[0])
         if isinstance(data, DatasetSamples):
             read = data.each(cut, self._draws("full", client))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
 HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
+What = Literal["train", "test"] | Indices  # samples that a client trains on, is tested on, or these positions
 LATEST = 1000  # clients whose samples are kept apart in memory
 
 
@@ -57,6 +58,12 @@ class Split:
     def indices(self, client: int) -> Indices:
         """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
         return self._all(client) if self.test is None else self._sides(client)[0]
+
+    def asked(self, client: int, what: What) -> Indices:
+        """Positions of those samples in the training data."""
+        if not isinstance(what, str):
+            return what
+        return self.indices(client) if what == "train" else self.test_indices(client)
 
     def test_indices(self, client: int) -> Indices:
         """Positions of the samples that a client is tested on, ascending, each once; empty without any."""

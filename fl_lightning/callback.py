@@ -17,6 +17,7 @@ from fl_lightning.learner import Layout
 from fl_lightning.lightning import pl
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
+from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule
 from fl_lightning.state import ClientState, Coefficient, Declaration, Scratch, ServerState, Staging, Upload
 
@@ -40,6 +41,7 @@ __all__ = [
     "ServerState",
     "Upload",
     "UserError",
+    "generator",
     "suggest",
 ]
 
@@ -119,6 +121,9 @@ class FederatedCallback(pl.Callback):
     """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps; clients then start at
     w, so that the server knows their displacement from what they send."""
 
+    reads_loss: ClassVar[bool] = False
+    """Whether ``clients.loss`` is asked for."""
+
     gathers: ClassVar[bool] = False
     """Whether ``server.updates`` is asked for, beside :meth:`aggregate`: all participants' updates in one place."""
 
@@ -174,6 +179,14 @@ class FederatedCallback(pl.Callback):
         if self._bound_ledger is None:
             raise RuntimeError(f"{type(self).__name__}'s declared state can only be read during a run")
         return self._bound_ledger
+
+    def facts(self) -> dict[str, str]:
+        """What the run's card says of it, besides its arguments; asked for when rounds are about to begin."""
+        return {}
+
+    def local_batch(self, client: int, batch: Any) -> Any:
+        """One owner. What a client trains on, in local steps and full gradients, in place of a batch of its own."""
+        raise NotImplementedError  # never called where a callback does not define it
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
         """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending, int64, in any order.

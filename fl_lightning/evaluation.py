@@ -14,20 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
+from fl_lightning.client_samples import Counted, Samples, copies, pieces, together
 from fl_lightning.engines.choice.workshop import conversion, forward_context
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.learner import Layout, flatten
 from fl_lightning.processes import gathered, world_size
-from fl_lightning.sampling import generator
 
-Samples = Mapping[int, NDArray[np.int64]]  # positions in the training data, by client
-Counted = tuple[Any, int]  # a batch, and of how many samples
 Share = Callable[[], list[Counted]]
 Term = Callable[[Any, int, int], Leaf]  # (batch, its samples, its number) -> what it adds to a sum over samples
 MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28  # of a batch: samples, memory, and what its backward pass needs
@@ -62,7 +60,7 @@ class Evaluator:
         draws: whether the learner or the data may draw from the process's generators, which are then kept and seeded.
 
     Example:
-        >>> from fl_lightning.evaluation import samples_of
+        >>> from fl_lightning.client_samples import samples_of
         >>> from fl_lightning.testing import tiny_run
         >>> module = tiny_run()
         >>> everyone = samples_of(module.trainer.datamodule)
@@ -99,6 +97,12 @@ class Evaluator:
         convert = conversion(trainer.precision_plugin, device, transfers)
         context = torch.enable_grad if exact else forward_context(trainer, device)
         return cls(learner, module.layout, data, module.run_seed, context, convert, draws)
+
+    def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
+        """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
+        self.copy.follow(learner)
+        self.copy.learner.eval()
+        self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
     # ---- what is measured
 
@@ -161,8 +165,8 @@ class Evaluator:
         ``keep``: read now, for many passes over the same samples.
         """
         world, rank = (1, 0) if alone else _place()
-        shares = [partial(self._read, pieces) for pieces in _pieces(samples, size)[rank::world]]
-        return [partial(tree_map, _copied, share()) for share in shares] if keep else shares
+        shares: list[Share] = [partial(self._read, own) for own in pieces(samples, size)[rank::world]]
+        return [partial(copies, share()) for share in shares] if keep else shares
 
     def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
         """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one); empty without any."""
@@ -194,7 +198,7 @@ class Evaluator:
             return tensor
 
         own = self.copy.x.untyped_storage().data_ptr()
-        taken = [BATCH_BYTES / max(1, sum(t.nbytes for t in tree_flatten(batch)[0] if isinstance(t, Tensor)) / number)]
+        taken = [BATCH_BYTES / max(1, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor)) / number)]
         if graph_bytes:
             with self._at(x), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 self._one(lambda b, n, k: {"loss": self.loss(b, k, True).detach()}, batch, number, 0)
@@ -273,69 +277,10 @@ class Evaluator:
         found = {rank: state for rank, state in enumerate(states) if state is not None}
         return metric_states.merged_into(self.copy.learner, found) if found else {}
 
-    def _read(self, pieces: list[tuple[int, NDArray[np.int64]]]) -> list[Counted]:
+    def _read(self, batch: list[tuple[int, NDArray[np.int64]]]) -> list[Counted]:
         device = self.copy.x.device
-        read = [b for i, own in pieces for b in self.data.full_batches(i, device, len(own), own)]
-        return _together(read)
-
-
-def samples_of(data: Any) -> Samples:
-    """All clients' training samples."""
-    return {i: data.client_indices(i) for i in range(int(data.num_clients))}
-
-
-def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
-    """That many of all clients' samples, drawn without replacement among what they hold; None, or no fewer: all.
-
-    A sample that several clients hold can come several times. The draw is a function of (seed, purpose).
-    """
-    sizes = data.client_sizes()
-    total = int(sizes.sum())
-    if number is None or number >= total:
-        return samples_of(data)
-    chosen = np.sort(generator(seed, purpose).choice(total, number, replace=False, shuffle=False))
-    ends = np.cumsum(sizes)
-    clients = np.searchsorted(ends, chosen, side="right")
-    return {
-        int(i): data.client_indices(int(i))[chosen[clients == i] - (ends[i] - sizes[i])] for i in np.unique(clients)
-    }
-
-
-def _pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
-    """Batches of exactly ``size`` samples, but for the last: of which client, which ones."""
-    batches: list[list[tuple[int, NDArray[np.int64]]]] = []
-    room = 0
-    for client, indices in samples.items():
-        start = 0
-        while start < len(indices):
-            if room == 0:
-                batches.append([])
-                room = size
-            piece = indices[start : start + room]
-            batches[-1].append((client, piece))
-            start, room = start + len(piece), room - len(piece)
-    return batches
-
-
-def _together(read: list[Counted]) -> list[Counted]:
-    """Batches as one, where all their leaves are tensors of one row a sample; else as they are."""
-    flat = [tree_flatten(batch) for batch, _ in read]
-    spec = flat[0][1]
-    for (leaves, own), (_, number) in zip(flat, read, strict=True):
-        rows = own == spec and all(isinstance(t, Tensor) and t.ndim and len(t) == number for t in leaves)
-        if not rows or any(
-            a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for a, b in zip(leaves, flat[0][0], strict=True)
-        ):
-            return read
-    if len(read) == 1 or not flat[0][0]:
-        return read
-    whole = [torch.cat(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return [(tree_unflatten(whole, spec), sum(number for _, number in read))]
-
-
-def _copied(leaf: Any) -> Any:
-    """A learner may change its batch in place."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+        read = [b for i, own in batch for b in self.data.full_batches(i, device, own, len(own))]
+        return together(read)
 
 
 def _means(total: Leaf) -> dict[str, float]:

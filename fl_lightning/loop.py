@@ -158,6 +158,7 @@ class FederatedLoop:
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             parts=self.parts,
             seed=self.cohort.seed,
+            all_sizes=self.cohort.data.client_sizes,
             steps_of=self.cohort.steps_of,
             home=self.state.rows.at_home,
             own_buffers=self.settings.buffers == "own",
@@ -210,12 +211,15 @@ class FederatedLoop:
     def metrics(self, ledger: Ledger, server: Server) -> Metrics:
         """What the learner, the clients' hooks and the server's hooks logged."""
         self.warn_of_mean_gradient(ledger)
+        for text in ledger.notes:
+            self.note(text)
         total = ledger.total
         means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
-        logged["cost/gradients"] = traffic.gradients(ledger)
+        if (cost := traffic.gradients(ledger)) > sum(ledger.round.steps.values()):  # more than one a local step
+            logged["cost/gradients"] = cost
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:

@@ -16,6 +16,7 @@ OWNED = {
     "select": "who takes part",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
+    "local_batch": "what clients train on",
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
     "parts": "which part is averaged when",
@@ -136,6 +137,11 @@ class Methods:
     def gathering(self) -> list[str]:
         """Those that take all updates of a round together, by name."""
         return [type(c).__name__ for c in self.callbacks if c.gathers or overrides(c, "on_updates")]
+
+    @property
+    def reads_loss(self) -> bool:
+        """Whether one of them asks for the mean loss of a client's local steps."""
+        return any(c.reads_loss for c in self.callbacks)
 
     @property
     def start_from_w0(self) -> bool:

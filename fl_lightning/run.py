@@ -16,6 +16,7 @@ from fl_lightning.aggregation import gathering
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
+from fl_lightning.client_evaluation import ClientEvaluation
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan
@@ -197,11 +198,13 @@ class FederatedRun:
         if who := self.methods.gathering:
             self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
+        work.evaluate = ClientEvaluation(trainer.lightning_module)
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]
         clients = self.clients, self.schedule
         setting = setting_of(trainer, settings, model, *clients, work, cohort, first, own)
-        setting = replace(setting, keeps_loss=any(map(reads_outputs, trainer.callbacks)))
+        reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
+        setting = replace(setting, keeps_loss=reads_loss)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)

@@ -21,7 +21,8 @@ round rounds
 callback
 methods
 engines aggregation
-evaluation
+client_samples evaluation
+client_evaluation
 loop checkpoint
 personal
 measurement curvature
@@ -115,7 +116,7 @@ def test_files_are_short(folder: str) -> None:
 
 def test_packaged_methods_import_the_callback_alone() -> None:
     shown = ("progress_bar", "run_card", "__init__")  # what is drawn for a reader
-    measures = {"measurement", "evaluation", "personal", "curvature"}  # after a round, of the model
+    measures = {"measurement", "evaluation", "client_samples", "personal", "curvature"}  # after a round, of the model
     measures |= {"checks", "errors", "processes", "sampling", "storage.files"}
     for name, others in GRAPH.items():
         if name.startswith("callbacks.") and name.split(".")[-1] not in shown:

@@ -55,8 +55,8 @@ class Contributions:
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
             rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)})
-        values["traffic"] = torch.tensor(counts)
         gathered = values.pop("update") if self.gathers and finished else None
+        values["traffic"] = torch.tensor(counts)
         with self._lock:
             if not finished:
                 self.diverged.append(client)

@@ -48,6 +48,6 @@ def memory(who: str, most: int, w: Tensor) -> str:
     units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
     shown = next((f"{size / factor:.3g} {unit}" for factor, unit in units if size >= factor), f"{size} bytes")
     return (
-        f"{who} takes the updates of all participants together: {most:,} × {w.numel():,} numbers, {shown} of memory in "
-        "each process"
+        f"{who}: the updates of all participants are held at once, {most:,} × {w.numel():,} numbers, {shown} of memory "
+        "in each process"
     )

@@ -15,7 +15,7 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = ran
 
 
 def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
-    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers and gradients."""
+    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers, its gradients."""
     counts = [0] * 6
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1

@@ -5,6 +5,7 @@ One round is rehearsed on quadratics with filled state: on_local_start, two loca
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import State
@@ -71,9 +72,16 @@ class Stage:
         ids = clients.client_ids
         return self.curvature[ids] * (at - self.centre[ids])
 
+    def evaluate(self, clients: Clients, at: Tensor, what: str) -> dict[str, Tensor]:
+        ids = clients.client_ids
+        loss = (self.curvature[ids] * (at - self.centre[ids]) ** 2).sum(1, keepdim=True) / 2
+        return defaultdict(lambda: loss, loss=loss)
+
     def clients(self, ids: Sequence[int]) -> Clients:
         """A group about to start, its per-client columns ready as an engine has them."""
-        clients = Clients(self.round, list(ids), self.round.w.expand(len(ids), -1).clone(), self.gradient)
+        clients = Clients(
+            self.round, list(ids), self.round.w.expand(len(ids), -1).clone(), self.gradient, self.evaluate
+        )
         _ = clients.ids, clients.steps, clients.sizes, clients.weights
         return clients
 
@@ -106,6 +114,8 @@ class Stage:
             yield from run("on_local_step_end")
             clients.step_done()
         clients.local_step = None
+        if methods.reads_loss:
+            clients.logs[LOSS] = 1.0 + clients.ids
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
@@ -120,6 +130,7 @@ class StagedStep:
     stage: Stage
     clients: Clients
     index: int
+    first: bool = False
 
     def gradient_at(self, x: Tensor) -> Tensor:
         return self.stage.gradient(self.clients, x.expand_as(self.clients.x))

@@ -15,6 +15,7 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Evaluate
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Work:
         data: ``client_batches`` and ``full_batches`` of each client.
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
+        evaluate: behind ``clients.evaluate``.
         draws: whether learner or data may draw from the process's generators, which are then seeded for each client.
     """
 
@@ -34,6 +36,19 @@ class Work:
     clip_norm: float | None = None
     keep_optimizer_state: bool = False
     draws: bool = True
+    evaluate: Evaluate | None = None
+
+    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
+        """The batches of a client's local steps, as a method lets it see them."""
+        batches: Iterator[Any] = self.data.client_batches(client, round, steps, device=device)
+        change = self.methods.owner("local_batch")
+        return batches if change is None else (change(client, batch) for batch in batches)
+
+    def full_batches(self, client: int, device: torch.device) -> Iterator[tuple[Any, int]]:
+        """All of a client's samples in batches, each with its number of samples, as a method lets it see them."""
+        batches: Iterator[tuple[Any, int]] = self.data.full_batches(client, device=device)
+        change = self.methods.owner("local_batch")
+        return batches if change is None else ((change(client, batch), number) for batch, number in batches)
 
 
 class Model(Protocol):

@@ -198,7 +198,7 @@ class Stacked:
         """A group's round, from the server's model to ``on_local_end``; gives each client as a group of one."""
         work, stack = self.work, Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
-        clients = Clients(round, ids, stack.x, self._full_gradient)
+        clients = Clients(round, ids, stack.x, self._full_gradient, work.evaluate)
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
@@ -233,7 +233,7 @@ class Stacked:
         round, device = clients._round, stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
         sources = [
-            iter(self.work.data.client_batches(i, round.t, k, device=device))
+            iter(self.work.client_batches(i, round.t, k, device))
             for i, k in zip(clients.client_ids, steps, strict=True)
         ]
         for step in range(max(steps)):

@@ -47,8 +47,8 @@ class Worker:
             Exception: from the learner, the data or a method, with a note that names round, client and step.
         """
         work, copy, optimizer = self.work, self.copy, self.optimizer
-        clients = Clients(round, [client], copy.x, self.full_gradient)
-        batches = Counted(work.data.client_batches(client, round.t, round.steps[client], device=copy.x.device), stop)
+        clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
+        batches = Counted(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
         try:
             copy.load(round, client)
             if work.draws:
@@ -89,7 +89,7 @@ class Worker:
                 seed_client(work.seed, clients.round, client, "full")
             copy.x.copy_(at)
             try:
-                for step, (batch, number) in enumerate(work.data.full_batches(client, device=copy.x.device)):
+                for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
                     copy.load_buffers(buffers)
                     total += copy.gradient(batch, step, log=False) * (number / clients._round.sizes[client])
             finally:

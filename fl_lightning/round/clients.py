@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.devices import to_device
 from fl_lightning.learner import Layout
-from fl_lightning.round.context import Round, asking
+from fl_lightning.round.context import Evaluate, InStep, Round, asking
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, PerClient, Scratch, Upload
 
 LOSS = "the loss of local steps"  # under which it is gathered beside what is logged, where somebody asks for it
-
-
-class InStep(Protocol):
-    """The local step that is under way, of the clients that take it together."""
-
-    index: Any
-
-    def gradient_at(self, x: Tensor) -> Tensor: ...
 
 
 class Clients:
@@ -31,15 +23,20 @@ class Clients:
 
     Args:
         x: their models ``(n, D)``.
-        full_gradient: ``(clients, x)`` → the gradient of their whole objectives at x; given by whoever trains them.
+        full_gradient, evaluate: what stands behind the methods of these names; given by whoever trains them.
     """
 
     def __init__(
-        self, round: Round, ids: list[int], x: Tensor, full_gradient: Callable[[Clients, Tensor], Tensor] | None = None
+        self,
+        round: Round,
+        ids: list[int],
+        x: Tensor,
+        full_gradient: Callable[[Clients, Tensor], Tensor] | None = None,
+        evaluate: Evaluate | None = None,
     ) -> None:
         self._round, self._x = round, x
         self._ids = ids
-        self._full_gradient = full_gradient
+        self._full_gradient, self._evaluate = full_gradient, evaluate
         self.looked_up, self.mean_gradient_read = False, ""
         self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
         self.metrics: object = None  # what its steps left in the learner's
@@ -56,7 +53,8 @@ class Clients:
         self._start: Tensor | None = None
         self.clipped: Tensor
         self.local_step: InStep | None = None
-        self.gradients_a_step, self.full_gradients = 1, 0  # evaluated for each, as far as their first step shows
+        self.gradients_a_step = 1  # which their first step shows, as all do the same
+        self.full_gradients, self.full_gradients_a_step = 0, 0  # outside of steps, and in one
         self._step: Tensor | None = None
         self._columns: dict[str, Tensor] = {}
 
@@ -176,8 +174,10 @@ class Clients:
 
     def gradients(self, client: int) -> int:
         """How many gradients of a batch's loss were evaluated for a client, its whole objective's by their batches."""
-        of_whole = 0 if self._round.steps_of is None else self.full_gradients * self._round.steps_of(client, 1)
-        return self._round.steps[client] * self.gradients_a_step + of_whole
+        steps = self._round.steps[client]
+        whole = self.full_gradients + steps * self.full_gradients_a_step
+        batches = self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0
+        return steps * self.gradients_a_step + whole * batches
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -214,6 +214,13 @@ class Clients:
         self.mean_gradient_read = self.mean_gradient_read or asking()
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
 
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``; of methods with ``reads_loss = True``."""
+        if LOSS not in self.logs:
+            raise RuntimeError("clients.loss is there in on_local_end, where a method's class says reads_loss = True")
+        return self.logs[LOSS].reshape(-1, 1)
+
     def norm(self, v: Tensor) -> Tensor:
         """‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
         norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
@@ -222,8 +229,19 @@ class Clients:
     def full_gradient(self, x: Tensor) -> Tensor:
         """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight decay included."""
         assert self._full_gradient is not None
-        self.full_gradients += 1
+        self.full_gradients += self.local_step is None
+        self.full_gradients_a_step += self.local_step is not None and self.local_step.first
         return self._full_gradient(self, x)
+
+    def evaluate(self, x: Tensor, what: Literal["train", "test"] = "train") -> dict[str, Tensor]:
+        """Columns ``(n, 1)`` of the clients' own samples at x ``(D,)`` or ``(n, D)``; NaN of a client without samples.
+
+        ``"loss"``, and what ``validation_step`` logs, without ``val/``: in evaluation mode, with the server's buffers.
+        ``what``: the samples that they train on, or those that ``client_test_fraction`` holds out. It reads values, so
+        a local step that asks for it is not captured.
+        """
+        assert self._evaluate is not None
+        return self._evaluate(self, x, what)
 
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under ``name``."""
@@ -276,27 +294,10 @@ class Clients:
 
     def take_kept_parts(self) -> None:
         """Put the clients' own copies of parts into ``x``, where newer than the last average; note since when."""
-        round, parts, x = self._round, self._round.parts, self._x
-        if parts is None:
-            return
-        origin, mask = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-        elapsed = torch.zeros(x.shape, dtype=round.wide, device=x.device)
-        for row, client in enumerate(self.client_ids):
-            written = round.read(WRITTEN, client)
-            if written is None:
-                continue
-            copy, began = round.read(COPY, client), round.read(ORIGIN, client)
-            since = round.read(ELAPSED, client)
-            assert copy is not None and began is not None and since is not None
-            for p, (part, period) in enumerate(zip(parts.masks, parts.periods, strict=True)):
-                if parts.valid(round.t, int(written), period):
-                    mask[row] |= part
-                    elapsed[row][part] = since[p].to(elapsed)
-            full = torch.zeros_like(x[row])
-            full[parts.kept] = copy.to(x)
-            x[row] = torch.where(mask[row], full, x[row])
-            origin[row][parts.kept] = began.to(x)
-        self.kept_origin, self.kept_elapsed, self.kept_mask = origin, elapsed, mask
+        round = self._round
+        if round.parts is not None:
+            taken = round.parts.taken(round.t, round.read, self.client_ids, self._x, round.wide)
+            self.kept_origin, self.kept_elapsed, self.kept_mask = taken
 
     def kept_parts(self) -> dict[str, Tensor]:
         """The rows in which a client (of a group of one) keeps its copies of parts after the round."""

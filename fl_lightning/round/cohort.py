@@ -52,8 +52,8 @@ class Cohort:
 
     def participants(self, t: int) -> tuple[int, ...]:
         """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        n, m = self.n, self.m
-        if n == m and self.sampling == "uniform":
+        m = self.m
+        if self.n == m and self.sampling == "uniform":
             return tuple(range(m))
         draw = generator(self.seed, "participants", t)
         n = self._number(draw)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -115,6 +115,18 @@ def asking() -> str:
     return "a method of this run"
 
 
+class InStep(Protocol):
+    """The local step that is under way, of the clients that take it together."""
+
+    index: Any
+    first: bool  # of a client's
+
+    def gradient_at(self, x: Tensor) -> Tensor: ...
+
+
+Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]  # (clients, x, what) -> columns (n, 1) by name
+
+
 @dataclass(frozen=True)
 class Round:
     """Round t: who takes part, from which model, at which rates.
@@ -130,6 +142,7 @@ class Round:
         optimizer_rows: keys of the rows in which client optimizers are kept.
         parts: parts with averaging periods of their own, or None.
         seed: the run's.
+        all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
         home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
         own_buffers: whether each client keeps its buffers, which the server's follow.
@@ -152,6 +165,7 @@ class Round:
     optimizer_rows: list[str] = field(default_factory=list)
     parts: Parts | None = None
     seed: int = 0
+    all_sizes: Callable[[], Any] | None = None
     steps_of: Callable[[int, float], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
     own_buffers: bool = False

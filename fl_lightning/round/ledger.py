@@ -18,7 +18,7 @@ class Ledger:
     """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who ``finished``.
 
     ``metrics``: what the steps of each that finished left in the learner's metrics.
-    ``logs``: what server hooks logged. ``gathered``: all updates ``(n, D)``, where a method asks for them.
+    ``logs``, ``notes``: what server hooks logged, and have to say. ``gathered``: all updates ``(n, D)``, or None.
     ``mean_gradient_read``: the method that took a client's displacement for its mean gradient; empty: none did.
     """
 
@@ -31,6 +31,7 @@ class Ledger:
         self.mean_gradient_read = ""
         self.metrics: dict[int, Any] = {}
         self.logs: dict[str, Tensor | float] = {}
+        self.notes: list[str] = []
         self.updates: dict[int, Tensor] = {}  # of this process's clients, until all are gathered
         self.gathered: Tensor | None = None
         self._at_server = False

@@ -6,6 +6,8 @@ and starts from it if it was written since the part was last averaged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,3 +60,29 @@ class Parts:
             return False
         last_averaged = -1 if period is None else t // period * period - 1
         return written > last_averaged
+
+    def taken(
+        self, t: int, read: Callable[[str, int], Tensor | None], ids: list[int], x: Tensor, wide: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Put the clients' own copies into ``x`` ``(n, D)``, where newer than the last average.
+
+        Returns:
+            where their displacement began, Σ η K since, and on which coordinates that is so, each ``(n, D)``.
+        """
+        origin, mask = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        elapsed = torch.zeros(x.shape, dtype=wide, device=x.device)
+        for row, client in enumerate(ids):
+            written = read(WRITTEN, client)
+            if written is None:
+                continue
+            copy, began, since = (read(key, client) for key in (COPY, ORIGIN, ELAPSED))
+            assert copy is not None and began is not None and since is not None
+            for p, (part, period) in enumerate(zip(self.masks, self.periods, strict=True)):
+                if self.valid(t, int(written), period):
+                    mask[row] |= part
+                    elapsed[row][part] = since[p].to(elapsed)
+            full = torch.zeros_like(x[row])
+            full[self.kept] = copy.to(x)
+            x[row] = torch.where(mask[row], full, x[row])
+            origin[row][self.kept] = began.to(x)
+        return origin, elapsed, mask

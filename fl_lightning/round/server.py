@@ -103,6 +103,15 @@ class Server:
         """
         return generator(self._round.seed, "method: " + purpose, self.round, *counters)
 
+    def sizes(self, ids: Tensor) -> Tensor:
+        """Numbers of samples N_i of these clients ``(k,)``, float64."""
+        assert self._round.all_sizes is not None
+        return torch.as_tensor(self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device)
+
+    def note(self, text: str) -> None:
+        """Say something to the user: a warning, once, repeated in the run's card."""
+        self._ledger.notes.append(text)
+
     def log(self, name: str, value: Tensor | float) -> None:
         """Log a scalar against the round."""
         self.logs[name] = value

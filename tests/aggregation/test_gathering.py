@@ -111,7 +111,7 @@ def test_parts_that_are_not_averaged_stay_whatever_the_rule() -> None:
 
 def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error() -> None:
     module = federated()
-    with pytest.warns(UserWarning, match=r"Median takes the updates of all participants together: 3 × 204 numbers"):
+    with pytest.warns(UserWarning, match="Median: the updates of all participants are held at once, 3 × 204 numbers"):
         trainer(1, [Median()]).fit(module, blobs())
     assert not tiny_run(ControlVariates()).notes
 

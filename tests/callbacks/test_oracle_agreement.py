@@ -5,11 +5,14 @@ Minibatches, three of eight clients of unequal size and step count, decaying rat
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fl_lightning.callbacks import ByzantineClients
+from fl_lightning.sampling import generator
 from tests.helpers.compositions import METHODS, methods, server, settings
 from tests.helpers.federation import Run, network
 from tests.oracles.oracle import Config, Round, TwoLayer, run
@@ -46,7 +49,15 @@ def both(config: Config, **options: Any) -> tuple[Run, list[Round]]:
         keep_optimizer_state=config.keep_momentum,
         **options,
     )
+    if config.attack is not None:  # who attacks, and what is drawn, is given, as the batches are
+        (attack,) = (method for method in ours.module.trainer.callbacks if isinstance(method, ByzantineClients))
+        assert len(attack.attackers) == 3
+        config = replace(config, attackers=attack.attackers, noise=noise)
     return ours, run(TwoLayer(3, 4, 3), config, ROUNDS, ours.start, ours.schedule)
+
+
+def noise(t: int, client: int, size: int) -> Any:
+    return generator(1, "method: byzantine noise", t, client).standard_normal(size)
 
 
 def agree(ours: Run, theirs: list[Round]) -> None:

@@ -68,10 +68,10 @@ def test_what_a_client_trains_on_and_is_tested_on():
     made = data([list(range(40)), [7]], batch_size=8)
     seen = [int(v) for batch in made.client_batches(0, 0, made.batches_per_epoch(0)) for v in batch[0]]
     assert sorted(seen) == made.client_indices(0).tolist()
-    batches = list(made.full_batches(0, indices=made.client_test_indices(0)))
+    batches = list(made.full_batches(0, what="test"))
     assert [int(v) for batch, _ in batches for v in batch[0]] == made.client_test_indices(0).tolist()
     assert [n for _, n in batches] == [8, 2]
-    assert list(made.full_batches(1, indices=made.client_test_indices(1))) == []
+    assert list(made.full_batches(1, what="test")) == []
 
 
 def test_lazy_clients_and_a_validation_set_beside_it():

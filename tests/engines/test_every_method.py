@@ -38,7 +38,11 @@ def config(name: str) -> Case:
     """A packaged config; what adds to another method, beside SCAFFOLD."""
     given = read(name)
     given = full_paths(merge(read("method/scaffold"), given) if "method+" in given else given)
-    return [built(method) for method in given["method"]], {k: built(v) for k, v in given.get("model", {}).items()}
+    more = {"participation": 5} if "krum" in name else {}  # as few as it takes
+    return [built(method) for method in given["method"]], {
+        **{k: built(v) for k, v in given.get("model", {}).items()},
+        **more,
+    }
 
 
 def composition(name: str) -> Case:

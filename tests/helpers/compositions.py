@@ -56,6 +56,10 @@ def methods(config: Config) -> list[Any]:
         made.append(c.MoreauEnvelope(*config.pfedme))
     if config.fedrep is not None:
         made.insert(0, c.AlternatingHead(config.fedrep[1]))  # before what corrects
+    if config.robust is not None:
+        made.append(c.RobustAggregation(**config.robust))
+    if config.attack is not None:
+        made.append(c.ByzantineClients(config.attack[0], 0.4, config.attack[1]))
     if config.parts:
         periods = {pattern: period_of(config, where) for pattern, where in PATTERNS.items()}
         made.append(c.PartialAveraging(periods=periods))
@@ -139,6 +143,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "top-k": {"topk": 0.1},
     "top-k + RI": {"topk": 0.1, "beta": 0.1},
     "all that mix": {"mu": 0.05, "scaffold": "displacement", "feddyn": 0.1, "alpha": 0.3, "sam": 0.05, "beta": -0.1},
+    "median": {"robust": {"rule": "median"}},
+    "trimmed mean": {"robust": {"rule": "trimmed_mean", "trim": 0.34}},
+    "Krum": {"robust": {"rule": "krum", "byzantine": 0}},
+    "multi-Krum": {"robust": {"rule": "multi_krum", "byzantine": 0, "keep": 2}},
+    "geometric median": {"robust": {"rule": "geometric_median"}},
+    "median + SCAFFOLD + RI": {"robust": {"rule": "median"}, "scaffold": "displacement", "beta": 0.1},
+    "Krum + FedALS": {"robust": {"rule": "krum", "byzantine": 0}, "parts": ALS},
+    "flipped signs": {"attack": ("sign_flip", 0.5)},
+    "flipped signs + FedAdam": {"attack": ("sign_flip", None), "server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
+    "noise + median": {"attack": ("noise", 0.1), "robust": {"rule": "median"}},
+    "flipped labels": {"attack": ("label_flip", None)},
+    "alie": {"attack": ("alie", None)},
+    "alie + geometric median": {"attack": ("alie", 1.5), "robust": {"rule": "geometric_median"}},
+    "alie + FedALS": {"attack": ("alie", 1.5), "parts": ALS},
     "FedALS": {"parts": ALS},
     "FedALS, three periods": {"parts": [(part("net.0.*"), 2), (part("net.2.bias"), 3)]},
     "FedPer": {"parts": [(part("net.2.weight", "net.2.bias"), None)]},

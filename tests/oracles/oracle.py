@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.oracles import robust
 from tests.oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
 
 __all__ = ["Config", "Quadratic", "Round", "Schedule", "TwoLayer", "local_steps", "run", "vectors"]
@@ -52,6 +53,10 @@ class Config:
     fedrep: tuple[Mask, float, int] | None = None  # head, its epochs, batch size
     ditto: Coefficient | None = None  # strength lambda
     pfedme: tuple[float, int, float] | None = None  # lambda, inner steps, inner rate
+    robust: dict[str, Any] | None = None  # rule and its arguments, in place of the mean
+    attack: tuple[str, float | None] | None = None  # which, and its scale; of whom:
+    attackers: tuple[int, ...] = ()
+    noise: Callable[[int, int, int], Vector] | None = None  # (round, client, D) -> N(0, I)
 
 
 @dataclass
@@ -189,6 +194,8 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
             dual = mu_i.get(i, zeros)  # FedSMOO's mu_i
             e, theta, rests = zeros, w, np.zeros(D, dtype=bool)
             for k, batch in enumerate(schedule.rounds[t][i]):
+                if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:  # § 18, 3 classes
+                    batch = (batch[0], 2 - batch[1])
                 if cfg.ditto is not None:  # § 17: its own model, before x moves
                     v = v_i.get(i, w0)
                     v_gradient = problem.gradient(v, i, batch) + cfg.weight_decay * v
@@ -270,11 +277,19 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
         new_w = w
         evaluated = history[-1].evaluated if history else w0
         if cohort:
+            # What arrives, and robust rules (§ 18), on the coordinates averaged.
+            U_n = np.array([np.where(averaged, u[i], 0.0) for i in cohort])
+            if cfg.attack is not None:
+                drawn = {} if cfg.noise is None else {i: cfg.noise(t, i, D) for i in cohort}
+                U_n = robust.attacked(U_n, cohort, cfg.attackers, *cfg.attack, drawn)
+                u = dict(zip(cohort, U_n, strict=True))
             # The aggregate. FedNova (Wang et al., 2020): every client's update per unit of its own work.
             if cfg.fednova:
                 rho = cfg.momentum
                 tau = {i: sum((1 - rho**j) / (1 - rho) for j in range(1, K[i] + 1)) for i in cohort}
                 d = sum(p[i] * tau[i] for i in cohort) * sum((p[i] * u[i] / tau[i] for i in cohort), zeros)
+            elif cfg.robust is not None:
+                d = robust.aggregate(U_n, **cfg.robust)
             else:
                 d = sum((p[i] * u[i] for i in cohort), zeros)
             # The methods' server rules; quantities of a part that is not averaged do not move.

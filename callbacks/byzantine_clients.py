@@ -1,0 +1,131 @@
+"""Byzantine clients: participants that attack, to see what a run stands.
+
+L. Lamport, R. Shostak, M. Pease: The Byzantine Generals Problem (TOPLAS 1982), for the name. P. Blanchard et al.:
+Machine Learning with Adversaries (NeurIPS 2017), arXiv:1703.02757 (flipped signs, noise). V. Tolpegin et al.: Data
+Poisoning Attacks Against Federated Learning Systems (ESORICS 2020), arXiv:2007.08432 (flipped labels). M. Baruch,
+G. Baruch, Y. Goldberg: A Little Is Enough (NeurIPS 2019), Algorithm 3, arXiv:1902.06156 (alie).
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import FederatedCallback, Server, UserError, generator, suggest
+
+ATTACKS = ["sign_flip", "noise", "label_flip", "alie"]
+
+
+class ByzantineClients(FederatedCallback):
+    """⌊fraction · m⌋ clients, fixed by the run's seed, change what they transmitted; they count as participants.
+
+    ``"sign_flip"``: u ← -scale · u. ``"noise"``: u ← N(0, scale² I). ``"alie"``: u ← μ - z σ, mean and deviation of
+    each coordinate over the round's honest participants (an attack that knows them), z = scale.
+    ``"label_flip"``: they train on y ← C - 1 - y, C classes, and send what comes of it.
+    This comes after every honest method and before the server's. What else they upload stays honest.
+    Sent and kept: nothing more.
+
+    Args:
+        attack: one of those.
+        fraction: share of all registered clients, from 0 to below 1, taken exactly from its decimal form; 0: nobody.
+        scale: above 0; None: 1, and with alie the z that hides among n participants, a of them attackers:
+            Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips have none.
+
+    Attributes:
+        attackers: the clients that attack, ascending; from the start of a fit on.
+
+    Raises:
+        UserError: another attack, fraction or scale; labels are to be flipped, and the data have no classes, or batches
+            are no pairs of samples and labels.
+
+    Example:
+        who attacks is a function of the seed.
+
+        >>> from fl_lightning.callbacks import ByzantineClients
+        >>> from fl_lightning.testing import tiny_run
+        >>> attack = ByzantineClients("sign_flip", fraction=0.4)
+        >>> run = tiny_run(attack, participation="all")
+        >>> attack.attackers, float(run.trainer.callback_metrics["byzantine/participants"])
+        ((1, 3), 2.0)
+    """
+
+    title = "Byzantine clients"
+    stands_for_clients = True
+
+    def __init__(
+        self,
+        attack: Literal["sign_flip", "noise", "label_flip", "alie"] = "sign_flip",
+        fraction: float = 0.2,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        name, numbers = type(self).__name__, (int, float)
+        if attack not in ATTACKS:
+            known = ", ".join(map(repr, ATTACKS))
+            raise UserError(
+                f"{name}: attack={attack!r} is not known; accepted are {known}.{suggest(str(attack), ATTACKS)}"
+            )
+        if isinstance(fraction, bool) or not isinstance(fraction, numbers) or not 0 <= fraction < 1:
+            raise UserError(f"{name}: fraction={fraction!r} is not accepted; it is a share from 0 to below 1.")
+        given = isinstance(scale, numbers) and not isinstance(scale, bool)
+        if scale is not None and (attack == "label_flip" or not (given and 0 < scale < math.inf)):
+            raise UserError(f"{name}: scale={scale!r} is not accepted with attack={attack!r}; it is a number above 0"
+                            f"{', and label flips have none' if attack == 'label_flip' else ''}.")  # fmt: skip
+        self.attack, self.fraction, self.scale = attack, fraction, scale
+        self.attackers: tuple[int, ...] = ()
+        if attack == "label_flip":
+            vars(self)["local_batch"] = self.flipped  # this instance alone owns the hook
+        else:
+            vars(self)["on_updates"] = self.attacked
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        m, self.classes = int(trainer.datamodule.num_clients), trainer.datamodule.num_classes
+        draw = generator(pl_module.run_seed, "byzantine clients")
+        number = math.floor(Fraction(str(self.fraction)) * m)
+        self.attackers = tuple(sorted(draw.choice(m, number, replace=False).tolist()))
+        if self.attack == "label_flip" and self.classes is None:
+            raise UserError("ByzantineClients: attack='label_flip' needs class labels, and the data have none.")
+
+    def facts(self) -> dict[str, str]:
+        return {"attackers": ", ".join(map(str, self.attackers)) or "nobody"}
+
+    def on_round_end(self, server: Server) -> None:
+        server.log("byzantine/participants", len(set(self.attackers) & set(server.ids.tolist())))
+
+    def attacked(self, server: Server) -> None:
+        """``on_updates`` of all attacks but on labels."""
+        ids, u = server.ids.tolist(), server.updates
+        bad = torch.tensor([client in self.attackers for client in ids], device=u.device)
+        scale = 1.0 if self.scale is None else self.scale
+        if self.attack == "sign_flip":
+            u[bad] *= -scale
+        elif self.attack == "noise":
+            for row in bad.nonzero().flatten().tolist():
+                noise = server.generator("byzantine noise", ids[row]).standard_normal(u.shape[1])
+                u[row] = scale * torch.from_numpy(noise).to(u)
+        elif bool((~bad).any()):
+            honest, n, a = u[~bad].double(), len(ids), int(bad.sum())
+            z = hiding(n, a) if self.scale is None else self.scale
+            u[bad] = (honest.mean(0) - z * honest.std(0, correction=0)).to(u.dtype)
+
+    def flipped(self, client: int, batch: Any) -> Any:
+        """``local_batch`` of the attack on labels."""
+        if client not in self.attackers:
+            return batch
+        if not isinstance(batch, (tuple, list)) or not isinstance(batch[-1], Tensor) or batch[-1].is_floating_point():
+            raise UserError(
+                "ByzantineClients: attack='label_flip' takes batches (x, y) with integer labels y, and those of client "
+                f"{client} are of type {type(batch).__name__}. Use another attack, or such batches."
+            )
+        *x, y = batch
+        return (*x, self.classes - 1 - y)
+
+
+def hiding(n: int, attackers: int) -> float:
+    """The z of alie: how far from the mean so many of n still pass for honest ones."""
+    share = min(1.0, (n - (n // 2 + 1)) / (n - attackers))
+    return float(torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).clamp(0, 3))

@@ -1,0 +1,60 @@
+"""Power-of-Choice: of some clients that are drawn, those with the largest loss take part.
+
+Y. J. Cho, J. Wang, G. Joshi: Towards Understanding Biased Client Selection in Federated Learning (AISTATS 2022; in 2020
+Client Selection in Federated Learning: Convergence Analysis and Power-of-Choice Selection Strategies,
+arXiv:2010.01243), in its cheap form, rpow-d: a client's last known loss stands for its present one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import Clients, ClientState, FederatedCallback, Server, Upload, UserError
+
+
+class PowerOfChoice(FederatedCallback):
+    """d candidates are drawn in proportion to N_i, without replacement; the n of them with the largest F_i take part.
+
+    F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that everybody comes
+    first once. Of equal ones, those that were drawn first.
+    Sent: one number up. Kept: F_i, by the server, one number a client.
+
+    Args:
+        candidates: d; not below the number of participants, which it is where more take part. None: twice as many.
+
+    Raises:
+        UserError: candidates is no integer above 0.
+
+    Example:
+        in two rounds of three, each of six clients takes part once.
+
+        >>> from fl_lightning.callbacks import PowerOfChoice
+        >>> from fl_lightning.testing import tiny_run
+        >>> run = tiny_run(PowerOfChoice(candidates=6), rounds=2)
+        >>> sorted(run.participants(0) + run.participants(1))
+        [0, 1, 2, 3, 4, 5]
+    """
+
+    title = "Power-of-Choice"
+    reads_loss = True
+    last = ClientState(initial=lambda w: torch.tensor(torch.inf), synchronised=False, shape=(), dtype=torch.float64)
+    told = Upload(shape=())
+
+    def __init__(self, candidates: int | None = None) -> None:
+        super().__init__()
+        whole = isinstance(candidates, int) and not isinstance(candidates, bool)
+        if candidates is not None and not (whole and candidates > 0):
+            raise UserError(f"PowerOfChoice: candidates={candidates!r} is not accepted; it is a number of clients.")
+        self.candidates = candidates
+
+    def select(self, server: Server, available: Tensor, n: int) -> Tensor:
+        d = min(max(self.candidates or 2 * n, n), len(available))
+        sizes = server.sizes(available).cpu().numpy()
+        draw = server.generator("power of choice").choice(len(available), d, replace=False, p=sizes / sizes.sum())
+        drawn = available[torch.from_numpy(draw).to(available.device)]
+        return drawn[self.last.rows(server, drawn).argsort(descending=True, stable=True)[:n]]
+
+    def on_local_end(self, clients: Clients) -> None:
+        self.last[clients] = clients.loss[:, 0]
+        self.told[clients] = clients.loss[:, 0]

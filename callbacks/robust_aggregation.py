@@ -1,0 +1,139 @@
+"""Robust aggregation: rules in place of the mean that a few arbitrary updates cannot carry away.
+
+D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates
+(ICML 2018), arXiv:1803.01498 (median, trimmed mean). P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer: Machine
+Learning with Adversaries: Byzantine Tolerant Gradient Descent (NeurIPS 2017), arXiv:1703.02757 (Krum, multi-Krum).
+K. Pillutla, S. M. Kakade, Z. Harchaoui: Robust Aggregation for Federated Learning (IEEE TSP 2022), arXiv:1912.13445
+(geometric median).
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import FederatedCallback, Note, Server, UserError, suggest
+
+RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+
+
+class RobustAggregation(FederatedCallback):
+    """d = rule(u_1, …, u_n), of what the participants transmitted, on the coordinates that are averaged; in float64.
+
+    ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim · n⌋ largest and
+    smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2 smallest ‖u_i - u_j‖²; ``"multi_krum"``:
+    the mean of the ``keep`` least. ``"geometric_median"``: the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration.
+    The weights p_i play no part.
+    Sent and kept: nothing more than by FedAvg. The server holds all updates of a round at once.
+
+    Args:
+        rule: one of those.
+        trim: τ of the trimmed mean, from 0 to below 0.5.
+        byzantine: f, how many clients of a round Krum stands; it needs n ≥ 2 f + 3, and stands fewer in a round with
+            fewer clients.
+        keep: k of multi-Krum; None: n - f.
+
+    Raises:
+        UserError: another rule, or a number outside these bounds; too few participants for ``byzantine`` or ``keep``.
+
+    Example:
+        with equal updates from all, any rule gives that update.
+
+        >>> import torch
+        >>> from fl_lightning.callbacks import RobustAggregation
+        >>> from fl_lightning.callbacks.robust_aggregation import krum_scores
+        >>> u = torch.tensor([[0.0], [1.0], [2.0], [2.5], [99.0]])
+        >>> krum_scores(u, f=1).tolist()
+        [5.0, 2.0, 1.25, 2.5, 18721.25]
+        >>> from fl_lightning.testing import tiny_run
+        >>> one = {"participation": 1}
+        >>> tiny_run(RobustAggregation("median"), **one).global_vector.allclose(tiny_run(**one).global_vector)
+        True
+    """
+
+    title = "robust aggregation"
+    gathers = True
+    notes = (
+        Note(
+            "the weights of weighting='samples' play no part: each participant counts once.",
+            when=lambda method, run: run.weighting == "samples",
+        ),
+    )
+
+    def __init__(
+        self,
+        rule: Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"] = "median",
+        trim: float = 0.1,
+        byzantine: int = 1,
+        keep: int | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if rule not in RULES:
+            known = ", ".join(map(repr, RULES))
+            raise UserError(f"{name}: rule={rule!r} is not known; accepted are {known}.{suggest(str(rule), RULES)}")
+        if isinstance(trim, bool) or not isinstance(trim, (int, float)) or not 0 <= trim < 0.5:
+            raise UserError(f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to below 0.5.")
+        if isinstance(byzantine, bool) or not isinstance(byzantine, int) or byzantine < 0:
+            raise UserError(f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from 0.")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise UserError(f"{name}: keep={keep!r} is not accepted; it is a number of clients from 1, or null.")
+        self.rule, self.trim, self.byzantine, self.keep = rule, trim, byzantine, keep
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        n, f = pl_module.cohort.n, self.byzantine
+        if self.rule in ("krum", "multi_krum") and n < 2 * f + 3:
+            raise UserError(
+                f"RobustAggregation: rule={self.rule!r} with byzantine={f} needs 2 · {f} + 3 = {2 * f + 3} clients a "
+                f"round, and participation gives {n}. Let more take part, or lower byzantine."
+            )
+        if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
+            raise UserError(f"RobustAggregation: keep={self.keep} is more than the {n} clients of a round.")
+
+    def aggregate(self, server: Server) -> Tensor:
+        u = server.updates.double()
+        u = u if server.averaged is None else u * server.averaged
+        if self.rule == "trimmed_mean":
+            return trimmed_mean(u, math.floor(Fraction(str(self.trim)) * len(u)))
+        if self.rule == "geometric_median":
+            return geometric_median(u)
+        f = min(self.byzantine, (len(u) - 3) // 2)
+        if self.rule == "median" or f < 0:
+            return median(u)
+        if f < self.byzantine:
+            server.note(f"RobustAggregation: a round of {len(u)} clients stands byzantine={f}, not {self.byzantine}.")
+        k = 1 if self.rule == "krum" else min(self.keep or len(u) - f, len(u))
+        return u[krum_scores(u, f).argsort(stable=True)[:k]].mean(0)
+
+
+def median(u: Tensor) -> Tensor:
+    """Of each column of ``(n, D)``; the mean of the two middle values where n is even."""
+    ordered, n = u.sort(0).values, len(u)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+def trimmed_mean(u: Tensor, k: int) -> Tensor:
+    """Of each column without its k largest and k smallest values."""
+    return u.sort(0).values[k : len(u) - k].mean(0)
+
+
+def krum_scores(u: Tensor, f: int) -> Tensor:
+    """``(n,)``: the sum of each row's n - f - 2 smallest squared distances to the others."""
+    away = torch.stack([(u - row).square().sum(1) for row in u])
+    away.fill_diagonal_(torch.inf)
+    return away.sort(1).values[:, : len(u) - f - 2].sum(1)
+
+
+def geometric_median(u: Tensor) -> Tensor:
+    """By Weiszfeld's iteration from the mean."""
+    z = u.mean(0)
+    for _ in range(1000):
+        weights = 1 / torch.linalg.vector_norm(u - z, dim=1).clamp(min=1e-12)
+        before, z = z, (weights @ u) / weights.sum()
+        if torch.linalg.vector_norm(z - before) <= 1e-10 * torch.linalg.vector_norm(z):
+            break
+    return z

@@ -1,0 +1,80 @@
+"""Which of the clients' samples, and in which batches: of one client after the other, small clients together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from fl_lightning.sampling import generator
+
+Samples = Mapping[int, NDArray[np.int64]]  # positions in the training data, by client
+Counted = tuple[Any, int]  # a batch, and of how many samples
+
+
+def samples_of(data: Any) -> Samples:
+    """All clients' training samples."""
+    return {i: data.client_indices(i) for i in range(int(data.num_clients))}
+
+
+def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
+    """That many of all clients' samples, drawn without replacement among what they hold; None, or no fewer: all.
+
+    A sample that several clients hold can come several times. The draw is a function of (seed, purpose).
+    """
+    sizes = data.client_sizes()
+    total = int(sizes.sum())
+    if number is None or number >= total:
+        return samples_of(data)
+    chosen = np.sort(generator(seed, purpose).choice(total, number, replace=False, shuffle=False))
+    ends = np.cumsum(sizes)
+    clients = np.searchsorted(ends, chosen, side="right")
+    return {
+        int(i): data.client_indices(int(i))[chosen[clients == i] - (ends[i] - sizes[i])] for i in np.unique(clients)
+    }
+
+
+def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
+    """Batches of exactly ``size`` samples, but for the last: of which client, which ones."""
+    batches: list[list[tuple[int, NDArray[np.int64]]]] = []
+    room = 0
+    for client, indices in samples.items():
+        start = 0
+        while start < len(indices):
+            if room == 0:
+                batches.append([])
+                room = size
+            piece = indices[start : start + room]
+            batches[-1].append((client, piece))
+            start, room = start + len(piece), room - len(piece)
+    return batches
+
+
+def together(read: list[Counted]) -> list[Counted]:
+    """Batches as one, where all their leaves are tensors of one row a sample; else as they are."""
+    flat = [tree_flatten(batch) for batch, _ in read]
+    spec = flat[0][1]
+    for (leaves, own), (_, number) in zip(flat, read, strict=True):
+        rows = own == spec and all(isinstance(t, Tensor) and t.ndim and len(t) == number for t in leaves)
+        if not rows or any(
+            a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for a, b in zip(leaves, flat[0][0], strict=True)
+        ):
+            return read
+    if len(read) == 1 or not flat[0][0]:
+        return read
+    whole = [torch.cat(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return [(tree_unflatten(whole, spec), sum(number for _, number in read))]
+
+
+def copies(batches: list[Counted]) -> list[Counted]:
+    """The same batches in memory of their own: a learner may change its batch in place."""
+    return [(tree_map(_copied, batch), number) for batch, number in batches]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

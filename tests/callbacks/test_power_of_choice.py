@@ -1,0 +1,67 @@
+"""Power-of-Choice against the paper's rule in NumPy: who has the largest last loss among the candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import PowerOfChoice
+from fl_lightning.testing import check_method, tiny_run
+from tests.helpers.federation import SIZES, network
+from tests.oracles.problems import TwoLayer
+
+ROUNDS = 8
+
+
+class Watched(PowerOfChoice):
+    """Notes who was drawn, in order."""
+
+    def select(self, server: Any, available: Any, n: int) -> Any:
+        draw, notes = server.generator, vars(self).setdefault("_drawn", [])
+
+        class Told:
+            def choice(self, m: int, d: int, replace: bool, p: Any) -> Any:
+                notes.append((draw("power of choice").choice(m, d, replace=replace, p=p), p))
+                return notes[-1][0]
+
+        server.generator = lambda purpose: Told()
+        return super().select(server, available, n)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("candidates", [8, 5, 3, None])
+def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: int | None) -> None:
+    method = Watched(candidates)
+    ours = network([method], ROUNDS, engine=engine)
+    problem, losses = TwoLayer(3, 4, 3), dict[int, float]()
+    for t, ((drawn, p), cohort) in enumerate(zip(vars(method)["_drawn"], ours.schedule.rounds, strict=True)):
+        assert len(set(drawn)) == (candidates or 6) and np.allclose(p, np.array(SIZES) / sum(SIZES))
+        known = sorted(drawn, key=lambda i: -losses.get(i, np.inf))  # stable, so of equal ones the first drawn
+        assert set(cohort) == set(map(int, known[:3])) == set(ours.module.participants(t))
+        for i, batches in cohort.items():
+            x, seen = ours.start if t == 0 else ours.record.w[t - 1], []
+            for batch in batches:
+                loss, g = problem.loss_and_gradient(x, *batch)
+                x, seen = x - 0.3 * (g + 0.01 * x), [*seen, loss]
+            losses[i] = float(np.mean(seen))
+        rows = ours.record.rows[t]["PowerOfChoice.last" if type(method) is PowerOfChoice else "Watched.last"]
+        assert set(rows) == set(losses) and max(abs(float(rows[i]) - losses[i]) for i in rows) < 1e-9
+
+
+def test_every_contract_holds() -> None:
+    report = check_method(PowerOfChoice)
+    assert report.ok, f"{report}"
+
+
+def test_a_number_of_candidates_that_is_none_is_refused() -> None:
+    for wrong in (0, 2.5, True):
+        with pytest.raises(UserError, match="candidates"):
+            PowerOfChoice(wrong)  # type: ignore[arg-type]  # that is the question
+
+
+def test_everybody_comes_once_before_anybody_comes_twice() -> None:
+    run = tiny_run(PowerOfChoice(6), rounds=2)
+    assert sorted(run.participants(0) + run.participants(1)) == list(range(6))

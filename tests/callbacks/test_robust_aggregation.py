@@ -1,0 +1,105 @@
+"""Robust rules against NumPy's, what they refuse and say, and what they stand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import ByzantineClients, RobustAggregation
+from fl_lightning.testing import check_method, tiny_run
+from tests.helpers.learners import blobs, federated, trainer
+from tests.oracles.robust import aggregate
+
+
+class Given:
+    """A server that has these updates."""
+
+    averaged = None
+
+    def __init__(self, updates: Any) -> None:
+        self.updates, self.said = torch.from_numpy(updates), list[str]()
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "median": {"rule": "median"},
+    "trimmed": {"rule": "trimmed_mean", "trim": 0.3},
+    "trimmed, exactly": {"rule": "trimmed_mean", "trim": 0.29},
+    "Krum": {"rule": "krum", "byzantine": 2},
+    "multi-Krum": {"rule": "multi_krum", "byzantine": 2},
+    "multi-Krum, 3": {"rule": "multi_krum", "byzantine": 1, "keep": 3},
+    "geometric": {"rule": "geometric_median"},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 10, 100])
+def test_rules_agree_with_numpy(name: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    u = rng.normal(size=(n, 17)) * np.where(np.arange(n) % 4 == 3, 30.0, 1.0)[:, None]
+    u[n // 2] = u[0]  # two alike, so that ties are met
+    server: Any = Given(u)
+    ours = RobustAggregation(**RULES[name]).aggregate(server).numpy()
+    assert np.abs(ours - aggregate(u, **RULES[name])).max() < 1e-9
+    lowered = "byzantine" in RULES[name] and 3 <= n < 2 * RULES[name]["byzantine"] + 3
+    assert len(server.said) == lowered
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"])
+def test_every_contract_holds(rule: str) -> None:
+    report = check_method(partial(RobustAggregation, rule, trim=0.34, byzantine=0))
+    assert report.ok, f"{report}"
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"])
+def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_rule(rule: str) -> None:
+    losses = []
+    for methods in ([], [RobustAggregation(rule, trim=0.31, byzantine=3)]):
+        run = trainer(8, [ByzantineClients("sign_flip", 0.3, 10.0), *methods])
+        torch.manual_seed(0)
+        run.fit(federated(participation="all", on_nonfinite="skip"), blobs())
+        losses.append(float(run.callback_metrics["val/loss"]))
+    clean = trainer(8)
+    torch.manual_seed(0)
+    clean.fit(federated(participation="all"), blobs())
+    mean, robust = losses
+    assert mean > 3 * robust and robust < 2 * float(clean.callback_metrics["val/loss"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"rule": "krumm"}, r"rule='krumm'.*Did you mean 'krum'"),
+        ({"rule": "trimmed_mean", "trim": 0.5}, r"trim=0\.5 .* below 0\.5"),
+        ({"rule": "krum", "byzantine": -1}, "byzantine=-1"),
+        ({"rule": "multi_krum", "keep": 0}, "keep=0"),
+    ],
+)
+def test_what_is_not_accepted_is_said(arguments: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        RobustAggregation(**arguments)
+
+
+def test_too_few_participants_are_refused_before_training() -> None:
+    for method, words in (
+        (
+            RobustAggregation("krum", byzantine=1),
+            r"byzantine=1 needs .* = 5 clients a round, and participation gives 3",
+        ),
+        (RobustAggregation("multi_krum", byzantine=0, keep=4), "keep=4 is more than the 3 clients"),
+    ):
+        with pytest.raises(UserError, match=words):
+            trainer(1, [method]).fit(federated(), blobs())
+
+
+def test_weights_play_no_part_which_is_said() -> None:
+    runs = [tiny_run(RobustAggregation("median"), weighting=weighting) for weighting in ("uniform", "samples")]
+    assert torch.equal(runs[0].global_vector, runs[1].global_vector)
+    assert any("weighting='samples' play no part" in note for note in runs[1].notes)
