@@ -38,7 +38,7 @@ class PowerOfChoice(FederatedCallback):
 
     title = "Power-of-Choice"
     reads_loss = True
-    last = ClientState(initial=lambda w: torch.tensor(torch.inf), synchronised=False, shape=(), dtype=torch.float64)
+    last = ClientState(initial=lambda w: torch.inf, synchronised=False, shape=(), dtype=torch.float64)
     told = Upload(shape=())
 
     def __init__(self, candidates: int | None = None) -> None:

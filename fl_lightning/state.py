@@ -18,7 +18,7 @@ from fl_lightning.schedules import Schedule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor]
+Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor | float]
 
 
 class Staging(Protocol):

@@ -194,4 +194,4 @@ class Round:
         if initial == "zeros":
             return torch.zeros(size, dtype=kind, device=self.w.device)
         value = initial(self.w) if callable(initial) else self.w0 if initial == "initial_model" else self.w
-        return value.to(kind).expand(size)
+        return torch.as_tensor(value, device=self.w.device).to(kind).expand(size)

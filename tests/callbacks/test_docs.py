@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fl_lightning.testing import check_method
+from tests.helpers import clipped_median
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python (\S+)\n(.*?)```", (ROOT / "docs/methods.md").read_text(encoding="utf-8"), re.DOTALL)
 
@@ -16,3 +19,9 @@ def test_lines_shown_are_lines_of_the_file(path: str, code: str) -> None:
     lines = [line.strip() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
     missing = [line for line in code.splitlines() if line.strip() not in lines]
     assert not missing
+
+
+def test_the_method_that_the_docs_write_out_is_short_and_keeps_the_contracts() -> None:
+    assert len(Path(clipped_median.__file__).read_text(encoding="utf-8").splitlines()) <= 50
+    report = check_method(clipped_median.ClippedMedian)
+    assert report.ok, f"{report}"

@@ -9,7 +9,7 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import PowerOfChoice
-from fl_lightning.testing import check_method, tiny_run
+from fl_lightning.testing import tiny_run
 from tests.helpers.federation import SIZES, network
 from tests.oracles.problems import TwoLayer
 
@@ -49,11 +49,6 @@ def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: in
             losses[i] = float(np.mean(seen))
         rows = ours.record.rows[t]["PowerOfChoice.last" if type(method) is PowerOfChoice else "Watched.last"]
         assert set(rows) == set(losses) and max(abs(float(rows[i]) - losses[i]) for i in rows) < 1e-9
-
-
-def test_every_contract_holds() -> None:
-    report = check_method(PowerOfChoice)
-    assert report.ok, f"{report}"
 
 
 def test_a_number_of_candidates_that_is_none_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SERVER = "tests/aggregation/test_server_update.py"
 HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
+STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
 ROUND = [SERVER, "tests/test_loop.py", "tests/callbacks/test_oracle_agreement.py"]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
@@ -11,13 +12,19 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER],
     "fl_lightning/round/partial.py": ["tests/round/test_partial.py"],
     "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER],
-    "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS],
+    "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
     "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/aggregation/server_update.py": ["tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
-    "fl_lightning/engines/local_step.py": ["tests/engines/test_local_step.py", HOOKS],
+    "fl_lightning/engines/local_step.py": [
+        "tests/engines/test_local_step.py",
+        HOOKS,
+        STEPS,
+        "tests/callbacks/test_byzantine_clients.py",
+    ],
+    "fl_lightning/aggregation/gathering.py": ["tests/aggregation/test_gathering.py"],
     "fl_lightning/engines/worker.py": [
         "tests/engines/test_worker.py",
         "tests/engines/test_local_step.py",
@@ -34,5 +41,8 @@ METHODS = ["tests/callbacks", "tests/contracts"]
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py", "tests/contracts"],
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
+    "fl_lightning/storage/run_state.py": [CHOICES],
+    "fl_lightning/round/server.py": [CHOICES],
+    "fl_lightning/client_evaluation.py": ["tests/test_client_evaluation.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],
 }

@@ -117,6 +117,86 @@ FAULTS = [
         "the second pass of SAM draws new random numbers",
         [("fl_lightning/engines/local_step.py", "            before.restore()\n", "            pass\n")],
     ),
+    Fault(
+        "who was chosen is forgotten after the round",
+        [("fl_lightning/storage/run_state.py", "self.chosen[done.t] = done.chosen", "pass")],
+    ),
+    Fault(
+        "rows at the server are those of one process",
+        [("fl_lightning/round/server.py", "for each in gathered(found) for", "for each in [found] for")],
+    ),
+    Fault(
+        "updates are gathered in another order than the clients'",
+        [
+            (
+                "fl_lightning/aggregation/gathering.py",
+                "zip(rows, ledger.finished, s",
+                "zip(rows, ledger.finished[::-1], s",
+            )
+        ],
+    ),
+    Fault(
+        "what on_updates changes is not averaged",
+        [
+            (
+                "fl_lightning/aggregation/server_update.py",
+                'methods.run("on_updates", server)\n        total.update(gathering.total(ledger, ledger.gathered))',
+                'total.update(gathering.total(ledger, ledger.gathered))\n        methods.run("on_updates", server)',
+            )
+        ],
+    ),
+    Fault(
+        "the gradient at another point draws new random numbers",
+        [("fl_lightning/engines/local_step.py", "            self.before.restore()\n", "            pass\n")],
+    ),
+    Fault(
+        "the gradient at another point begins from moved buffers",
+        [("fl_lightning/engines/local_step.py", "        self.model.load_buffers(self.buffers)\n", "")],
+    ),
+    Fault(
+        "the number of the local step stands still",
+        [("fl_lightning/round/clients.py", "            self._step += 1\n", "            pass\n")],
+    ),
+    Fault(
+        "held-out samples are those that are trained on",
+        [
+            (
+                "fl_lightning/client_evaluation.py",
+                "client, indices(client), step)",
+                "client, data.client_indices(client), step)",
+            )
+        ],
+    ),
+    Fault(
+        "flipped labels are not flipped in full gradients",
+        [
+            (
+                "fl_lightning/engines/local_step.py",
+                "return batches if change is None else ((change(client, batch), number)",
+                "return batches if change is not None else ((batch, number)",
+            )
+        ],
+    ),
+    Fault(
+        "Krum counts an update's distance to itself",
+        [("callbacks/robust_aggregation.py", "    away.fill_diagonal_(torch.inf)\n", "")],
+    ),
+    Fault(
+        "the trimmed mean trims one side",
+        [("callbacks/robust_aggregation.py", "[k : len(u) - k].mean(0)", "[k:].mean(0)")],
+    ),
+    Fault(
+        "the median of an even number is the lower of two",
+        [("callbacks/robust_aggregation.py", "(ordered[(n - 1) // 2] + ordered[n // 2]) / 2", "ordered[(n - 1) // 2]")],
+    ),
+    Fault(
+        "alie takes mean and deviation over attackers too",
+        [("callbacks/byzantine_clients.py", "honest, n, a = u[~bad].double()", "honest, n, a = u.double()")],
+    ),
+    Fault(
+        "Power-of-Choice takes the smallest losses",
+        [("callbacks/power_of_choice.py", "argsort(descending=True, stable=True)", "argsort(stable=True)")],
+    ),
 ]
 
 
