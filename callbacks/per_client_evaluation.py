@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import checks, personal
+from fl_lightning.client_figure import draw_clients
 from fl_lightning.errors import UserError
 from fl_lightning.measurement import Measurement
 from fl_lightning.processes import gathered
@@ -129,9 +130,10 @@ class PerClientEvaluation(Measurement):
             folder = Path(trainer.default_root_dir)
             with written_aside(folder / "clients.csv") as file:
                 file.write(self.csv().encode())
-            if self.table:
+            shown = next((n for n in self.table if greater_is_better(n)), "loss")
+            if shown in self.table:
                 with written_aside(folder / "clients.png", durable=False) as file:
-                    draw_clients(self.table, file)
+                    draw_clients(file, shown, self.table[shown], self.table.get(shown + "_finetuned", {}))
 
     def csv(self) -> str:
         """The table as text: client, samples, every metric; empty where a client has no value."""
@@ -171,25 +173,3 @@ def summary(values: dict[int, float], samples: dict[int, int], greater: bool) ->
 
 def _std(v: Tensor) -> float:
     return float(v.std()) if len(v) > 1 else math.nan
-
-
-def draw_clients(table: Values, file: Any) -> None:
-    """The clients' values in order, of the first accuracy (else of the loss), before and after fine-tuning."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = next((n for n in table if greater_is_better(n) and not n.endswith("_finetuned")), "loss")
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, label in ((shown, "as it is"), (shown + "_finetuned", "after fine-tuning")):
-        values = sorted(table.get(name, {}).values())
-        if values:
-            mean = sum(values) / len(values)
-            share = [100 * (j + 0.5) / len(values) for j in range(len(values))]
-            axes.step(share, values, where="mid", label=f"{label}, mean {mean:.4g}")
-    axes.set_xlabel(f"clients in the order of their values, % of {len(table[shown])}")
-    axes.set_ylabel(shown)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(file)

@@ -108,7 +108,7 @@ def check_client(client: int, m: int) -> None:
 def of_client(module: Any, client: int) -> Model:
     """One client's, in every process of a run."""
     check_client(client, int(module.trainer.datamodule.num_clients))
-    world, rank = _place()
+    world, rank = place()
     own = of_run(module).of(client) if client % world == rank else None
     (found,) = (model for model in gathered(own) if model is not None)
     return found
@@ -122,7 +122,7 @@ def measured(module: Any, ids: Sequence[int], finetune_epochs: float = 0) -> dic
         mode) and what ``validation_step`` logs, under its names; of a client without test samples, empty. The second
         is there where ``finetune_epochs`` is above 0.
     """
-    data, (world, rank) = module.trainer.datamodule, _place()
+    data, (world, rank) = module.trainer.datamodule, place()
     models, evaluator = of_run(module), module.evaluator()
     tuned = FineTuning(module, finetune_epochs) if finetune_epochs else None
     own: dict[int, dict[str, dict[str, float]]] = {}
@@ -188,7 +188,7 @@ class OtherBatches:
         return self.data.client_batches(client, round, steps, device, purpose="finetune")
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
     """How many processes there are, and which this is."""
     world = world_size()
     return world, torch.distributed.get_rank() if world > 1 else 0

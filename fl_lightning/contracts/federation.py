@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import personal
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
@@ -172,6 +173,10 @@ def outcome(module: FederatedModule) -> Outcome:
             row = store.read(name, i)
             assert row is not None
             left[f"{name} of client {i}"] = row
+    if module.run.methods.owner("personal") is not None:
+        models, (world, rank) = personal.of_run(module), personal.place()
+        for i in range(rank, len(SIZES), world):
+            left[f"what is used by client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
         if not name.startswith("time/"):
             left[f"log {name}"] = value

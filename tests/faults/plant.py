@@ -16,6 +16,7 @@ from functools import partial
 from tests.faults.checks import CORE, METHODS, OTHERS
 from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
 from tests.faults.mutants import Mutant, mutants
+from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.planting import (
     ROOT,
     Function,
@@ -106,7 +107,7 @@ def of_file(file: str, planted: Planted) -> tuple[int, list[Mutant]]:
 
 
 def main(names: list[str]) -> int:
-    faults = [f for f in FAULTS if not names or any(n in f.name for n in names)]
+    faults = [f for f in [*FAULTS, *PERSONAL_FAULTS] if not names or any(n in f.name for n in names)]
     files = [f for f in [*CORE, *METHOD_FILES] if not names or any(n in f for n in names)]
     involved = {*files, *(file for fault in faults for file, _, _ in fault.edits)}
     if not involved:
