@@ -176,7 +176,7 @@ def outcome(module: FederatedModule) -> Outcome:
     if module.run.methods.owner("personal") is not None:
         models, (world, rank) = personal.of_run(module), personal.place()
         for i in range(rank, len(SIZES), world):
-            left[f"what is used by client {i}"] = models.of(i)[0]
+            left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
         if not name.startswith("time/"):
             left[f"log {name}"] = value
