@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/fl-lightning
 DEMO := runs/demo
+PUBLIC ?= .venv-public
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lightning check format faults gpu-check
+.PHONY: help demo test test-lightning public check format faults gpu-check
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -41,6 +42,17 @@ test: .venv/installed-test  ## the whole test suite
 
 test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
 	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+$(PUBLIC)/installed: setup.cfg pyproject.toml tests/public/requirements.txt
+	test -x $(PUBLIC)/bin/python || $(PYTHON) -m venv $(PUBLIC)
+	$(PUBLIC)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -r tests/public/requirements.txt
+	@touch $@
+
+# a process for each file, since a process has one Lightning: that of the package
+public: $(PUBLIC)/installed  ## learners and data of public packages, in an environment of their own (gigabytes)
+	@failed=; for file in tests/public/test_*.py; do \
+	  OMP_NUM_THREADS=1 $(PUBLIC)/bin/python -m pytest -q -W ignore $$file || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 check: .venv/installed-dev  ## lint, formatting, types
 	$(BIN)/ruff check .

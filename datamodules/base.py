@@ -45,8 +45,7 @@ class FederatedDataModule(pl.LightningDataModule):
         client_test_fraction: each client holds this share of its samples out to test on, of each class alike.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
-        drop_last: leave out the last batch of an epoch where it is shorter than the others; which samples it had
-            differs from epoch to epoch. K_i counts the batches that are left.
+        drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples); K_i counts the rest.
         eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many as take 64 MiB.
 
     A subclass's own transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation.
@@ -215,17 +214,24 @@ class FederatedDataModule(pl.LightningDataModule):
     def batches_per_epoch(self, client: int) -> int:
         return batching.epoch_batches(int(self.client_sizes()[client]), self.batch_size, self.drop_last)
 
-    def smallest_batch(self, steps: ArrayLike | None = None) -> tuple[int, int] | None:
+    def smallest_batch(
+        self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
+    ) -> tuple[int, int] | None:
         """Samples of the smallest batch that any client trains on, and the first such client: O(m).
 
-        None where the dataset makes the batches itself.
+        None where the dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
+            clients: of these alone.
         """
-        if makes_batches(self._train):
+        if makes_batches(self._train) or type(self).client_batches is not FederatedDataModule.client_batches:
             return None
-        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps)
+        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps, clients)
+
+    def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
+        """In words: why a client has a batch of so few samples, and what would leave no client one."""
+        return batching.told_of_batch(self.client_sizes(), self.batch_size, self.drop_last, client, samples)
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
@@ -235,15 +241,12 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._weights is None:
             return generator(self.run_seed, purpose or "order", round, client, epoch).permutation(len(indices))
         draw = generator(self.run_seed, purpose + "weighted", round, client, epoch)
-        return batching.weighted_order(draw, self._weights[indices], client)
+        return batching.drawn_by_weight(self._weights[indices], draw, client)
 
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
     ) -> Iterator[Batch]:
-        """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too.
-
-        ``purpose``: of draws that are to be others than those of the round's local steps.
-        """
+        """Exactly ``steps`` batches, every epoch reshuffled; ``purpose``: of draws other than the local steps' own."""
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
         size = self.batch_size or len(indices)
         per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
@@ -274,8 +277,7 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> Iterator[tuple[Batch, int]]:
         """Samples of a client once, in order, without augmentation, each batch with its number of samples.
 
-        ``what``: those it trains on, or is tested on, or positions in the training data; ``size``: for ``batch_size``.
-        With ``drop_last`` none is left out: those of a shorter batch join the last one.
+        ``what``: those it trains on, is tested on, or positions. With ``drop_last`` the last batch takes what is left.
         """
         data, device, indices = self._train, torch.device(device), self._who.asked(client, what)
         if not len(indices):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,27 +39,66 @@ def slices(samples: int, size: int | None, drop_last: bool) -> Iterator[slice]:
 
 
 def smallest_batch(
-    sizes: NDArray[np.int64], size: int | None, drop_last: bool, steps: ArrayLike | None
+    sizes: NDArray[np.int64],
+    size: int | None,
+    drop_last: bool,
+    steps: ArrayLike | None,
+    clients: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """The smallest batch that a client of ``sizes`` ``(m,)`` trains on in ``steps`` steps, and the first such client.
 
     >>> sizes = np.array([8, 9, 12])
     >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None), smallest_batch(sizes, 4, False, 2)
     ((1, 1), (4, 0), (4, 0))
+    >>> smallest_batch(sizes, 5, False, None), smallest_batch(sizes, 5, False, None, [0, 1])
+    ((2, 2), (3, 0))
     """
+    taken = None if steps is None else np.asarray(steps)
+    if clients is not None:
+        sizes = sizes[np.asarray(clients)]
+        taken = taken[np.asarray(clients)] if taken is not None and taken.ndim else taken
     met = sizes
     if size is not None:
         rest = sizes % size
         left_over = (rest > 0) & (sizes > size) & (not drop_last)
-        if steps is not None:
-            left_over &= np.asarray(steps) > sizes // size
+        if taken is not None:
+            left_over &= taken > sizes // size
         met = np.where(left_over, rest, np.minimum(sizes, size))
-    client = int(met.argmin())
-    return int(met[client]), client
+    found = int(met.argmin())
+    return int(met[found]), found if clients is None else int(clients[found])
 
 
-def weighted_order(draw: np.random.Generator, weights: NDArray[np.float64], client: int) -> NDArray[np.int64]:
-    """Positions of as many samples as a client has, drawn with replacement by their weights."""
+def told_of_batch(
+    sizes: NDArray[np.int64], size: int | None, drop_last: bool, client: int, samples: int
+) -> tuple[str, str]:
+    """Why a client has a batch of so few samples, and what would leave no client one, in words.
+
+    >>> print(*told_of_batch(np.array([8, 9, 12]), 4, False, 1, 1), sep="; ")
+    client 1 has 9 samples, of which batch_size=4 leaves 1 for the last batch; drop_last=True, which leaves such \
+batches out; batch_size=5, with which the smallest has 2
+    """
+    own, ways = int(sizes[client]), []
+    several = "" if own == 1 else "s"
+    if size is not None and own > size and samples < size:
+        why = f"client {client} has {own} samples, of which batch_size={size} leaves {samples} for the last batch"
+    elif own == samples:
+        why = f"client {client} has {own} sample{several} in all (batch_size={size})"
+    else:
+        why = f"client {client} has {own} sample{several}, of which batch_size={size} takes {samples} at a time"
+    if not drop_last and size is not None and smallest_batch(sizes, size, True, None)[0] > samples:
+        ways.append("drop_last=True, which leaves such batches out")
+    for other in range(size + 1, 2 * size + 1) if size is not None and own > samples else ():
+        least = smallest_batch(sizes, other, drop_last, None)[0]
+        if least > samples:
+            ways.append(f"batch_size={other}, with which the smallest has {least}")
+            break
+    if own == samples:
+        ways.append("clients that have more samples, by another partition or fewer clients")
+    return why, "; ".join(ways or ["another batch_size, or another partition"])
+
+
+def drawn_by_weight(weights: NDArray[np.float64], draw: np.random.Generator, client: int) -> NDArray[np.int64]:
+    """As many positions as there are ``weights`` ``(N_i,)``, with replacement, as WeightedRandomSampler draws them."""
     if not weights.sum() > 0:
         raise UserError(
             f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "

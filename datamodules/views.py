@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN_IN_TABLE, SHOWN_IN_FIGURE = 20, 200
+MANY_CLIENTS = 100_000  # of more, totals take too long
 
 
 class Partitioned(Protocol):
@@ -77,8 +78,26 @@ def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
     return np.stack([np.bincount(labels[data.client_indices(i)], minlength=classes) for i in shown])
 
 
+def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.int64] | None:
+    """Samples of all clients together by class ``(classes,)``; None without labels, or with more ``clients``."""
+    classes, labels = data.num_classes, data._train.labels
+    if classes is None or labels is None or data.num_clients > clients:
+        return None
+    totals = np.zeros(classes, np.int64)
+    for i in range(data.num_clients):
+        totals += np.bincount(labels[data.client_indices(i)], minlength=classes)
+    return totals
+
+
+def deviation_text(totals: NDArray[np.int64]) -> str:
+    """The spread of classes' totals: without replacement the data's own, and what sampling with replacement adds."""
+    deviation = float(totals.std(ddof=1)) if len(totals) > 1 else 0.0
+    share = f" ({100 * deviation / totals.mean():.2g} %)" if totals.any() else ""
+    return f"samples of a class: {totals.min():,} to {totals.max():,}, standard deviation {deviation:,.1f}{share}"
+
+
 def partition_table(data: Partitioned) -> str:
-    sizes, counts = data.client_sizes(), class_counts(data, SHOWN_IN_TABLE)
+    sizes, counts, totals = data.client_sizes(), class_counts(data, SHOWN_IN_TABLE), class_totals(data)
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
     if data.client_test_fraction:
@@ -87,6 +106,8 @@ def partition_table(data: Partitioned) -> str:
     if counts is not None and counts.shape[1] <= 20:
         header += [str(c) for c in range(counts.shape[1])]
         rows = [row + [str(k) if k else "·" for k in line] for row, line in zip(rows, counts, strict=True)]
+        if totals is not None:
+            rows.append(["all", str(sizes.sum()), *[""] * (len(header) - 2 - len(totals)), *map(str, totals)])
     elif counts is not None:
         header += ["classes"]
         rows = [[*row, str((line > 0).sum())] for row, line in zip(rows, counts, strict=True)]
@@ -95,7 +116,10 @@ def partition_table(data: Partitioned) -> str:
         "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
     ]
     if len(sizes) > SHOWN_IN_TABLE:
-        lines.append(f"… and {len(sizes) - SHOWN_IN_TABLE:,} more clients")
+        more = f"… and {len(sizes) - SHOWN_IN_TABLE:,} more clients"
+        lines.insert(1 + SHOWN_IN_TABLE, more)
+    if totals is not None:
+        lines.append(deviation_text(totals))
     lines.append(f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash {data.partition_hash}")
     return "\n".join(lines)
 
@@ -108,8 +132,10 @@ def partition_figure(data: Partitioned) -> Figure:
     has_classes = counts is not None
     if counts is None:
         counts = data.client_sizes()[:SHOWN_IN_FIGURE, None]
-    figure = Figure(figsize=(6, min(12.0, 2.5 + 0.06 * len(counts))), layout="constrained")
-    axes = figure.add_subplot()
+    totals, height = class_totals(data, 1000), min(12.0, 2.5 + 0.06 * len(counts))
+    figure = Figure(figsize=(6, height if totals is None else height + 1), layout="constrained")
+    grid = figure.add_gridspec(2, 1, height_ratios=[0 if totals is None else 1, height - 0.8])
+    axes = figure.add_subplot(grid[1])
     image = axes.imshow(counts, aspect="auto", interpolation="nearest", cmap="viridis")
     figure.colorbar(image, ax=axes, label="samples")
     axes.set_xlabel("class" if has_classes else "all samples")
@@ -117,6 +143,12 @@ def partition_figure(data: Partitioned) -> Figure:
     shown = f"first {len(counts)} of {clients:,}" if len(counts) < clients else f"{clients}"
     facts = data.card()
     axes.set_title(f"{facts['data']} · {facts['partition']} · {shown} clients", fontsize="medium")
+    if totals is not None:
+        above = figure.add_subplot(grid[0], sharex=axes)
+        above.bar(np.arange(len(totals)), totals, color="#2f7ed8")
+        above.set_title(deviation_text(totals), fontsize="small")
+        above.set_ylabel("all clients")
+        above.tick_params(labelbottom=False)
     return figure
 
 

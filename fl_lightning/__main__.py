@@ -18,6 +18,7 @@ COMMANDS = {
     "configs": "list the packaged configs, or print one",
     "sweep": "run a grid of settings and seeds, several at once: sweep FILE; again, to go on with it",
     "report": "compare runs: tables, curves, paired intervals and verdicts, as one page and as files",
+    "analyse": "look at a run's model: analyse hessian RUN, analyse landscape RUN [RUN2]",
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
 
@@ -93,6 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fl_lightning.report import command as report
 
             return report.main(rest)
+        if command == "analyse":
+            from fl_lightning.analysis import command as analyse
+
+            sys.path.insert(0, os.getcwd())
+            return analyse.main(rest)
         if command == "sweep":
             from fl_lightning.sweep import command as sweep
 

@@ -7,7 +7,6 @@ influence matrix for Laplacian smoothing splines (1990). Products with the Hessi
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ class Hessian:
     """
 
     def __init__(self, evaluator: Evaluator, x: Tensor, samples: Samples) -> None:
-        self.evaluator, self.x, self.size = evaluator, x, x.numel()
+        self.evaluator, self.x, self.size = evaluator, x.detach(), x.numel()
         number = sum(map(len, samples.values()))
         most = evaluator.size(x, samples, GRAPH_BYTES // 4)  # two more passes over the same graph
         self._shares = evaluator.shares(samples, most, keep=True)
@@ -86,8 +85,7 @@ class Hessian:
             return {"product": flatten(second).detach().double() * number}
 
         try:
-            with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # others cannot be differentiated twice
-                warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")  # torch's own norms do
+            with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
                 total = self.evaluator.sum(self.x, self._shares, term)
         except RuntimeError as error:
             if not any(text in str(error) for text in ("not implemented", "not support", "once_differentiable")):
@@ -101,6 +99,12 @@ class Hessian:
 
 def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:
     """Everything of it; what is random is a function of the seed."""
+    return measure_with_vector(hessian, tolerance, probes, seed)[0]
+
+
+def measure_with_vector(hessian: Hessian, tolerance: float, probes: int, seed: int) -> tuple[Curvature, Vector]:
+    """The same, and the first eigenvector; where something is not finite, zeros."""
+    vector = np.zeros(hessian.size)
     try:
         value, vector = top(hessian, tolerance, seed)
         residual = float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value) if value else 0.0
@@ -108,7 +112,7 @@ def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curva
     except FloatingPointError:
         value = residual = mean = error = math.nan
     norm = float(torch.linalg.vector_norm(hessian.x.double()))
-    return Curvature(value, residual, mean, error, norm, hessian.products)
+    return Curvature(value, residual, mean, error, norm, hessian.products), vector
 
 
 def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:

@@ -113,7 +113,13 @@ class Evaluator:
             gradient: whether to give that of the loss too.
             step: whose logs are wanted, ``training_step``'s or ``validation_step``'s; the loss is the former's.
         """
-        shares = self.shares(samples, self.size(x, samples, GRAPH_BYTES) if gradient else self.size(x, samples))
+        size = self.size(x, samples, GRAPH_BYTES) if gradient else self.size(x, samples)
+        return self.mean_of(x, self.shares(samples, size), gradient, step)
+
+    def mean_of(
+        self, x: Tensor, shares: Sequence[Share], gradient: bool = False, step: str = "training_step"
+    ) -> Measured:
+        """:meth:`mean` over batches that :meth:`shares` gave."""
         total = self.sum(x, shares, self._term(gradient, step))
         states = gathered(self.copy.take_metrics())
         number = int(total["samples"]) if total else 0

@@ -108,6 +108,11 @@ def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
         parameter.data = view
 
 
+def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Which of a module's parts are in training mode."""
+    return [(part, part.training) for part in module.modules()]
+
+
 def lightning_modules(learner: nn.Module) -> list[Any]:
     """The learner and the LightningModules inside it, of either namespace."""
     return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]

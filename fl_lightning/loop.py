@@ -84,6 +84,7 @@ class FederatedLoop:
                 self.step(server)
                 self.evaluate(ledger, server)
                 server.communication = traffic.of_round(ledger, self.methods)
+                server.kept_vectors = traffic.kept_vectors(ledger)
                 if ledger.finished:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)

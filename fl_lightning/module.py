@@ -237,6 +237,10 @@ class FederatedModule(LearnerHooks):
         self.run.start(self.current_epoch)
         self.learner.on_train_start()
 
+    def on_train_epoch_start(self) -> None:
+        self.run.seed_round(self.current_epoch)
+        self.learner.on_train_epoch_start()
+
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
         """The round of this epoch; gives its mean loss, where a callback asks for it."""
         self.run.run_round(self.current_epoch)
@@ -251,6 +255,10 @@ class FederatedModule(LearnerHooks):
         self.learner.on_validation_end()
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.run.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+
+    def on_train_end(self) -> None:
+        self.learner.on_train_end()
+        self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
         self.run.save(saved, self.trainer)

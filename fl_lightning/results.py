@@ -36,10 +36,13 @@ class Indices(Sequence[Any]):
 
 
 class Run:
-    """A run's folder; everything is read when it is first asked for."""
+    """A run's folder; everything is read when it is first asked for.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    ``checkpoint``: which to read; None: the last, or the best where there is no last one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], checkpoint: Path | None = None) -> None:
+        self.folder, self._asked_for = Path(folder), checkpoint
         if not self.folder.is_dir():
             raise UserError(f"load({str(folder)!r}): there is no such folder. Give that of a run, such as runs/x.")
 
@@ -59,17 +62,20 @@ class Run:
     @cached_property
     def checkpoint(self) -> dict[str, Any]:
         """The last checkpoint, or the best where there is no last one; verified."""
-        return AtomicCheckpointIO().load_checkpoint(self._checkpoint_path)
+        return AtomicCheckpointIO().load_checkpoint(self.checkpoint_path)
 
     @property
-    def _checkpoint_path(self) -> Path:
+    def checkpoint_path(self) -> Path:
+        """Where it is, or would be."""
+        if self._asked_for is not None:
+            return self._asked_for
         paths = [self.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt")]
         return next((path for path in paths if path.is_file()), paths[0])
 
     @cached_property
     def _store(self) -> ClientStore:
         held = self.checkpoint.get("federated", {"clients": {}, "folders": []})
-        folders = [self._checkpoint_path.parent / folder for folder in held["folders"]]
+        folders = [self.checkpoint_path.parent / folder for folder in held["folders"]]
         folders.append(self.folder / "state")
         store = ClientStore()
         store.load(held["clients"], next((f for f in folders if f.is_dir()), folders[0]))
@@ -93,16 +99,21 @@ class Run:
     @cached_property
     def learner(self) -> pl.LightningModule:
         """The learner with the global weights of the last checkpoint, on the CPU, in evaluation mode."""
-        learner: pl.LightningModule = self._built.model.learner
+        learner: pl.LightningModule = self.built.model.learner
         learner.configure_model()
         learner.load_state_dict(self.checkpoint["state_dict"])
         learner.eval()
         return learner
 
-    @cached_property
+    @property
     def partition(self) -> Sequence[Any]:
         """Indices of the training samples of each client."""
-        data, held = self._built.datamodule, self.checkpoint.get("federated", {})
+        return Indices(self.data)
+
+    @cached_property
+    def data(self) -> Any:
+        """The run's data module, set up and split as the run had it."""
+        data, held = self.built.datamodule, self.checkpoint.get("federated", {})
         if getattr(data, "seed", None) is None:
             data.seed = held.get("seed")
         data.setup("fit")
@@ -111,10 +122,10 @@ class Run:
                 f"load({str(self.folder)!r}): the data give partition {data.partition_hash}, the run had "
                 f"{held['partition']}. Are the files in its --data.root still the same?"
             )
-        return Indices(data)
+        return data
 
     @cached_property
-    def _built(self) -> FederatedCLI:
+    def built(self) -> FederatedCLI:
         """Learner and data as config.yaml describes them; random state and the environment's seed stay as they are."""
         before = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
         with isolate_rng():

@@ -23,7 +23,9 @@ from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.workshop import setting_of
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
+from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.errors import UserError
+from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics
 from fl_lightning.methods import Methods
@@ -49,6 +51,7 @@ class FederatedRun:
     clients: Optimizer
     schedule: ClientSchedule | None = None
     server: Optimizer
+    _random_state: RandomState  # of the process, before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
         self.settings, self.model = settings, model
@@ -190,9 +193,8 @@ class FederatedRun:
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         first = cohort.participants if self.methods.owner("select") else participants  # to try steps on
-        client_rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
-        other = "" if client_rates.plain_sgd else client_rates.optimizer
-        facts = RunFacts(cohort.n, cohort.m, settings.weighting, other)
+        rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
+        facts = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
         if who := self.methods.gathering:
@@ -222,7 +224,7 @@ class FederatedRun:
             state=self.state,
             engine=self.engine,
             server_step=ServerStep(server_optimizer, self._server_rates, progress),
-            client_rates=client_rates,
+            client_rates=rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
             report=self.report,
@@ -246,6 +248,15 @@ class FederatedRun:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
         facts.log_to(self._trainer.loggers, facts.of_run(self, self._trainer))
+        self._random_state = RandomState(self.model.w)
+
+    def seed_round(self, t: int) -> None:
+        """Make what is drawn outside of clients from here on, as in validation, a function of (seed, t)."""
+        seed_round(self.seed(self._trainer), t)
+
+    def end(self) -> None:
+        """After the last round: leave the process's random numbers as they were before the first."""
+        self._random_state.restore()
 
     def run_round(self, t: int) -> Metrics:
         """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
@@ -331,11 +342,6 @@ class FederatedRun:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
-
-
-def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Which of a module's parts are in training mode."""
-    return [(part, part.training) for part in module.modules()]
 
 
 def reads_outputs(callback: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from fl_lightning.callbacks import RelaxedInitialization, RunCard
@@ -66,4 +68,17 @@ def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) ->
     assert cli(*fit, "--trainer.default_root_dir", "x").returncode == 0
     told = of_tensorboard(cli.folder / "x")
     assert told["learner"] == "ImageClassifier" and told["learner/network"] == "MLP" and told["data"] == "Digits"
+    events = EventAccumulator(str(cli.folder / "x"))
+    events.Reload()
+    content = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    experiment = HParamsPluginData.FromString(content).experiment
+    first = {info.name for info in experiment.hparam_infos if info.differs}
+    assert first == {"method", "seed", "client_optimizer/lr", "data/partition", "participation"}  # what a reader asks
+    (layout,) = events.Tensors("custom_scalars__config__")
+    (category,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
+    patterns = {chart.title: list(chart.multiline.tag) for chart in category.chart}
+    assert list(patterns) == ["accuracy", "loss", "divergence", "consensus", "communication, bytes"]
+    logged = events.Tags()["scalars"]
+    for title in set(patterns) - {"consensus"}:  # which nobody measures here
+        assert any(re.match(pattern, tag) for pattern in patterns[title] for tag in logged), title
     assert "| learner | ImageClassifier (MLP), " in (cli.folder / "x/card.md").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,7 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
     ("arguments", "words"),
     [
         ({"client_optimizer": momentum}, "up to 10 times that"),
+        ({"client_optimizer": lambda parameters: torch.optim.Adam(parameters, 0.01)}, "a step of Adam is not"),
         ({"clip_norm": 1e-3}, "clipping is active (clip_norm=0.001)"),
         ({"clip_norm": 1e9}, None),
         ({}, None),
@@ -138,6 +141,27 @@ def test_weights_are_sizes_or_ones_and_rows_of_each_round_come_back_in_the_next(
     sizes = [24, 22, 20, 18, 16]
     share = [n / sum(sizes) for n in sizes] if weighting == "samples" else [0.2] * 5
     assert met == {(t, i): [float(t), pytest.approx(share[i])] for t in range(2) for i in range(5)}
+
+
+def test_rows_beyond_the_budget_lie_on_disk_after_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    class Last(FederatedCallback):
+        last = ClientState(synchronised=False)
+
+        def on_local_end(self, clients: Any) -> None:
+            self.last[clients] = clients.x
+
+    class Small(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+            module.client_rows.store.budget_bytes = 0
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+            written.append(len(list(tmp_path.rglob("*.safetensors"))))
+
+    written: list[int] = []
+    trainer(1, [Last(), Small()]).fit(federated(participation="all"), sized())
+    assert written[0] > 0
 
 
 def test_a_state_may_start_from_the_first_model_in_any_round() -> None:

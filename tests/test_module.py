@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
 from fl_lightning import FederatedModule
@@ -69,6 +72,31 @@ def test_test_and_predict_run_on_the_global_model() -> None:
     (scores,) = run.test(module, data, verbose=False)
     predicted = run.predict(module, data)
     assert scores["test/acc"] > 0.9 and sum(len(p) for p in predicted) == 240
+
+
+class Sampling(Lit):
+    """Draws where no client trains: as a round begins, and in validation, as a variational autoencoder does."""
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = float(np.random.rand())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((batch[0] + self.scale * torch.randn_like(batch[0]), batch[1]), batch_idx)
+
+
+def test_what_is_drawn_in_validation_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    def fitted(seed: int, **options: Any) -> float:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        module = federated(Sampling())
+        every_round = ModelCheckpoint(tmp_path / str(seed), "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        run = trainer(4, [every_round], enable_checkpointing=True)
+        before = torch.get_rng_state()
+        run.fit(module, blobs(), **options)
+        assert torch.equal(torch.get_rng_state(), before), "the script's own stream was moved"
+        return float(run.callback_metrics["val/loss"])
+
+    assert fitted(0) == fitted(7, ckpt_path=tmp_path / "0" / "epoch=1.ckpt")
 
 
 def test_init_from_starts_where_another_run_ended(tmp_path: Any) -> None:

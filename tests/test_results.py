@@ -231,7 +231,7 @@ def test_a_real_run_gives_back_its_learner_and_partition(tmp_path: Path) -> None
     wanted = torch.rand(1)
     torch.manual_seed(1)
     run = results.load(folder)
-    learner, data = run.learner, run._built.datamodule
+    learner, data = run.learner, run.built.datamodule
     assert torch.rand(1) == wanted  # the caller's random numbers are left alone
     indices = np.concatenate([run.partition[i] for i in range(len(run.partition))])
     assert sorted(indices) == list(range(len(indices))) and len(indices) == sum(data.client_sizes())

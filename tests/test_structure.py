@@ -33,7 +33,7 @@ models datamodules callbacks
 contracts
 testing cli
 results report
-sweep
+sweep analysis
 __main__ __init__
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -46,6 +46,16 @@ def gradients(ledger: Ledger) -> int:
     return 0 if counts is None else int(counts[GRADIENTS])
 
 
+def kept_vectors(ledger: Ledger) -> float:
+    """What a participant keeps until its next round, in vectors of D numbers, without what loggers let it keep.
+
+    Counted at the first that this process has trained; 0 where it has none.
+    """
+    client = next((i for i in ledger.finished if any(i in rows for rows in ledger.rows.values())), -1)
+    of_methods = (rows for key, rows in ledger.rows.items() if not key.split(".")[0].endswith("Logger"))
+    return sum(rows[client].numel() for rows in of_methods if client in rows) / ledger.round.w.numel()
+
+
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     """Parameters and bytes of this round, all participants together."""
     counts = ledger.total.get("traffic")

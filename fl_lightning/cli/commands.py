@@ -108,7 +108,8 @@ def _execute(cli: FederatedCLI) -> int:
     return 0 if cli.stop.received is None else 128 + cli.stop.received
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Without Lightning's tips, and warnings that say nothing here."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)  # tips, device lines, "fit stopped"
     for message in _NOISE:
@@ -117,7 +118,7 @@ def _quiet() -> None:
 
 def run(command: str, prepared: Command, debug: bool = False) -> int:
     """Run ``command`` and give its exit status; the caller prints a :class:`UserError`."""
-    _quiet()
+    quiet()
     cli: FederatedCLI | None = None
     try:
         cli = FederatedCLI(command, prepared)

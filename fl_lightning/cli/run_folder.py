@@ -86,6 +86,18 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
     )
 
 
+# Charts of TensorBoard's tab "Custom scalars", side by side; names of metrics are patterns there
+_CHARTS = {
+    "accuracy": ["Multiline", ["val/acc$", "test/acc$", "clients/acc$"]],
+    "loss": ["Multiline", ["train/loss$", "val/loss$", "global/train_loss$"]],
+    "divergence": ["Multiline", ["divergence/.+"]],
+    "consensus": ["Multiline", ["consensus/.+"]],
+    "communication, bytes": ["Multiline", ["communication/(up|down|total)_bytes$"]],
+}
+
+_COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")  # of its hyper-parameters
+
+
 class _Events(TensorBoardLogger):
     """TensorBoard events directly in the run's folder, whose config.yaml takes the place of hparams.yaml."""
 
@@ -94,11 +106,22 @@ class _Events(TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1."""
+        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1.
+
+        The layout of the tab of custom scalars goes with them.
+        """
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import summary as tensorboard
 
         writer, of_tensorboard = self.experiment._get_file_writer(), cast(Any, tensorboard)  # which has no types
-        for summary in of_tensorboard.hparams(dict(params), dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)):
+        measured = dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)
+        experiment, begun, ended = of_tensorboard.hparams(dict(params), measured)
+        plugin = experiment.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(plugin.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in _COLUMNS  # these come first; the tab shows five, by name unless told
+        plugin.content = content.SerializeToString()
+        for summary in (experiment, begun, ended, of_tensorboard.custom_scalars({"Federated": _CHARTS})):
             writer.add_summary(summary, step)
 
 

@@ -1,4 +1,4 @@
-"""The process's random generators: seeding them for a client, restoring them, seeing whether any was drawn from."""
+"""The process's random generators: seeding them for a client or a round, restoring them, seeing what was drawn."""
 
 from __future__ import annotations
 
@@ -67,3 +67,8 @@ def seed_client(seed: int, round: int, client: int, purpose: str = "learner") ->
         torch.cuda.manual_seed_all(draw)
     np.random.seed(draw % 2**32)
     random.seed(draw)
+
+
+def seed_round(seed: int, round: int) -> None:
+    """Random numbers drawn outside of clients, as in validation, are a function of (seed, round)."""
+    seed_client(seed, round, 0, "round")

@@ -55,7 +55,7 @@ class Worker:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
             optimizer.begin(round.rates, self.optimizer_rows(round, client))
-            copy.reset()  # of what another client, or a full gradient, left in the learner's metrics
+            copy.reset()  # of what another client, or a full gradient, left in logs and the learner's metrics
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:
                 self.recorder.run(step, iter(batches), clients, optimizer, copy)
@@ -70,7 +70,6 @@ class Worker:
                 clients.logs["clipped_steps"] = step.clipped / round.steps[client]
             work.methods.run("on_local_end", clients)
         except Exception as error:
-            copy.logged = {}
             tell_where(error, f"in round {round.t}, client {client}, local step {batches.step} (all counted from 0)")
             raise
         clients.buffers = copy.buffers

@@ -20,16 +20,10 @@ from fl_lightning.report.drawing import (
     plain,
     styled,
 )
-from fl_lightning.report.runs import Column, Run
+from fl_lightning.report.layers import FORMS, forms, over_time
 from fl_lightning.report.sections import unit_of
 from fl_lightning.report.summary import Pair, Summary, Verdict
 from fl_lightning.report.wording import SCORE_TITLES, Unit
-
-CONSENSUS = {
-    "consensus/": "raw, as FedALS has it",
-    "consensus_per_coordinate/": "per coordinate",
-    "consensus_relative/": "relative to ‖mean x‖²",
-}
 
 
 @styled
@@ -53,13 +47,12 @@ def intervals(summary: Summary) -> list[Drawing]:
             if said is not None and said.claim.margin:
                 margin = said.claim.margin * shown.factor * (1 if said.claim.direction == "greater" else -1)
                 axes.plot([margin, margin], [y - 0.36, y + 0.36], color=INK, linewidth=1.1, linestyle=(0, (1, 2)))
-        names = [
-            f"{pair.a} − {pair.b}" if said is None else f"{said.claim.id}   {_claimed(said)}" for pair, said in own
-        ]
+        names = [pair.a if said is None else _claimed(said) for pair, said in own]  # without claims b is the first arm
         axes.set_yticks(range(len(own)), names)
         axes.set_ylim(len(own) - 0.5, -0.5)
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in own))
-        what = f"log of a / b in {kind[0]}" if kind[1] == "log_ratio" else f"a − b in {kind[0]}"
+        b = "b" if summary.verdicts else own[0][0].b
+        what = f"log of a / b in {kind[0]}" if kind[1] == "log_ratio" else f"a − {b} in {kind[0]}"
         axes.set_xlabel(f"{what}{', points' if shown.percent else ''} ({scores})")
         axes.spines["left"].set_visible(False)
         plain(axes, "x")
@@ -72,7 +65,9 @@ def intervals(summary: Summary) -> list[Drawing]:
 
 
 def _claimed(said: Verdict) -> str:
-    return f"{said.claim.a} {'>' if said.claim.direction == 'greater' else '<'} {said.claim.b}"
+    claim, sign = said.claim, ">" if said.claim.direction == "greater" else "<"
+    long = len(claim.id) + len(claim.a) + len(claim.b) > 56
+    return f"{claim.id}   {claim.a} {sign}{chr(10) if long else ' '}{claim.b}"
 
 
 def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
@@ -146,35 +141,23 @@ def two_axes(arms: Sequence[str]) -> tuple[list[str], list[str], dict[tuple[str,
 @styled
 def layers(summary: Summary) -> list[Drawing]:
     """Consensus distance of each layer, averaged over time and seeds, in every form that was logged."""
-    names = dict.fromkeys(name for run in summary.found.runs for name in run.columns)
-    forms = {
-        prefix: [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != "consensus/total"]
-        for prefix in CONSENSUS
-    }
-    forms = {prefix: own for prefix, own in forms.items() if own}
-    if not forms:
+    logged = forms(summary.found.runs)
+    if not logged:
         return []
-    longest = max(len(own) for own in forms.values())
-    drawn = figure(min(11.0, 1.2 + max(3.2, 0.32 * longest + 1) * len(forms) + 1.4), 3.6)
+    longest = max(len(own) for own in logged.values())
+    drawn = figure(min(11.0, 1.2 + max(3.2, 0.32 * longest + 1) * len(logged) + 1.4), 3.6)
     handles = {}
-    for place, (prefix, own) in enumerate(forms.items(), start=1):
-        axes = drawn.add_subplot(1, len(forms), place)
+    for place, (form, own) in enumerate(logged.items(), start=1):
+        axes = drawn.add_subplot(1, len(logged), place)
         for number, (name, arm) in enumerate(summary.arms.items()):
-            runs = [run for run in arm.runs if run.status == "done"] or arm.runs
-            means = np.array([_mean_over_time(runs, prefix + layer) for layer in own])
+            means = np.array([over_time(arm.runs, form + layer) for layer in own], dtype=float)
             if np.isfinite(means).any():
                 (handles[name],) = axes.plot(means, marker="o", markersize=4, **{**look(number), "linewidth": 1.3})
         logarithmic(axes)
         axes.set_xticks(range(len(own)), own, rotation=60 if longest > 4 else 25, ha="right", fontsize=8)
-        axes.set_title(CONSENSUS[prefix], fontsize=9.5)
+        axes.set_title(FORMS[form], fontsize=9.5)
         plain(axes)
     legend(drawn, list(handles.values()), list(handles))
     caption = "Averaged over all rounds and seeds; layers from the input on."
-    caption += " The forms can rank layers differently." if len(forms) > 1 else ""
+    caption += " The forms can rank layers differently." if len(logged) > 1 else ""
     return [Drawing("consensus", "Consensus distance by layer", caption, drawn)]
-
-
-def _mean_over_time(runs: list[Run], name: str) -> float:
-    values: list[Column] = [run.column(name)[np.isfinite(run.column(name))] for run in runs]
-    means = [float(own.mean()) for own in values if len(own)]
-    return float(np.mean(means)) if means else float("nan")

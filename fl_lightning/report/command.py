@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
 
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
@@ -16,19 +15,9 @@ Reads folders of runs and of sweeps (with their claims.yaml), and writes report.
 report.tex, report.csv (a row a run), report.json (every number unrounded) and figures/ as PNG and SVG."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"report: {message}. `fl-lightning report --help` shows what it takes.")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """What the command takes."""
-    made = _Parser(
-        prog="fl-lightning report",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = ArgumentParser("report", DESCRIPTION)
     made.add_argument(
         "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, of a sweep, or any full of runs"
     )

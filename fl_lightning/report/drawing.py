@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,7 +55,8 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
     """Draw under the report's settings."""
 
     def drawn(*args: Any, **kwargs: Any) -> Made:
-        with matplotlib.rc_context(_SETTINGS):
+        with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # names in other scripts: a browser has them
             return make(*args, **kwargs)
 
     return drawn
@@ -91,6 +93,7 @@ def legend(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None
     """One legend beside everything, or below where names are many or long."""
     if len(labels) > 12 or max(map(len, labels), default=0) > 28:
         columns = max(1, min(4, 110 // (6 + max(map(len, labels)))))
+        drawn.set_figheight(drawn.get_figheight() + 0.2 * -(-len(labels) // columns))
         drawn.legend(handles, labels, loc="outside lower left", ncols=columns)
     else:
         drawn.legend(handles, labels, loc="outside right upper")

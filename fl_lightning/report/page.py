@@ -37,12 +37,15 @@ def write(summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing]
     contents = []
     for key in ORDER:
         for table in by_key.get(key, []):
+            if table.folded:  # below the figure that says the same
+                continue
             contents.append((table.key, SHORT.get(key, table.title).format(table.key.partition("-")[2])))
             sections.append(_section(table.key, table.title, table_html(table)))
         if key in groups:
             name = "Curves" if len(groups[key]) > 1 else groups[key][0].title
             contents.append((f"figure-{key}", SHORT.get(key, name)))
-            sections.append(_section(f"figure-{key}", name, _figures(key, groups[key])))
+            numbers = "".join(table_html(table) for table in by_key.get(key, []) if table.folded)
+            sections.append(_section(f"figure-{key}", name, _figures(key, groups[key]) + numbers))
     links = "".join(f'<a href="#section-{key}">{html.escape(name)}</a>' for key, name in contents)
     parts = {name: files("fl_lightning.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")}
     return f"""<!doctype html>

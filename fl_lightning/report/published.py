@@ -6,9 +6,10 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.compose import class_name, parse_yaml
+from fl_lightning.cli.compose import class_name, packaged, parse_yaml
 from fl_lightning.report.runs import Found, Run
 
 
@@ -59,15 +60,23 @@ def published(found: Found) -> list[Published]:
 
 
 def experiments(found: Found) -> list[str]:
-    """Packaged configs called ``experiment/…`` in the sweeps' files and the runs' commands."""
+    """Packaged configs called ``experiment/…`` in the sweeps' files and the runs' commands; packaged sweeps too."""
     named: list[Any] = []
     for sweep in found.sweeps:
+        named += _packaged_sweep(sweep.folder / "sweep.yaml")
         configs = sweep.spec.get("configs")
         named += configs if isinstance(configs, list) else [configs]
     for run in found.runs:
         named += run.record.get("command") or []
     names = (str(name).removeprefix("-c").removesuffix(".yaml") for name in named)
     return list(dict.fromkeys(name for name in names if name.startswith("experiment/")))
+
+
+def _packaged_sweep(path: Path) -> list[str]:
+    """The packaged sweep that ``path`` keeps, whatever its folder is called: what was put over it stands at its end."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    sweeps = {name: entry for name, entry in packaged().items() if name.startswith("experiment/")}
+    return [name for name, entry in sweeps.items() if text.startswith(entry.read_text(encoding="utf-8"))]
 
 
 def setting(run: Run) -> str:

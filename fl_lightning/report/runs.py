@@ -139,7 +139,10 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         raise UserError(
             f"report {folder}: {path} holds what is no number ({error}). Mend or remove the file."
         ) from None
-    return {"round": np.empty(0), **columns}
+    found = {"round": np.empty(0), **columns}
+    if (np.diff(found["round"]) <= 0).any():
+        raise UserError(f"report {folder}: the rounds in {path} do not ascend, one row each. Mend or remove the file.")
+    return found
 
 
 def _sweep(folder: Path, found: Found) -> Sweep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def scores(values: Column) -> dict[str, float | None]:
     if not len(values):
         return dict.fromkeys(SCORES)
     return {
-        "last10": float(np.mean(values[-10:])),
+        "last10": fmean(values[-10:]),  # exactly rounded: equal values give themselves
         "smoothed": float(np.max(smooth(values)[-50:])),
         "last": float(values[-1]),
         "max": float(np.max(values)),

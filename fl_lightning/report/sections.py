@@ -9,6 +9,7 @@ from typing import Any
 from fl_lightning.report.budgets import View, views
 from fl_lightning.report.communication import papers_ratio, to_target, traffic
 from fl_lightning.report.intervals import mean_sd
+from fl_lightning.report.layers import FORMS, forms, over_time
 from fl_lightning.report.published import published, setting
 from fl_lightning.report.runs import Run
 from fl_lightning.report.scores import SCORES, measured, window
@@ -28,7 +29,7 @@ def tables(summary: Summary) -> list[Table]:
     """Every table that has something to say, in the order of the page."""
     made = [
         claims(summary), scores(summary), pairs(summary), *targets(summary), budgets(summary), communication(summary),
-        *beside_published(summary), runs(summary),
+        *consensus(summary), *beside_published(summary), runs(summary),
     ]  # fmt: skip
     return [table for table in made if table is not None and table.rows]
 
@@ -241,6 +242,20 @@ def communication(summary: Summary) -> Table:
         "MoFedSAM twice, but only what goes down doubles: 1.5 times FedAvg."
     )
     return table if any(each.bytes for each in counted.values()) else Table("communication", "", [])
+
+
+def consensus(summary: Summary) -> list[Table]:
+    """Consensus distance of each layer, averaged over rounds and seeds: a table for each form that was logged."""
+    made = []
+    for form, layers in forms(summary.found.runs).items():
+        title = f"Consensus distance by layer, {FORMS[form]}"
+        table = Table(f"consensus-{form.strip('/')}", title, ["layer", *summary.arms], folded=True)
+        for layer in layers:
+            means = [over_time(arm.runs, form + layer) for arm in summary.arms.values()]
+            table.add(layer, *(Cell(NONE if mean is None else f"{mean:.3g}", mean) for mean in means))
+        table.note = "Averaged over all rounds and seeds; layers from the input on."
+        made.append(table)
+    return made
 
 
 def beside_published(summary: Summary) -> list[Table]:

@@ -22,13 +22,17 @@ class Cell:
 
 @dataclass
 class Table:
-    """Columns and rows; the first column names the row. ``note`` is a sentence or two below it."""
+    """Columns and rows; the first column names the row. ``note`` is a sentence or two below it.
+
+    ``folded``: the page shows it when its title is clicked, because a figure says the same.
+    """
 
     key: str
     title: str
     columns: Sequence[str]
     rows: list[list[Cell]] = field(default_factory=list)
     note: str = ""
+    folded: bool = False
 
     def add(self, *cells: Cell | str) -> None:
         """Add a row; texts are cells without a value."""
@@ -113,10 +117,11 @@ def page(table: Table) -> str:
         cells += [f"<td{_attributes(c)}>{html.escape(c.text)}</td>" for c in row[1:]]
         body.append(f"<tr>{''.join(cells)}</tr>")
     note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
-    return (
+    whole = (
         f'<div class="table"><table id="{html.escape(table.key)}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>{note}"
     )
+    return f"<details><summary>{html.escape(table.title)}</summary>{whole}</details>" if table.folded else whole
 
 
 def _attributes(cell: Cell) -> str:

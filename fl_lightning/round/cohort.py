@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from numpy.random import Generator
 
 from fl_lightning.checks import count_participants
@@ -80,6 +81,20 @@ class Cohort:
         epochs = Fraction(str(local_epochs))
         batches, whole = int(self.data.batches_per_epoch(i)), int(epochs)
         return whole * batches + -int(-((epochs - whole) * batches) // 1)
+
+    def smallest_batch(self, clients: Sequence[int] | None = None) -> tuple[int, int] | None:
+        """Samples of the smallest batch of these clients (None: of all), and the first such client: O(m), no draw.
+
+        None where the data do not tell.
+        """
+        if not hasattr(self.data, "smallest_batch"):
+            return None
+        steps: Any = self.local_steps
+        if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # no client's whole epoch, then
+            _, first, of = np.unique(self.data.client_sizes(), return_index=True, return_inverse=True)
+            steps = np.array([self.steps(int(i)) for i in first])[of]
+        found: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
+        return found
 
     def sizes(self, ids: Iterable[int]) -> dict[int, int]:
         """N_i: samples of each of these clients."""

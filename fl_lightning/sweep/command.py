@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, WAITING, read_states, standing
 from fl_lightning.sweep.grid import Run
@@ -24,22 +23,10 @@ folder, <out>/<arm>/seed-<s>; <out>/runs.csv says how each stands. The same comm
 what is done stays, what was killed or failed goes on from its last checkpoint."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(
-            f"sweep: {message}. Options of the runs are given as key=value, such as trainer.max_epochs=3; "
-            "`fl-lightning sweep --help` shows the rest."
-        )
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """What the command takes."""
-    made = _Parser(
-        prog="fl-lightning sweep",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    hint = "Options of the runs are given as key=value, such as trainer.max_epochs=3."
+    made = ArgumentParser("sweep", DESCRIPTION, hint)
     made.add_argument("file", metavar="FILE", help="the sweep, a YAML file or a packaged name")
     made.add_argument(
         "overrides", nargs="*", metavar="key=value", help="over what is fixed, or the values of an axis of the grid"

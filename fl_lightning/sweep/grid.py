@@ -97,8 +97,8 @@ def runs(sweep: Path, prefix: str, arm: Arm, its_seeds: Sequence[int]) -> list[R
 def value_name(value: Any) -> str:
     """A value as a part of a folder's name.
 
-    >>> value_name(0.1), value_name(True), value_name({"class_path": "a.Dirichlet", "init_args": {"alpha": 0.1}})
-    ('0.1', 'true', 'Dirichlet-0.1')
+    >>> value_name(-0.1), value_name(True), value_name({"class_path": "a.Dirichlet", "init_args": {"alpha": 0.1}})
+    ('-0.1', 'true', 'Dirichlet-0.1')
     """
     if isinstance(value, dict):
         head = [class_name(value)] if "class_path" in value else []
@@ -108,6 +108,8 @@ def value_name(value: Any) -> str:
         text = "-".join(map(value_name, value))
     else:
         text = value if isinstance(value, str) else json.dumps(value)
+        if text.startswith("-") and not isinstance(value, str):
+            return text  # a sign, and no hyphen
     return re.sub(r"[^\w.+=-]+", "-", text).strip("-") or "none"
 
 

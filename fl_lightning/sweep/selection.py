@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.cli.compose import prepare
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.runs import read_run
 from fl_lightning.report.scores import greater_is_better, score_of
@@ -32,11 +33,22 @@ class Candidate:
 
 
 def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Candidate]:
-    """Every choice of every arm; the runs lie in ``<sweep>/select/<arm>/<values>/seed-<s>``."""
+    """Every choice of every arm; the runs lie in ``<sweep>/select/<arm>/<values>/seed-<s>``.
+
+    An option of a method, such as ``method.beta``, is chosen by the arms whose methods have it.
+
+    Raises:
+        UserError: no arm has it.
+    """
     found = []
+    options = {arm.name: [key for key in select.over if _has(arm, key)] for arm in arms}
+    for key in select.over:
+        if not any(key in own for own in options.values()):
+            raise UserError(f"select.over.{key}: no method of any arm has it. Give an option of one, or leave it out.")
     for arm in arms:
-        for values in itertools.product(*select.over.values()):
-            choice = dict(zip(select.over, values, strict=True))
+        over = {key: select.over[key] for key in options[arm.name]}
+        for values in itertools.product(*over.values()) if over else ():
+            choice = dict(zip(over, values, strict=True))
             name = f"{arm.name}/{'_'.join(map(value_name, values))}"
             measured = arm.with_options(name, {**choice, "data.val_fraction": select.val_fraction})
             found.append(Candidate(arm.name, choice, tuple(runs(sweep, "select/", measured, select.seeds))))
@@ -68,10 +80,35 @@ def choose(
     writer.writerow(["arm", *select.over, f"{select.metric} ({SCORE})", "runs", "chosen"])
     for mean, c in zip(means, found, strict=True):
         value = "" if mean is None or math.isnan(mean) else repr(mean)
-        writer.writerow([c.arm, *c.choice.values(), value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""])
+        values = [c.choice.get(key, "") for key in select.over]
+        writer.writerow([c.arm, *values, value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""])
     with written_aside(sweep / "select.csv") as file:
         file.write(text.getvalue().encode())
     return best
+
+
+def at_the_end(values: Sequence[Any], value: Any) -> str:
+    """A remark where ``value`` is the least or the largest of three numbers or more: a better one may lie beyond.
+
+    >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
+    (', the largest that was tried', '')
+    """
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < max(3, len(values)) or value not in (min(numbers), max(numbers)):
+        return ""
+    return f", the {'least' if value == min(numbers) else 'largest'} that was tried"
+
+
+def _has(arm: Arm, key: str) -> bool:
+    section, _, name = key.partition(".")
+    if section != "method":
+        return True
+    from fl_lightning.cli.method_options import method_class  # they bring torch, which --help need not wait for
+    from fl_lightning.cli.parsing_errors import parameters
+
+    items = prepare("fit", arm.argv()).config.get("method") or []
+    owners = [method_class(item) for item in (items if isinstance(items, list) else [items])]
+    return any(name.split(".")[0] in (owner.__name__, *parameters(owner)) for owner in owners)
 
 
 def _mean(candidate: Candidate, select: Selection, states: Mapping[Run, str]) -> float | None:

@@ -15,7 +15,7 @@ from fl_lightning.sweep import slurm, workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.sweep.grid import Arm, Run, arms, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
-from fl_lightning.sweep.selection import Candidate, candidates, choose
+from fl_lightning.sweep.selection import Candidate, at_the_end, candidates, choose
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import Table
 
@@ -40,7 +40,8 @@ class Sweep:
     @property
     def undecided(self) -> list[str]:
         """Arms that had to choose and could not."""
-        return [arm.name for arm in self.arms if self.candidates and arm.name not in self.chosen]
+        had = {candidate.arm for candidate in self.candidates}
+        return [arm.name for arm in self.arms if arm.name in had and arm.name not in self.chosen]
 
     def listed(self) -> list[Run]:
         """The sweep's own runs, in the grid's order, with what was chosen for their arms so far."""
@@ -143,7 +144,8 @@ class Sweep:
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
         for arm, choice in self.chosen.items():
-            print(f"{arm} chose {', '.join(f'{key} {value}' for key, value in choice.items())}")
+            told = (f"{key} {value}{at_the_end(self.spec.select.over[key], value)}" for key, value in choice.items())
+            print(f"{arm} chose {', '.join(told)}")
         return queue.stopped
 
     def _choose(self, every: Sequence[Run]) -> None:
@@ -162,8 +164,8 @@ class Sweep:
 
     def _runs(self, arm: Arm, guess: bool = False) -> list[Run]:
         choice = self.chosen.get(arm.name)
-        if choice is None and guess and self.spec.select is not None:
-            choice = {key: values[0] for key, values in self.spec.select.over.items()}
+        if choice is None and guess:
+            choice = next((candidate.choice for candidate in self.candidates if candidate.arm == arm.name), None)
         return runs(self.folder, "", arm.with_options(arm.name, choice or {}), self.seeds[arm.name])
 
     def _states(self, its_runs: Sequence[Run], rounds: Mapping[str, int | None] | None = None) -> dict[Run, str]:

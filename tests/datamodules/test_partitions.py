@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fl_lightning.datamodules import (
     IID,
     ByGroup,
+    Digits,
     Dirichlet,
     InMemoryDataModule,
     Partition,
@@ -204,3 +205,21 @@ def test_refusals_name_option_value_and_what_is_accepted(make, words):
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert len(message) <= 600 and "\n" not in message
+
+
+def test_class_totals_and_their_deviation_are_those_of_all_clients() -> None:
+    for replacement in (False, True):
+        data = Digits(partition=Dirichlet(0.1, replacement=replacement), num_clients=30, seed=0)
+        data.setup()
+        assert data.train_set is not None and data.train_set.labels is not None
+        held = np.concatenate([data.client_indices(i) for i in range(30)])
+        totals = np.bincount(data.train_set.labels[held], minlength=10)
+        *_, more, every, spread, _ = data.partition_table().splitlines()
+        assert more.startswith("… and 10 more") and every.split() == ["all", str(totals.sum()), *map(str, totals)]
+        deviation = np.sqrt(((totals - totals.mean()) ** 2).sum() / 9)
+        assert spread == (
+            f"samples of a class: {totals.min()} to {totals.max()}, standard deviation {deviation:.1f} "
+            f"({100 * deviation / totals.mean():.2g} %)"
+        )
+        bars = [bar.get_height() for bar in data.plot_partition().axes[-1].patches]
+        assert bars == totals.tolist()

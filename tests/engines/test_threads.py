@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Any
@@ -106,8 +107,9 @@ def test_an_error_names_round_client_and_step_and_ends_the_round(engine: str) ->
 
     with pytest.raises(ValueError, match="a broken learner") as caught:
         trainer(3, [Watch()]).fit(module, blobs())
-    notes = " ".join(getattr(caught.value, "__notes__", ["round 1, client, local step 1"]))
-    assert "round 1, client" in notes and "local step 1" in notes
+    if sys.version_info >= (3, 11):  # before, errors have no notes
+        notes = " ".join(caught.value.__notes__)
+        assert "round 1, client" in notes and "local step 1" in notes
     assert len(before) == 1 and torch.equal(before[0], module.global_vector.detach())
     for parameter in module.learner.parameters():  # tied to the global vector, not to a client's
         assert module.global_vector.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ class FullGradient(FederatedCallback):
     found = ClientState(synchronised=False)
 
     def on_local_start(self, clients: Any) -> None:
-        self.found[clients] = clients.full_gradient(clients.w)
+        self.found[clients] = clients.full_gradient(clients.w / 2)
 
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
         clients.full_gradient(2 * clients.x)
@@ -34,7 +35,7 @@ def test_the_full_gradient_is_that_of_all_samples_with_weight_decay() -> None:
     start = {name: value.clone() for name, value in module.learner.state_dict().items()}
     trainer(1, [FullGradient()]).fit(module, data)
     rows, learner = client_rows(module), Lit().double()
-    learner.load_state_dict(start)
+    learner.load_state_dict({name: value / 2 for name, value in start.items()})
     for client in range(2):
         x, y = data._given_sets["train"]
         mine = data.client_indices(client)
@@ -164,9 +165,8 @@ def test_an_error_says_in_which_round_client_and_step_it_happened() -> None:
 
     with pytest.raises(ValueError, match="of the learner") as failed:
         trainer(2).fit(federated(Failing(), **ALONE), blobs(clients=2))
-    assert getattr(failed.value, "__notes__", ["in round 1, client 0, local step 2 "])[0].startswith(
-        "in round 1, client 0, local step 2 "
-    )
+    if sys.version_info >= (3, 11):  # before, errors have no notes
+        assert failed.value.__notes__[0].startswith("in round 1, client 0, local step 2 ")
 
 
 def test_what_a_client_logs_before_it_fails_does_not_count_in_the_next_run() -> None:

@@ -1,4 +1,4 @@
-"""Which tests a fault in a file has to be seen by: the file's own first, then those that its mistakes reach."""
+"""Which tests a fault in a file meets: the file's own, and if they do not see it, those that its mistakes reach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ SERVER = "tests/aggregation/test_server_update.py"
 HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
 BUFFERS = "tests/callbacks/test_personal_buffers.py"
 STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
-ROUND = [SERVER, "tests/test_loop.py", "tests/callbacks/test_oracle_agreement.py"]
+ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
+ROUND = [SERVER, "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py"],
@@ -17,7 +18,7 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
     "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", *ROUND],
-    "fl_lightning/aggregation/server_update.py": ["tests/aggregation/test_contributions.py", *ROUND],
+    "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
     "fl_lightning/engines/local_step.py": [
         "tests/engines/test_local_step.py",
@@ -29,18 +30,41 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/engines/worker.py": [
         "tests/engines/test_worker.py",
         "tests/engines/test_local_step.py",
+        "tests/engines/test_learner_metrics.py",
+        "tests/engines/replay/test_capture.py",
+        "tests/callbacks/test_partial_averaging.py",
+        SERVER,
         HOOKS,
         THREADS,
     ],
     "fl_lightning/engines/choice/plan.py": ["tests/engines/choice/test_plan.py"],
-    "fl_lightning/engines/choice/build.py": ["tests/engines/choice", THREADS],
-    "fl_lightning/loop.py": ["tests/test_loop.py", "tests/aggregation", "tests/test_schedules.py", HOOKS],
+    "fl_lightning/engines/choice/build.py": [
+        "tests/engines/choice/test_build.py",
+        "tests/engines/choice",
+        THREADS,
+        "tests/engines/test_stacked.py",
+        "tests/engines/test_frozen_parameters.py",
+    ],
+    "fl_lightning/loop.py": [
+        "tests/test_loop_round.py",
+        "tests/test_loop.py",
+        "tests/aggregation",
+        "tests/test_schedules.py",
+        HOOKS,
+    ],
     "datamodules/partitions.py": ["tests/datamodules/test_partition_parts.py", "tests/datamodules/test_partitions.py"],
     "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],
 }
-METHODS = ["tests/callbacks", "tests/contracts"]
+METHODS = [
+    ORACLE,
+    "tests/callbacks/test_properties.py",
+    "tests/callbacks/test_partial_averaging.py",
+    "tests/callbacks/test_distance_loggers.py",
+    "tests/callbacks/test_arguments_and_notes.py",
+    CONTRACTS,
+]
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
-    "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py", "tests/contracts"],
+    "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
     "fl_lightning/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],

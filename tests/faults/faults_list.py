@@ -23,7 +23,13 @@ FAULTS = [
     ),
     Fault(
         "SCAFFOLD: K is taken from the configuration, not counted",
-        [("fl_lightning/round/clients.py", "here = self.steps * ", "here = torch.full_like(self.steps, 5.0) * ")],
+        [
+            (
+                "fl_lightning/round/clients.py",
+                "rates.elapsed(self.steps)",
+                "rates.elapsed(torch.full_like(self.steps, 5.0))",
+            )
+        ],
     ),
     Fault(
         "FedDyn: the dual is not anchored at w^t",
@@ -287,16 +293,45 @@ SURVIVORS = {
         "boundary: sibling < self.n (column 3)",
     ),
     **_equal(
-        "fl_lightning/aggregation/tree_sum.py",
-        "values = _merge(values, self._waiting.pop((sibling, stride)))",
-        "equivalent: a + b and b + a have the same bits",
-        "last two arguments swapped: _merge(values, self._waiting.pop((sibling, stride))) (column 9)",
+        "fl_lightning/storage/rows.py",
+        "if client % self.world == self.rank and trainer != self.rank:",
+        "equivalent but slower: rows that stay here are packed, and rows of others are not in this store",
+        "and ↔ or: client % self.world == self.rank and trainer != self.rank (column 3)",
+    ),
+    **{
+        ("fl_lightning/engines/worker.py", line, f"left out: {line} (column 0)"): (
+            "not equivalent: a GPU alone can tell it (gpu-check)"
+        )
+        for line in (
+            "self.stream.wait_stream(torch.cuda.current_stream())",
+            "self._context = torch.cuda.stream(self.stream)",
+            "self._context.__enter__()",
+            "self._context.__exit__(*failure)",
+        )
+    },
+    **_equal(
+        "fl_lightning/engines/choice/build.py",
+        "torch.cuda.reset_peak_memory_stats(device)",
+        "not equivalent: a GPU alone can tell it (gpu-check)",
+        "left out: torch.cuda.reset_peak_memory_stats(device) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/engines/choice/build.py",
+        "return Streams(workers, setting.learner), plan",
+        "not equivalent: a GPU alone can tell it (gpu-check)",
+        "last two arguments swapped: Streams(workers, setting.learner) (column 7)",
     ),
     **_equal(
         "datamodules/label_skew.py",
         "if q.sum() > 0:",
         "equivalent: a mean is above 0 where the sum is",
         "mean instead: q.sum() (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/loop.py",
+        "ledger.rows = {}  # the store has them, in memory or on disk",
+        "equivalent, but memory is given back later",
+        "left out: ledger.rows = {} (column 0)",
     ),
     **_equal(
         "fl_lightning/loop.py",

@@ -2,22 +2,29 @@
 
 First the faults that public implementations of these methods have (FAULTS); then the methods' arithmetic and the
 core's decisions are made wrong in one place at a time. Each fault runs the tests that call what was changed (CORE,
-METHODS), the quickest first, until one fails. A NAME is a part of a fault's name or of a file's path. Exit status 1: a
-fault of the list was not caught, fewer than 97 % of the mutants were, or one survived without a reason in SURVIVORS.
+METHODS), the file's own first, until one fails; those that failed are run again without a fault. A NAME is a part of a
+fault's name or of a file's path, or path:line; files run in the order of their names. Exit status 1: a fault of the
+list was not caught, fewer than 97 % of the mutants were, one survived without a reason in SURVIVORS, one could not be
+planted, or a test failed without a fault.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 
 from tests.faults.checks import CORE, METHODS, OTHERS
 from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.planting import (
+    DIED,
+    ENDLESS,
     ROOT,
     Function,
     Uses,
@@ -28,6 +35,7 @@ from tests.faults.planting import (
     outer_codes,
     plant,
     prepare,
+    within,
 )
 
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
@@ -50,9 +58,10 @@ def edited(fault: Fault) -> dict[str, str]:
     return sources
 
 
-def around(file: str, number: int) -> set[Function]:
+@cache
+def around(file: str, number: int) -> Function:
     """The function that a line stands in."""
-    return {(file, max(line for line in outer_codes(right(file)) if line <= number))}
+    return file, max(line for line in outer_codes(right(file)) if line <= number)
 
 
 class Planted:
@@ -62,15 +71,26 @@ class Planted:
         self.checks = checks = {f: [c for c in paths if (ROOT / c).exists()] for f, paths in checks.items()}
         wanted = {check for paths in checks.values() for check in paths}
         self.all = sorted(c for c in wanted if not any(c.startswith(other + "/") for other in wanted))
-        self.functions = prepare(self.all)
-        self.uses: Uses = measured(self.functions, checks, self.all)
+        self.tests, self.functions = prepare(self.all)
+        self.uses: Uses = {}
+        self.now: list[str] = []  # the checks that faults meet
+        self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
 
-    def caught(self, sources: dict[str, object], called: set[Function]) -> str:
+    def see(self, file: str, own: bool) -> None:
+        """Run the file's own tests, or all that it is checked by, where they were not yet, to know what they call."""
+        began = time.monotonic()
+        self.now = self.checks[file][:1] if own else self.checks[file]
+        mine = [test for test in self.tests if any(within(test, check) for check in self.now)]
+        self.tests = [test for test in self.tests if test not in mine]
+        self.uses |= measured(self.functions, self.checks, mine)
+        if mine:
+            print(f"{file}: {len(mine)} tests without a fault ({time.monotonic() - began:.0f} s)", flush=True)
+
+    def caught(self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]) -> str:
         """In a child: the first test that fails with these sources, or nothing."""
         for file, wrong in sources.items():
             plant(self.functions, file, wrong)
-        (first, *_) = sources
-        return first_failure(fitting(self.uses, self.checks[first], called), self.uses)
+        return first_failure(fitting(self.uses, self.now, called, like_it), self.uses)
 
     def by_fault(self, fault: Fault) -> str:
         sources = edited(fault)
@@ -80,55 +100,125 @@ class Planted:
             for line, code in outer_codes(wrong).items()
             if code != outer_codes(right(file)).get(line)
         }
-        return self.caught(dict(sources), called)
+        return self.caught(dict(sources), called, Counter())
 
     def by_mutant(self, mutant: Mutant) -> str:
-        return self.caught({mutant.file: mutant.wrong()}, around(mutant.file, mutant.number))
+        function = around(mutant.file, mutant.number)
+        return self.caught({mutant.file: mutant.wrong()}, {function}, self.catchers[function])
 
 
-def of_file(file: str, planted: Planted) -> tuple[int, list[Mutant]]:
-    """How many mutants a file has, and those that survive."""
-    found = mutants(file, right(file), core=file in CORE)
-    jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(found)]
-    survivors, began = [], time.monotonic()
-    for done, (k, caught) in enumerate(in_children(jobs), 1):
-        mutant = found[int(k)]
-        if caught.startswith("ERROR"):
-            raise SystemExit(f"{file}: {mutant.what}: {caught}")
-        if not caught:
-            survivors.append(mutant)
-            reason = SURVIVORS.get(mutant.key, "NO REASON KNOWN")
-            print(f"  {file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {reason}", flush=True)
-        print(f"\r{done} of {len(found)} mutants, {len(survivors)} survive", end="", file=sys.stderr, flush=True)
+@dataclass
+class Tally:
+    """What became of mutants."""
+
+    planted: int = 0
+    caught: int = 0  # those that did not end, or ended the process, among them
+    endless: int = 0
+    died: int = 0
+    not_run: int = 0
+    false_alarms: int = 0
+    alive: list[Mutant] = field(default_factory=list)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def unexplained(self) -> int:
+        return sum(mutant.key not in SURVIVORS for mutant in self.alive)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.caught} of {self.planted} mutants caught ({self.endless} did not end, {self.died} ended the "
+            f"process), {len(self.alive)} survive ({self.unexplained} without a reason), {self.not_run} not run"
+        )
+
+
+def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
+    """Each mutant that is alive in a child of its own; against the file's own tests, or against all."""
+    if not tally.alive:
+        return
+    planted.see(file, own)
+    began, catchers, tried = time.monotonic(), set[str](), tally.alive
+    jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(tried)]
+    tally.alive = []
+    for done, (k, answer) in enumerate(in_children(jobs), 1):
+        mutant = tried[int(k)]
+        if not answer:
+            tally.alive.append(mutant)
+        elif answer in planted.uses:
+            catchers.add(answer)
+            planted.catchers[around(file, mutant.number)][answer] += 1
+        else:
+            tally.endless += answer.startswith(ENDLESS)
+            tally.died += answer.startswith(DIED)
+            tally.not_run += answer.startswith("ERROR")
+            show(mutant, answer)
+        tally.caught += bool(answer) and not answer.startswith("ERROR")
+        print(f"\r{done} of {len(tried)} mutants, {len(tally.alive)} survive", end="", file=sys.stderr, flush=True)
     print("\r", end="", file=sys.stderr)
-    caught_here, seconds = len(found) - len(survivors), time.monotonic() - began
-    print(f"{file}: {caught_here} of {len(found)} caught ({seconds:.0f} s)", flush=True)
-    return len(found), survivors
+    unharmed = partial(first_failure, sorted(catchers), planted.uses)
+    for _, alarm in in_children([("without a fault", unharmed)]):
+        tally.false_alarms += bool(alarm)
+        if alarm:
+            print(f"  {file}: FALSE ALARM, without a fault: {alarm}")
+    for mutant in tally.alive:
+        show(mutant, SURVIVORS.get(mutant.key, "NO REASON KNOWN"))
+    whose = "its own" if own else "all"
+    print(f"{file}, by {whose} tests: {tally}; {time.monotonic() - began:.0f} s", flush=True)
+
+
+def show(mutant: Mutant, what: str) -> None:
+    print(f"  {mutant.file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {what}", flush=True)
+
+
+def missed(faults: list[Fault], planted: Planted) -> int:
+    """How many faults of the list no test sees; each is shown."""
+    number = 0
+    for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
+        alive = {f.name: f for f in faults if f.edits[0][0] == file}
+        for own in (True, False):
+            if alive:
+                planted.see(file, own)
+            for name, caught in in_children([(n, partial(planted.by_fault, f)) for n, f in alive.items()]):
+                if caught in planted.uses:
+                    print(f"  {name} → {caught}", flush=True)
+                    del alive[name]
+        for name in alive:
+            print(f"  {name} → NOT CAUGHT", flush=True)
+        number += len(alive)
+    return number
 
 
 def main(names: list[str]) -> int:
     faults = [f for f in [*FAULTS, *PERSONAL_FAULTS] if not names or any(n in f.name for n in names)]
-    files = [f for f in [*CORE, *METHOD_FILES] if not names or any(n in f for n in names)]
+    every = [*CORE, *METHOD_FILES]
+    asked = [name.partition(":") for name in names] or [("", "", "")]
+    files: dict[str, list[int]] = {}
+    for part, _, line in asked:
+        for file in (f for f in every if part in f):
+            files.setdefault(file, []).extend([int(line)] if line.isdigit() else [])
     involved = {*files, *(file for fault in faults for file, _, _ in fault.edits)}
     if not involved:
         raise SystemExit(f"nothing here is named like {', '.join(names)}")
     began = time.monotonic()
     planted = Planted({file: {**CORE, **OTHERS}.get(file, METHODS) for file in sorted(involved)})
-    print(f"{len(planted.uses)} checks pass without a fault ({time.monotonic() - began:.0f} s)\n\nfault → caught by")
+    print("fault → caught by" if faults else "", flush=True)
+    not_seen = missed(faults, planted)
 
-    missed = []
-    for name, caught in in_children([(f.name, partial(planted.by_fault, f)) for f in faults]):
-        print(f"  {name} → {caught or 'NOT CAUGHT'}", flush=True)
-        missed += [] if caught and not caught.startswith("ERROR") else [name]
-
-    print("\nmutants")
-    total, survivors = 0, list[Mutant]()
-    for file in files:
-        number, alive = of_file(file, planted)
-        total, survivors = total + number, survivors + alive
-    share = 1 - len(survivors) / max(total, 1)
-    print(f"\n{total - len(survivors)} of {total} mutants caught, {share:.1%}; {time.monotonic() - began:.0f} s")
-    return int(bool(missed) or share < ENOUGH or any(m.key not in SURVIVORS for m in survivors))
+    print("\nmutants" if files else "", flush=True)
+    tallies = {}
+    for file, lines in files.items():
+        found = [m for m in mutants(file, right(file), core=file in CORE) if not lines or m.number in lines]
+        tallies[file] = Tally(planted=len(found), alive=found)
+        try_alive(file, tallies[file], planted, own=True)
+    for file, tally in tallies.items():
+        if len(planted.checks[file]) > 1:
+            try_alive(file, tally, planted, own=False)
+    total = sum(tallies.values(), Tally())
+    share = total.caught / total.planted if total.planted else 1.0
+    print("\n" + "\n".join(f"{file}: {tally}" for file, tally in [*tallies.items(), ("together", total)]))
+    print(f"{share:.1%}; {time.monotonic() - began:.0f} s")
+    return int(share < ENOUGH or any((not_seen, total.unexplained, total.not_run, total.false_alarms)))
 
 
 if __name__ == "__main__":

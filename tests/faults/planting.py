@@ -9,8 +9,10 @@ import os
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -20,13 +22,27 @@ import torch
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parents[2]
-WORKERS = 2  # children at once
-SLACK = 4, 3  # seconds of the processor, and times what its tests usually take, until a fault is said not to end
-WAITING = 120  # seconds more of the clock
+WORKERS = int(os.environ.get("WORKERS", 2))  # children at once
+TOGETHER = 16  # tests that a child runs to see what they call
+SLACK = 20, 4  # seconds of the processor, and times what its tests take here and now, until a fault is given up
+WAITING = 180  # seconds of the clock, in place of 20
+ENDLESS, DIED = "it does not end", "the process died"  # what a fault may do in place of failing a test
 FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
 Function = tuple[str, int]  # file, its first line
 CALLED: set[Function] = set()
-Uses = dict[str, tuple[set[Function], float]]  # test -> (functions of the package that it calls, seconds)
+FORKED: Function = ("a child process, and what that calls is not seen", 0)
+
+
+@dataclass
+class Use:
+    """What a test calls of the marked functions, and its seconds of the processor and of the clock."""
+
+    called: set[Function]
+    seconds: float
+    waited: float
+
+
+Uses = dict[str, Use]  # by test
 
 
 class Recorder:
@@ -34,24 +50,29 @@ class Recorder:
 
     def __init__(self) -> None:
         self.uses: Uses = {}
-        self.failed = ""
+        self.failed: list[str] = []
+        self.collected: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collected = [item.nodeid for item in session.items]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        began = time.perf_counter()
+        began, waited = sum(os.times()[:4]), time.perf_counter()
         CALLED.clear()
         try:
             return (yield)
         finally:
-            self.uses[item.nodeid] = (set(CALLED), time.perf_counter() - began)
+            seconds = sum(os.times()[:4]) - began
+            self.uses[item.nodeid] = Use(set(CALLED), seconds, time.perf_counter() - waited)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.failed:
-            self.failed = report.nodeid
+        if report.failed:
+            self.failed.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed and not self.failed:
-            self.failed = f"{report.nodeid} (collection)"
+        if report.failed:
+            self.failed.append(f"{report.nodeid} (collection)")
 
 
 class Marked(ast.NodeTransformer):
@@ -81,7 +102,17 @@ def path_of(filename: str) -> str:
 def run_tests(selected: list[str], *options: str) -> Recorder:
     recorder = Recorder()
     os.chdir(ROOT)
-    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
+    quiet = [
+        "-q",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:unraisableexception",
+        "-p",
+        "no:threadexception",
+    ]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         status = pytest.main([*selected, *quiet, *options], plugins=[recorder])
     if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
@@ -89,20 +120,22 @@ def run_tests(selected: list[str], *options: str) -> Recorder:
     return recorder
 
 
-def prepare(checks: list[str]) -> dict[Function, list[FunctionType]]:
-    """Import all that the checks need, here and once; gives the package's functions."""
+def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionType]]]:
+    """Import all that the checks need, here and once; gives their tests, and the package's functions."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plain = [Phase.explicit, Phase.generate]  # a failure is a failure: no search for the smallest
     settings.register_profile("faults", database=None, derandomize=True, phases=plain, deadline=None)
     settings.load_profile("faults")
-    failed = run_tests(checks, "--collect-only").failed
-    if failed:
-        raise SystemExit(f"{failed} cannot be imported")
+    recorder = run_tests(checks, "--collect-only")
+    if recorder.failed:
+        raise SystemExit(f"{recorder.failed[0]} cannot be imported")
     functions: dict[Function, list[FunctionType]] = {}
     for found in gc.get_objects():
         if isinstance(found, FunctionType) and (file := path_of(found.__code__.co_filename)):
             functions.setdefault((file, found.__code__.co_firstlineno), []).append(found)
-    return functions
+    os.register_at_fork(after_in_parent=lambda: CALLED.add(FORKED))
+    gc.freeze()  # children share this memory, which their collections would copy
+    return recorder.collected, functions
 
 
 def outer_codes(tree: ast.Module | str) -> dict[int, CodeType]:
@@ -148,7 +181,7 @@ def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple
                 return
             child, status = os.wait()
             name, answer = running.pop(child)
-            yield name, answer.read_text("utf-8") if answer.exists() else f"the process died ({status})"
+            yield name, answer.read_text("utf-8") if answer.exists() else f"{DIED} ({status})"
 
 
 def _fork(job: Callable[[], str], answer: Path) -> int:
@@ -158,7 +191,7 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
             os.setpgid(0, 0)
             torch.set_num_threads(1)
             for timer in (signal.SIGALRM, signal.SIGPROF):
-                signal.signal(timer, lambda *_: _end(answer, "it does not end"))
+                signal.signal(timer, lambda *_: _end(answer, ENDLESS))
             text = job()
             answer.write_text(text, "utf-8")
         except BaseException as error:
@@ -174,52 +207,72 @@ def _end(answer: Path, text: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str], checks: Iterable[str]) -> Uses:
-    """Every check once, without a fault: what each test calls of these files, and how long it takes."""
+def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str], tests: Iterable[str]) -> Uses:
+    """Each test once, without a fault: what it calls of these files, and how long it takes."""
     vars(builtins)["__called__"] = CALLED
     marked = {f: Marked(f).visit(ast.parse((ROOT / f).read_text("utf-8"))) for f in files}
 
-    def job(path: str) -> Callable[[], str]:
+    def job(some: list[str]) -> Callable[[], str]:
         def run() -> str:
             for file, tree in marked.items():
                 plant(functions, file, tree)
-            recorder = run_tests([path])
-            return repr((recorder.failed, recorder.uses))
+            recorder = run_tests(some)
+            return repr((recorder.failed, {test: astuple(use) for test, use in recorder.uses.items()}))
 
         return run
 
     uses: Uses = {}
-    for path, text in in_children([(path, job(path)) for path in checks]):
+    for first, text in in_children([(some[0], job(some)) for some in _groups(tests)]):
         if not text.startswith("("):
-            raise SystemExit(f"without any fault, {path}: {text}")
+            raise SystemExit(f"without any fault, {first} and those after it: {text}")
         failed, found = ast.literal_eval(text)
-        if failed:
-            raise SystemExit(f"without any fault, {failed} fails: mend that first")
-        uses |= found
+        uses |= {test: Use(*use) for test, use in found.items() if test not in failed}
+        for test in failed:
+            print(f"without any fault, {test} fails: left out", flush=True)
     # The cells of one method's row of contracts share a report, which the first of them makes.
-    rows: dict[str, set[Function]] = {}
-    for test, (called, _) in uses.items():
-        rows.setdefault(_row(test), set()).update(called)
-    return {test: (rows[_row(test)], seconds) for test, (_, seconds) in uses.items()}
+    rows: dict[str, list[Use]] = {}
+    for test, use in uses.items():
+        rows.setdefault(_row(test), []).append(use)
+    shared = {row: _mean(cells) for row, cells in rows.items()}
+    return {test: shared[_row(test)] for test in uses}
+
+
+def _mean(cells: list[Use]) -> Use:
+    called = set[Function]().union(*(cell.called for cell in cells))
+    return Use(called, *(sum(part) / len(cells) for part in zip(*((c.seconds, c.waited) for c in cells), strict=True)))
+
+
+def _groups(tests: Iterable[str]) -> list[list[str]]:
+    """Some tests of one file each, rows kept together."""
+    groups: list[list[str]] = []
+    for test in tests:
+        last = groups[-1][-1] if groups else ""
+        file = test.partition("::")[0]
+        if file != last.partition("::")[0] or (len(groups[-1]) >= TOGETHER and _row(test) != _row(last)):
+            groups.append([])
+        groups[-1].append(test)
+    return groups
 
 
 def _row(test: str) -> str:
     return test.rpartition("-")[0] if "keep_the_contracts" in test else test
 
 
-def fitting(uses: Uses, checks: list[str], called: set[Function]) -> list[str]:
-    """The tests of these checks that call one of these functions, the quickest first, as many as end in time.
+def fitting(uses: Uses, checks: list[str], called: set[Function], caught: Counter[str]) -> list[str]:
+    """The tests of these checks that call one of these functions, as many as end in time.
 
-    Of the first check, which is the file's own, all: what its child processes call is not seen.
+    First those that caught most like it, and the quickest. Of the first check, which is the file's own, also those that
+    start processes, last.
     """
     mine = [
-        (seconds, test)
-        for test, (functions, seconds) in uses.items()
-        if any(within(test, check) for check in checks) and (functions & called or within(test, checks[0]))
+        (not use.called & called, use.seconds / (1 + caught[test]), test)
+        for test, use in uses.items()
+        if any(within(test, check) for check in checks)
+        and (use.called & called or (FORKED in use.called and within(test, checks[0])))
     ]
-    taken, total = [], 0.0
-    for seconds, test in sorted(mine):
-        total += seconds
+    taken, total = list[str](), 0.0
+    for _, _, test in sorted(mine):
+        total += uses[test].seconds
         if total > LONGEST and len(taken) >= FIRST:
             break
         taken.append(test)
@@ -232,9 +285,8 @@ def within(test: str, check: str) -> bool:
 
 def first_failure(tests: list[str], uses: Uses) -> str:
     for some in (tests[:FIRST], tests[FIRST:]):
-        usual = SLACK[0] + SLACK[1] * sum(uses[test][1] for test in some)
-        signal.setitimer(signal.ITIMER_PROF, usual)  # what others do on the machine does not count
-        signal.alarm(int(usual + WAITING))
-        if some and (failed := run_tests(some).failed):
-            return failed
+        signal.setitimer(signal.ITIMER_PROF, SLACK[0] + SLACK[1] * sum(uses[test].seconds for test in some))
+        signal.alarm(int(WAITING + SLACK[1] * sum(uses[test].waited for test in some)))
+        if some and (failed := run_tests(some, "-x").failed):
+            return failed[0]
     return ""

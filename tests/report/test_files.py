@@ -13,6 +13,7 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
+from fl_lightning.cli.compose import packaged
 from fl_lightning.report.published import tables
 from fl_lightning.report.runs import find
 from fl_lightning.report.sections import communication, targets
@@ -30,7 +31,7 @@ def columns(level: float, rounds: int = 20, vectors: int = 1, gradients: int = 1
         "cost/gradients": [float(gradients)] * rounds,
         "time/round": [0.5] * rounds,
         "consensus/total": [0.3] * rounds,
-        "consensus/conv": [0.1] * rounds,
+        "consensus/conv": [0.1 * (1 + t % 2) for t in range(rounds)],
         "consensus/fc": [0.2] * rounds,
     }
 
@@ -112,6 +113,13 @@ def test_both_conventions_of_communication(sweep: Path) -> None:
     assert [cell.text for cell in until.rows[1]][4:] == ["2 of 3", "2.00 ×", "2.00 ×"]
 
 
+def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_path: Path) -> None:
+    report(tmp_path / "out", sweep)
+    text = (tmp_path / "out/report.md").read_text()
+    rows = text[text.index("| layer | fed<smoo> | fedavg |") :].splitlines()[2:4]
+    assert rows == ["| conv | 0.15 | 0.15 |", "| fc | 0.2 | 0.2 |"]
+
+
 def test_equal_cost_reads_every_run_where_it_had_spent_as_much(sweep: Path, tmp_path: Path) -> None:
     report(tmp_path / "out", sweep)
     text = (tmp_path / "out/report.md").read_text()
@@ -158,6 +166,10 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     report(tmp_path / "out", tmp_path / "s")
     text = (tmp_path / "out/report.md").read_text()
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
+    packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text("utf-8")
+    (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")  # known by its text
+    report(tmp_path / "out", tmp_path / "s")
+    assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
     report(tmp_path / "out", tmp_path / "s")
     assert "75.95" not in (tmp_path / "out/report.md").read_text()

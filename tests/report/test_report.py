@@ -186,6 +186,7 @@ def test_a_second_run_of_one_arm_and_seed_is_refused_by_name(tmp_path: Path) -> 
         (lambda f: (f / "run.json").write_text('{"status": "over", "seed": 0}'), "running, done, diverged"),
         (lambda f: (f / "metrics.csv").unlink(), "metrics.csv"),
         (lambda f: (f / "metrics.csv").write_text("round,val/acc\n0,high\n"), "metrics.csv"),
+        (lambda f: (f / "metrics.csv").write_text("round,val/acc\n0,0.5\n0,0.6\n"), "do not ascend"),
         (lambda f: (f / "run.json").unlink(), "no run is here"),
     ],
 )

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.store import ClientStore
-from tests.helpers.processes import grouped
+from tests.helpers.processes import grouped, launched
 
 torch.set_num_threads(1)
 ROUNDS = [[0, 1, 2, 3], [1, 3, 5], [5], [0, 2, 3, 4, 5, 7, 8]]
@@ -35,8 +36,23 @@ def rounds(folder: Path, rank: int, world: int) -> None:
                 if row is not None:
                     staged.setdefault(name, {})[client] = row
         rows.commit(rows.bring_home(staged))
+        assert all(rows.read(name, client) is None for client in ids if client % world != rank for name in NAMES)
     held = {name: {int(i): rows.read(name, int(i)) for i in rows.store.clients(name)} for name in rows.names()}
     torch.save(held, folder / f"{world}-{rank}.pt")
+
+
+class Deaf(dist.ProcessGroup):
+    """A default group that carries nothing of a CPU's, as one of GPUs."""
+
+
+def rounds_beside_gpus(folder: Path, rank: int, world: int) -> None:
+    dist.Backend.register_backend("deaf", lambda _store, rank, size, _timeout: Deaf(rank, size), devices=["cpu"])
+    dist.init_process_group("deaf")
+    rounds(folder, rank, world)
+
+
+def test_rows_travel_over_a_group_of_their_own(tmp_path: Path) -> None:
+    assert launched(rounds_beside_gpus, 2, tmp_path) == [0, 0]
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -9,6 +9,7 @@ import pytest
 from fl_lightning.__main__ import main
 from fl_lightning.errors import UserError
 from fl_lightning.sweep.grid import arms, runs, seeds
+from fl_lightning.sweep.selection import candidates
 from fl_lightning.sweep.spec import read_spec
 from fl_lightning.sweep.workers import places
 
@@ -32,6 +33,8 @@ def names(folder: Path, grid: str, *overrides: str) -> list[str]:
         ("{method: [{configs: [method/fedinit], method.beta: 0.1, model.participation: 0.2}, "
          "{configs: [method/fedavg], model.participation: 0.2}]}", ["fedinit-0.1", "fedavg"]),
         ("{model.clip_norm: [null, 10]}", ["null", "10"]),
+        ("{method: [method/fedavg, {configs: [method/fedinit], method.beta: -0.1}]}", ["fedavg", "fedinit--0.1"]),
+        ("{model.server_lr_decay: [-1, 1]}", ["-1", "1"]),
         ("{method: [{name: a b, configs: [method/ri]}, method/fedavg]}", ["a-b", "fedavg"]),
     ],
 )  # fmt: skip
@@ -55,6 +58,24 @@ grid: {method: [{configs: [method/fedinit], method.beta: 0.1}], seed_everything:
         "--method+=DivergenceLogger", "--method+=DriftLogger", "--trainer.max_epochs=3", "--method.beta=0.1",
         "--seed_everything=4", "--trainer.default_root_dir=runs/s/fedinit-0.1/seed-4", "--ckpt_path=last",
     ]  # fmt: skip
+
+
+def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    text = "configs: [base]\ngrid: {method: [method/fedavg, method/fedinit, [method/scaffold, method/ri]]}\n"
+    path.write_text(text + "select: {over: {method.beta: [0.1, 0.2]}, seeds: [7]}\n")
+    spec = read_spec(str(path))
+    assert spec.select is not None
+    found = candidates(Path("runs/s"), spec.select, arms(spec))
+    assert [(each.arm, each.choice["method.beta"]) for each in found] == [
+        ("fedinit", 0.1), ("fedinit", 0.2), ("scaffold-ri", 0.1), ("scaffold-ri", 0.2),
+    ]  # fmt: skip
+    assert found[0].runs[0].place == "select/fedinit/0.1/seed-7"
+    path.write_text(text + "select: {over: {method.gamma: [1]}, seeds: [7]}\n")
+    spec = read_spec(str(path))
+    assert spec.select is not None
+    with pytest.raises(UserError, match=r"method\.gamma: no method of any arm has it"):
+        candidates(Path("runs/s"), spec.select, arms(spec))
 
 
 def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from tests.helpers.zygote import Cli, Process
 from tests.sweep.conftest import alive, children, log_of, states
+
+ROUNDS = 8  # of each run that is killed midway: enough for a look from outside, however busy the machine
 
 
 def until(condition: Callable[[], Any], process: Process, seconds: float = 90) -> Any:
@@ -26,18 +29,21 @@ def until(condition: Callable[[], Any], process: Process, seconds: float = 90) -
     return answer
 
 
-def midway(process: Process) -> int | None:
-    """A worker whose run has a checkpoint and rounds left."""
+def halted(process: Process) -> int | None:
+    """A worker whose run has a checkpoint and rounds left, halted, so that it still has them when it is killed."""
     for pid in children(process.pid):
-        try:
+        with suppress(OSError):  # it ends as we look
             folder = log_of(pid).parent
-            if (folder / "checkpoints/last.ckpt").exists() and len(
-                (folder / "metrics.csv").read_text().split("\n")
-            ) < 4:
-                return pid
-        except OSError:
-            continue
+            if (folder / "checkpoints/last.ckpt").exists() and rounds_done(folder) < ROUNDS - 1:
+                os.kill(pid, signal.SIGSTOP)
+                if alive(pid) and rounds_done(folder) < ROUNDS - 1:
+                    return pid
+                os.kill(pid, signal.SIGCONT)
     return None
+
+
+def rounds_done(run: Path) -> int:
+    return (run / "metrics.csv").read_text().count("\n") - 1
 
 
 def starts(run: Path) -> int:
@@ -53,13 +59,14 @@ def rows(run: Path) -> list[dict[str, str]]:
 def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> None:
     claim = "- {id: A1, a: fedinit-0.1, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
     (cli.folder / "claims.yaml").write_text(claim)
-    sweep_file.write_text(sweep_file.read_text() + "claims: claims.yaml\n")
+    longer = sweep_file.read_text().replace("max_epochs: 3", f"max_epochs: {ROUNDS}")
+    sweep_file.write_text(longer + "claims: claims.yaml\n")
     folder = cli.folder / "runs/demo"
     first = cli.start("sweep", sweep_file, "--jobs", 2)
     until(lambda: (folder / "runs.csv").exists() and [*states(folder).values()].count("done") >= 2, first)
-    until(lambda: midway(first), first)
+    until(lambda: halted(first), first)
     workers = children(first.pid)
-    first.kill(signal.SIGKILL)
+    first.kill(signal.SIGKILL)  # the halted worker dies with it, as the one that runs does
     assert first.wait().returncode == -signal.SIGKILL
     until_gone = time.monotonic() + 10
     while any(map(alive, workers)):
@@ -69,7 +76,7 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
     before = {path: path.stat().st_mtime_ns for run in done for path in run.iterdir() if path.is_file()}
 
     second = cli.start("sweep", sweep_file, "--jobs", 2)
-    victim = until(lambda: midway(second), second)
+    victim = until(lambda: halted(second), second)
     killed = log_of(victim).parent
     os.kill(victim, signal.SIGKILL)
     result = second.wait()

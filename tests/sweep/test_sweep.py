@@ -46,7 +46,7 @@ grid:
   method: [method/fedavg, method/fedinit]
   seed_everything: [0, 1]
 select:
-  over: {model.learner.init_args.lr: [1.0e-6, 0.1]}
+  over: {model.learner.init_args.lr: [1.0e-6, 0.1], method.beta: [0.1]}
   metric: val/acc
   val_fraction: 0.2
   seeds: [100]
@@ -54,17 +54,20 @@ select:
     assert cli("sweep", "s.yaml", "--jobs", 2).returncode == 0
     folder = cli.folder / "runs/s"
     with open(folder / "select.csv") as file:
-        table = [(row["arm"], row["model.learner.init_args.lr"], row["chosen"]) for row in csv.DictReader(file)]
-    assert table == [
-        ("fedavg", "1e-06", ""),
-        ("fedavg", "0.1", "yes"),
-        ("fedinit", "1e-06", ""),
-        ("fedinit", "0.1", "yes"),
+        keys = ("arm", "model.learner.init_args.lr", "method.beta", "chosen")
+        table = [tuple(row[key] for key in keys) for row in csv.DictReader(file)]
+    assert table == [  # FedAvg has no β to choose
+        ("fedavg", "1e-06", "", ""),
+        ("fedavg", "0.1", "", "yes"),
+        ("fedinit", "1e-06", "0.1", ""),
+        ("fedinit", "0.1", "0.1", "yes"),
     ]
     measured = json.loads((folder / "select/fedavg/1e-06/seed-100/run.json").read_text())
     assert measured["seed"] == 100 and "--data.val_fraction=0.2" in measured["command"]
     own = json.loads((folder / "fedinit/seed-1/run.json").read_text())["command"]
-    assert "--model.learner.init_args.lr=0.1" in own and not any("val_fraction" in option for option in own)
+    assert {"--model.learner.init_args.lr=0.1", "--method.beta=0.1"} <= set(own) and not any(
+        "val_fraction" in option for option in own
+    )
     assert len(states(folder)) == 4  # the report is of these
     assert cli("report", "runs/s").returncode == 0
     assert set(json.loads((folder / "report.json").read_text())["arms"]) == {"fedavg", "fedinit"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fl_lightning.engines.choice import trial
+from fl_lightning.engines.choice.batch_sizes import check_batch_sizes
 from fl_lightning.engines.choice.plan import EnginePlan
 from fl_lightning.engines.choice.rehearsal import Obstacle, Rehearsal, rehearse, unproven
 from fl_lightning.engines.choice.traces import traces_undone
@@ -32,11 +33,15 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Decision:
-    """What the first process found, for all: a plan, what speaks against side by side, or why nothing can start."""
+    """What the first process found, for all: a plan, what speaks against side by side, or why nothing can start.
+
+    ``told``: what the user should know of the batch sizes.
+    """
 
     plan: EnginePlan
     obstacle: Obstacle | None = None
     failure: str = ""
+    told: str = ""
 
 
 def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Tell) -> tuple[Engine, EnginePlan]:
@@ -48,7 +53,8 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
         uncaptured: called with the reason when a later round turns out not to be captured.
 
     Raises:
-        UserError: the engine asked for cannot train this learner, or a packaged network does not fit the data.
+        UserError: the engine asked for cannot train this learner, a packaged network does not fit the data, or a batch
+            is too small for the learner.
         Exception: of the learner's first step, where a copy of the learner meets one.
     """
     workshop = Workshop(setting)
@@ -60,6 +66,8 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
     else:
         decision = decided(workshop, () if held is None else held.written)
     plan, obstacle = replace(decision.plan, server_threads=torch.get_num_threads()), decision.obstacle
+    if decision.told:
+        note(decision.told)
     workshop.treat_as_buffers(plan.written)
     if plan.channels_last:
         workshop.use_channels_last()
@@ -99,7 +107,8 @@ def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
             with nothing_left(setting):
                 seen = rehearse(workshop)
                 workshop.treat_as_buffers(tuple(dict.fromkeys((*written, *seen.written))))
-                decision = planned(workshop, seen)
+                told = "" if seen.untried else check_batch_sizes(workshop)
+                decision = replace(planned(workshop, seen), told=told)
         except Exception as error:
             failure = error
             first = (str(error).strip().splitlines() or [""])[0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fl_lightning.engines.choice.batch_sizes import check_batch_sizes
 from fl_lightning.engines.choice.trial import TRIED_STEPS, Trial, one_step, real_steps
 from fl_lightning.engines.choice.workshop import Workshop
 from fl_lightning.engines.random_state import RandomState
@@ -54,7 +55,8 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     """A step of round 0's first client; some more where the learner has frozen parameters.
 
     Raises:
-        UserError: a packaged network does not fit the data, or the step assigns to a trainable parameter's ``data``.
+        UserError: the batch is too small, a packaged network does not fit the data, or the step assigns to a trainable
+            parameter's ``data``.
         Exception: from the learner or the data, with a note that says where.
     """
     setting, client = workshop.setting, workshop.setting.participants(0)[0]
@@ -77,6 +79,7 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     except Exception as error:
         if setting.hooks_first:
             return Rehearsal(untried=f"a step before round 0 fails ({type(error).__name__}: {error})")
+        check_batch_sizes(workshop, failed=True)
         raise explained(error, setting.learner, client, batch) from (error if explains(error, learner) else None)
     finally:
         before.restore()

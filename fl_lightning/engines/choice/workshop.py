@@ -45,6 +45,8 @@ class Setting:
         hooks_first: whether hooks that run later, at the start of training or of a round, may ready the learner.
         schedule: the learner's lr scheduler, where it is stepped.
         keeps_loss: whether a callback asks for the mean loss of local steps.
+        rounds: how many the run has; -1: no end.
+        skips_nonfinite: whether clients whose model is not finite are left out, and the run goes on.
     """
 
     engine: str
@@ -67,6 +69,8 @@ class Setting:
     hooks_first: bool = False
     schedule: ClientSchedule | None = None
     keeps_loss: bool = False
+    rounds: int = -1
+    skips_nonfinite: bool = False
 
     @property
     def usable_cores(self) -> int:
@@ -159,6 +163,8 @@ def setting_of(
         forward_context=forward_context(trainer, model.w.device),
         convert=conversion(trainer.precision_plugin, trainer.strategy.root_device, transfers),
         hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
+        rounds=-1 if trainer.max_epochs is None else trainer.max_epochs,
+        skips_nonfinite=settings.on_nonfinite == "skip",
     )
 
 
@@ -231,7 +237,7 @@ class Workshop:
 
     def copies(self, number: int) -> Iterator[tuple[LearnerCopy, ClientOptimizer]]:
         """So many new copies of the learner, with their optimizers; those of trials are let go."""
-        self._tried.clear()
+        self.forget_trials()
         for _ in range(number):
             copy = self.original.another()
             yield copy, self.optimizer_of(copy)
@@ -242,6 +248,10 @@ class Workshop:
             copy = self.original.another(aliased=bool(self._tried))
             self._tried.append((copy, self.optimizer_of(copy)))
         return self._tried[:number]
+
+    def forget_trials(self) -> None:
+        """Let go of the copies for trials; the next one gets new ones."""
+        self._tried.clear()
 
     def treat_as_buffers(self, written: tuple[str, ...]) -> None:
         """Frozen parameters that the learner's steps write are buffers from here on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -42,8 +43,9 @@ def test_a_step_that_fails_ends_the_run_before_it_begins(engine: str, learner: t
     begun = Begun()
     with pytest.raises((RuntimeError, IndexError), match=r"shapes cannot be multiplied|out of bounds") as caught:
         trainer(1, [begun]).fit(federated(learner(), engine=engine), blobs())
-    notes = " ".join(getattr(caught.value, "__notes__", ["nothing was started client 1 (8, 20) float64"]))
-    assert "nothing was started" in notes and "(8, 20) float64" in notes and "client" in notes
+    if sys.version_info >= (3, 11):  # before, errors have no notes
+        notes = " ".join(caught.value.__notes__)
+        assert "nothing was started" in notes and "(8, 20) float64" in notes and "client" in notes
     assert begun.rounds == 0
 
 

@@ -1,0 +1,1 @@
+"""``fl-lightning analyse``: curvature and loss landscape of a run's model."""

@@ -1,0 +1,174 @@
+"""``fl-lightning analyse hessian RUN|CKPT`` and ``analyse landscape RUN [RUN2]``: numbers, table and picture."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fl_lightning.errors import UserError
+
+DESCRIPTION = """Look at the model of a finished run, on its clients' training samples.
+
+hessian    the largest eigenvalue of the loss's Hessian and its trace, as HessianLogger logs them
+landscape  the loss around the model on a plane of two random, filter-normalised directions; of two runs in one picture
+
+Writes hessian.json, .csv and .png (or landscape…) in the run's folder, or in --out. A checkpoint that is not the last
+is named: hessian-best.json. RUN is a run's folder, or a checkpoint in one."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"analyse: {message}. `fl-lightning analyse --help` shows what it takes.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = _Parser(
+        prog="fl-lightning analyse",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("what", choices=("hessian", "landscape"))
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder or checkpoint")
+    made.add_argument("--out", type=Path, help="where to write (default: the first run's folder)")
+    made.add_argument(
+        "--samples", default="2000", help="of the clients, drawn by the run's seed, or all (default: %(default)s)"
+    )
+    made.add_argument("--tolerance", default="1e-3", help="hessian: of the eigenvalue, relative (default: %(default)s)")
+    made.add_argument("--probes", default="100", help="hessian: random vectors for the trace (default: %(default)s)")
+    made.add_argument("--points", default="21", help="landscape: a side, an odd number (default: %(default)s)")
+    made.add_argument(
+        "--range", default="1", help="landscape: how far, in lengths of the model's filters (default: %(default)s)"
+    )
+    made.add_argument("--directions", default="0", help="landscape: the seed of the directions (default: %(default)s)")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for, print where it is, and give 0.
+
+    Raises:
+        UserError: what is to mend; nothing has been written then.
+    """
+    try:
+        given = parser().parse_args(list(argv))
+    except SystemExit as asked:  # --help
+        return int(asked.code or 0)
+    samples = None if given.samples == "all" else _number("samples", given.samples, 1)
+    most = 1 if given.what == "hessian" else 2
+    if len(given.runs) > most:
+        raise UserError(f"analyse {given.what}: {len(given.runs)} runs were given, and it takes {most} at most.")
+    from fl_lightning.cli.commands import quiet
+
+    quiet()
+    if given.what == "hessian":
+        tolerance = _number("tolerance", given.tolerance, 0, whole=False)
+        written, lines = _hessian(given.runs[0], samples, tolerance, _number("probes", given.probes, 2))
+    else:
+        points, reach = _number("points", given.points, 3), _number("range", given.range, 0, whole=False)
+        if points % 2 == 0:
+            raise UserError(f"analyse landscape --points {points}: give an odd number, so that the model is one.")
+        directions = _number("directions", given.directions, 0)
+        written, lines = _landscape(given.runs, int(points), reach, samples, int(directions))
+    out, stem = given.out or _folder(given.runs[0]), given.what + _which(given.runs[0])
+    for suffix, data in written.items():
+        _write(out / f"{stem}{suffix}", data)
+    print("\n".join(lines))
+    print(f"→ {out / stem}.json, .csv, .png")
+    return 0
+
+
+Files = dict[str, bytes]
+
+
+def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[Files, list[str]]:
+    from fl_lightning.analysis import pictures
+    from fl_lightning.analysis.opened import opened
+    from fl_lightning.analysis.slices import along_top
+    from fl_lightning.curvature import Hessian, measure_with_vector
+
+    run = opened(path)
+    evaluator, subset = run.evaluator(exact=True), run.samples(samples, "hessian")
+    found, vector = measure_with_vector(Hessian(evaluator, run.vector, subset), tolerance, probes, run.seed)
+    here = evaluator.mean(run.vector, subset)
+    values: dict[str, Any] = {
+        "run": str(run.folder), "checkpoint": str(run.checkpoint), "rounds": run.rounds, "seed": run.seed,
+        "parameters": run.vector.numel(), "samples": here.samples, "loss": here.loss,
+        **{name: _finite(value) for name, value in vars(found).items()},
+        "tolerance": tolerance, "probes": probes,
+    }  # fmt: skip
+    steps, losses = along_top(run, evaluator, subset, vector, found.top_eigenvalue)
+    whole = {**values, "slice": {"steps": list(steps), "losses": [_finite(v) for v in losses]}}
+    shown = [
+        f"largest eigenvalue  {found.top_eigenvalue:.6g} (residual {found.top_residual:.1e})",
+        f"trace               {found.trace:.6g} ± {found.trace_stderr:.2g}",
+        f"‖w‖                 {found.norm:.6g}",
+        f"loss                {here.loss:.6g} on {here.samples:,} samples, after {run.rounds} rounds",
+    ]
+    picture = pictures.along_eigenvector(run, found, steps, losses, here.loss)
+    return _files(whole, [list(values), list(values.values())], picture), shown
+
+
+def _landscape(paths: list[Path], points: int, reach: float, samples: Any, seed: int) -> tuple[Files, list[str]]:
+    from fl_lightning.analysis import pictures
+    from fl_lightning.analysis.landscape import landscape
+    from fl_lightning.analysis.opened import opened
+
+    found = [landscape(run, points, reach, samples, seed) for run in [opened(path) for path in paths]]
+    steps = [float(step) for step in found[0].steps]
+    whole = {"directions": seed, "normalised": "filter", "steps": steps, "runs": [one.as_dict() for one in found]}
+    rows: list[list[Any]] = [["run", "a", "b", "loss"]]
+    for one in found:
+        rows += [
+            [str(one.run.folder), a, b, _finite(one.losses[i, j])]
+            for i, a in enumerate(steps)
+            for j, b in enumerate(steps)
+        ]
+    shown = [f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples" for one in found]
+    return _files(whole, rows, pictures.landscapes(found)), shown
+
+
+def _files(whole: dict[str, Any], rows: list[list[Any]], picture: bytes) -> Files:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return {".json": json.dumps(whole, indent=1).encode(), ".csv": text.getvalue().encode(), ".png": picture}
+
+
+def _finite(value: Any) -> Any:
+    """A number, or None for one that JSON does not have."""
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+
+
+def _number(name: str, text: str, least: int, whole: bool = True) -> Any:
+    kind: Callable[[str], Any] = int if whole else float
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or value < least or (not whole and not 0 < value < float("inf")):
+        accepted = f"a whole number of at least {least}" if whole else "a number above 0"
+        other = " or all" if name == "samples" else ""
+        raise UserError(f"analyse --{name} {text}: give {accepted}{other}.")
+    return value
+
+
+def _folder(path: Path) -> Path:
+    """The run's."""
+    return path if path.is_dir() else next(p for p in path.absolute().parents if (p / "config.yaml").is_file())
+
+
+def _which(path: Path) -> str:
+    return "" if path.is_dir() or path.stem == "last" else f"-{path.stem}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    from fl_lightning.storage.files import written_aside
+
+    with written_aside(path, durable=False) as file:
+        file.write(data)

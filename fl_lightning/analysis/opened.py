@@ -1,0 +1,97 @@
+"""A run opened for analysis: its evaluated model, its clients' data, and what evaluates the one on the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.checkpoint import KEY
+from fl_lightning.client_samples import Samples, drawn
+from fl_lightning.engines.choice.workshop import conversion, forward_context
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation import Evaluator
+from fl_lightning.learner import Layout, flatten, lightning_modules, trainable
+from fl_lightning.results import Run
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The model of a run's checkpoint.
+
+    Args:
+        folder: the run's.
+        checkpoint: the file; ``rounds``: how many were done then; ``seed``: of the run.
+        learner: with the evaluated weights; ``data``: the run's; ``trainer``: as its config has it, never used to fit.
+    """
+
+    folder: Path
+    checkpoint: Path
+    rounds: int
+    seed: int
+    learner: Any
+    data: Any
+    trainer: Any
+    transfers: list[str]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(self.learner)
+
+    @cached_property
+    def vector(self) -> Tensor:
+        """What is evaluated ``(D,)``."""
+        return flatten([p.detach() for _, p in trainable(self.learner)])
+
+    def samples(self, number: int | None, purpose: str) -> Samples:
+        """So many of the clients' samples (None: all), as a run's loggers draw them."""
+        return drawn(self.data, number, self.seed, purpose)
+
+    def evaluator(self, exact: bool) -> Evaluator:
+        """Of the learner on the data; ``exact``: in full precision, else in the run's."""
+        device = self.trainer.strategy.root_device
+        own = [hook for hook in self.transfers if hook not in getattr(self.data, "transfer_hooks", ())]
+        convert = conversion(self.trainer.precision_plugin, device, own)
+        context = torch.enable_grad if exact else forward_context(self.trainer, device)
+        return Evaluator(self.learner, self.layout, self.data, self.seed, context, convert)
+
+
+def opened(path: Path) -> Opened:
+    """The run in a folder, at its last checkpoint, or the one whose checkpoint this is.
+
+    Raises:
+        UserError: it is neither, or the run has no checkpoint yet.
+    """
+    folder = path
+    if path.is_file():
+        folder = next((place for place in path.absolute().parents if (place / "config.yaml").is_file()), path.parent)
+    if not (folder / "config.yaml").is_file():
+        raise UserError(
+            f"analyse {path}: neither a run's folder nor a checkpoint in one (there is no config.yaml, which says what "
+            "the data are). Give the folder of a run, such as runs/x, or runs/x/checkpoints/best.ckpt."
+        )
+    run = Run(folder, path if path.is_file() else None)
+    if not run.checkpoint_path.is_file():
+        raise UserError(
+            f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). Give a run that "
+            "completed a round."
+        )
+    held, built = run.checkpoint.get(KEY, {}), run.built
+    device = built.trainer.strategy.root_device
+    learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
+    if built.trainer.precision == "64-true":  # the checkpoint's weights, in all their digits
+        learner.load_state_dict(run.checkpoint["state_dict"])
+    for name, buffer in learner.named_buffers():  # those that its state_dict leaves out
+        if name in held.get("buffers", {}):
+            buffer.copy_(held["buffers"][name])
+    for part in lightning_modules(learner):
+        part._trainer = built.trainer
+    seed = int(held.get("seed", 0))
+    return Opened(
+        folder, run.checkpoint_path, int(held.get("rounds", 0)), seed, learner, run.data, built.trainer,
+        list(built.model.transfers),
+    )  # fmt: skip

@@ -1,0 +1,30 @@
+"""The loss along the first eigenvector of its Hessian, beside the parabola that the eigenvalue stands for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from fl_lightning.analysis.opened import Opened
+from fl_lightning.client_samples import Samples
+from fl_lightning.curvature import Vector
+from fl_lightning.evaluation import Evaluator
+
+POINTS = 41
+
+
+def along_top(
+    run: Opened, evaluator: Evaluator, samples: Samples, vector: Vector, eigenvalue: float
+) -> tuple[list[float], list[float]]:
+    """Steps s and the losses at w + s v: as far as the parabola rises by the loss itself, or ‖w‖ at most."""
+    w = run.vector
+    shares = evaluator.shares(samples, evaluator.size(w, samples), keep=True)
+    loss, norm = evaluator.mean_of(w, shares).loss, float(w.norm())
+    rise = math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue)) if eigenvalue and math.isfinite(eigenvalue) else norm
+    reach = min(rise, norm) if norm > 0 else rise
+    direction = torch.from_numpy(vector).to(w)
+    steps = np.linspace(-reach, reach, POINTS)
+    steps[POINTS // 2] = 0.0
+    return [float(s) for s in steps], [evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps]

@@ -1,0 +1,120 @@
+"""Whether the learner can train on the smallest batch that a run has, tried before round 0.
+
+BatchNorm cannot, on one value a channel; nor can a loss that compares samples. Which learner can is not asked but
+tried, and so nobody is refused who can. A batch that nobody meets within the run is no reason to refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fl_lightning.engines.choice.trial import Trial
+from fl_lightning.engines.choice.workshop import Setting, Workshop
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.errors import UserError
+
+ENOUGH = 32  # samples of a batch, or twice the usual: a step on them shows whether their number is what fails
+MOST_ROUNDS = 10_000  # that are looked through for a client
+
+
+def check_batch_sizes(workshop: Workshop, failed: bool = False) -> str:
+    """Take a step on as few samples as the run's smallest batch has, where that is no usual one.
+
+    Returns:
+        What the user should know: that such a batch fails, but no client of this run's rounds has one, or a hook may
+        yet ready the learner for it; an empty string where there is nothing.
+
+    Args:
+        failed: a step on a usual batch has failed; that may be its size.
+
+    Raises:
+        UserError: it fails, and would in a round to come.
+    """
+    setting = workshop.setting
+    smallest, first = setting.cohort.smallest_batch(), setting.participants(0)[0]
+    if smallest is None:
+        return ""
+    data, sizes = setting.work.data, setting.cohort.data.client_sizes()
+    usual, largest = data.smallest_batch(1, [first])[0], int(sizes.argmax())
+    works = (largest, min(int(sizes[largest]), max(2 * usual, ENOUGH))) if failed else (first, usual)
+    if smallest[0] >= works[1]:
+        return ""
+    if not (says := failure(workshop, first, smallest[0])) or failure(workshop, *works):
+        return ""
+    met = first_met(setting, smallest[0])
+    if met.samples > smallest[0]:  # nobody of these rounds has the smallest, but perhaps another that is too small
+        said = failure(workshop, first, met.samples) if met.samples < usual else ""
+        if not said:
+            told = paragraph(setting, Met(*smallest), says)
+            return f"{told} Client {smallest[1]} takes part in none of this run's rounds, so it goes on"
+        says = said
+    text = paragraph(setting, met, says)
+    if setting.hooks_first:
+        return f"{text} The run goes on, as a hook at the start of training or of a round may ready the learner for it"
+    raise UserError(f"{text} Nothing was started.")
+
+
+@dataclass(frozen=True)
+class Met:
+    """A batch of so many samples, of this client, and the round in which it is met first; -1: in none."""
+
+    samples: int
+    client: int
+    round: int = -1
+
+
+def first_met(setting: Setting, fewest: int) -> Met:
+    """The smallest batch of the run's rounds; the first of ``fewest`` samples ends the search."""
+    found = Met(2**63, 0)
+    rounds = MOST_ROUNDS if setting.rounds < 0 else min(setting.rounds, MOST_ROUNDS)
+    for t in range(max(1, rounds)):
+        of_round = setting.cohort.smallest_batch(setting.participants(t))
+        if of_round is not None and of_round[0] < found.samples:
+            found = Met(*of_round, t)
+            if found.samples <= fewest:
+                break
+    return found
+
+
+def failure(workshop: Workshop, client: int, samples: int) -> str:
+    """What a step on a client's first samples says, on a copy of the learner; empty: it can be taken."""
+    setting = workshop.setting
+    try:
+        batch = setting.work.data.one_batch(client, samples, device=setting.w.device)
+    except Exception:  # of the data: the round that reads them will say where
+        return ""
+    before, trial = RandomState(setting.w), Trial(workshop)
+    trial.worker.work = replace(trial.worker.work, data=OneBatch(batch))
+    try:
+        end, *_ = trial.run(client, 1)
+        finite = setting.skips_nonfinite or bool(end.isfinite().all())
+        return "" if finite else "the weights are not finite after it"
+    except Exception as error:
+        workshop.forget_trials()  # a learner may be half-way through its step
+        return (str(error).strip().splitlines() or [""])[0].rstrip(".") or type(error).__name__
+    finally:
+        before.restore()
+        trial.copy.reset()
+
+
+class OneBatch:
+    """In place of the data, where a trial takes one step on a batch that is given."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
+        return iter([self.batch])
+
+
+def paragraph(setting: Setting, met: Met, says: str) -> str:
+    """Which batch is too small for the learner, and the ways out."""
+    holds, ways_out = setting.work.data.told_of_batch(met.client, met.samples)
+    when = f" (met in round {met.round})" if met.round >= 0 else ""
+    few = f"{met.samples} sample{'s' if met.samples > 1 else ''}"
+    name = type(setting.learner).__name__
+    return f"{holds}{when}, and a step of {name} on {few} fails: {says}. Ways out: {ways_out}."
