@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ADD_ONS = ("ri", "sam")
+APART = ("ri", "sam", "byzantine", "fedbn", "local")  # what is added to others, has no global model, or needs norms
 
 
 def command(method: str, seed: int, data: str, rounds: int, folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     methods = options.only or sorted(n.split("/")[1] for n in packaged() if n.startswith("method/"))
-    methods = [m for m in methods if m not in ADD_ONS]
+    methods = [m for m in methods if m not in APART]
     names = [name for m in methods for name in (m, *([f"{m}+ri"] if m != "fedinit" else []))]
     jobs = {(name, seed): options.runs / f"{name}-{seed}" for name in names for seed in range(options.seeds)}
 

@@ -3,6 +3,7 @@
 if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")
 
+from fl_lightning.callbacks.alternating_head import AlternatingHead
 from fl_lightning.callbacks.byzantine_clients import ByzantineClients
 from fl_lightning.callbacks.client_momentum import ClientMomentum
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
@@ -15,10 +16,13 @@ from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
 from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import GlobalSharpnessAwareMinimization
 from fl_lightning.callbacks.hessian_logger import HessianLogger
+from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
+from fl_lightning.callbacks.per_client_evaluation import PerClientEvaluation
 from fl_lightning.callbacks.power_of_choice import PowerOfChoice
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
+from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
 from fl_lightning.callbacks.robust_aggregation import RobustAggregation
@@ -27,6 +31,7 @@ from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMi
 from fl_lightning.callbacks.top_k_compression import TopKCompression
 
 __all__ = [
+    "AlternatingHead",
     "ByzantineClients",
     "ClientMomentum",
     "CommunicationLogger",
@@ -40,9 +45,12 @@ __all__ = [
     "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
     "HessianLogger",
+    "MoreauEnvelope",
     "NormalizedAveraging",
     "PartialAveraging",
+    "PerClientEvaluation",
     "PowerOfChoice",
+    "ProximalPersonalModel",
     "ProximalTerm",
     "RelaxedInitialization",
     "RobustAggregation",

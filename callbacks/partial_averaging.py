@@ -1,23 +1,24 @@
-"""FedALS and FedPer: parts of the model that are averaged every so many rounds, or never.
+"""FedALS, FedPer, FedBN: parts of the model that are averaged every so many rounds, or never.
 
 P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated Learning (2024),
 Algorithm 1, arXiv:2404.11754: the head every round, the extractor every α rounds. M. G. Arivazhagan, V. Aggarwal,
 A. K. Singh, S. Choudhary: Federated Learning with Personalization Layers (2019), arXiv:1912.00818: the head never.
+X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization
+(ICLR 2021), arXiv:2102.07623: normalisation layers never, and buffers="own".
 The framework keeps the clients' copies; this class says which part is averaged when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Layout, Note, RunFacts, UserError, suggest
+from fl_lightning.callback import FederatedCallback, Layout, Note, RunFacts, UserError
 
 Period = int | Literal["never"]
+KNOWN = {"last": "FedPer", "norms": "FedBN", "all": "local training"}  # by what is never averaged
 
 
 def lost_work(method: PartialAveraging, run: RunFacts) -> float:
@@ -34,8 +35,10 @@ class PartialAveraging(FederatedCallback):
     copy of the parts not averaged, and where that copy began.
 
     Args:
-        periods: patterns of parameter names (``fnmatch``: ``"head.*"``), each with its period in rounds or
-            ``"never"``; of several that match, the first counts.
+        periods: patterns of parameter names (``fnmatch``: ``"head.*"``) or names of groups, ``"last"`` (layer),
+            ``"norms"`` and ``"all"``, each with its period in rounds or ``"never"``; of several that match, the first
+            counts. FedPer: ``{"last": "never"}``; FedBN: ``{"norms": "never"}``; every client alone:
+            ``{"all": "never"}``.
         period: α, of the extractor, where no ``periods`` are given; 1 is FedAvg.
         extractor: patterns of the extractor's parameter names.
         extractor_layers: or how many layers it has, from the first (convolutions, linear, embedding and attention
@@ -66,6 +69,11 @@ class PartialAveraging(FederatedCallback):
             longest=lambda method, run: method.longest,
             lost=lost_work,
         ),
+        Note(
+            "nothing is averaged: clients train alone, w stays as it was, and what is validated is the mean of the "
+            "participants' models, which means nothing. Look at clients/… of PerClientEvaluation.",
+            when=lambda method, run: method.periods in ({"all": "never"}, {"*": "never"}),
+        ),
     )
 
     def __init__(
@@ -86,6 +94,9 @@ class PartialAveraging(FederatedCallback):
                     f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, and 'never'."
                 )
         self.periods, self.period, self.extractor, self.extractor_layers = periods, period, extractor, extractor_layers
+        for group, title in KNOWN.items():
+            if periods == {group: "never"}:
+                self.title = title  # type: ignore[misc]  # this one's
 
     @property
     def longest(self) -> int:
@@ -95,18 +106,11 @@ class PartialAveraging(FederatedCallback):
     def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
         period_of: dict[str, Period] = {}
         for pattern, period in self._patterns(layout).items():
-            matched = [name for name in layout if fnmatchcase(name, pattern)]
-            if not matched:
-                raise UserError(
-                    f"PartialAveraging: no parameter is called {pattern!r}: there are {', '.join(layout)[:200]}."
-                    + suggest(pattern, list(layout))
-                )
+            matched = layout.named(pattern, "PartialAveraging")
             period_of = {name: period for name in matched} | period_of
         parts = []
         for period in dict.fromkeys(p for p in period_of.values() if p != 1):
-            mask = torch.zeros(layout.size, dtype=torch.bool)
-            for name in [name for name, own in period_of.items() if own == period]:
-                mask[layout[name][0]] = True
+            mask = layout.mask([name for name, own in period_of.items() if own == period])
             parts.append((mask, None if period == "never" else int(period)))
         return parts
 

@@ -42,12 +42,10 @@ class FederatedDataModule(pl.LightningDataModule):
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
         val_fraction: this share of the training data is held out for validation before it is split.
-        client_test_fraction: this share of each client's own samples is held out to test its model on; of each class
-            alike where there are labels.
+        client_test_fraction: each client holds this share of its samples out to test on, of each class alike.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
-        drop_last: leave out the last batch of an epoch where it is shorter than the others; which samples it had
-            differs from epoch to epoch. K_i counts the batches that are left.
+        drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples); K_i counts the rest.
         eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many as take 64 MiB.
 
     A subclass's own transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation.
@@ -238,14 +236,16 @@ class FederatedDataModule(pl.LightningDataModule):
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
         return self._order(client, round, epoch, self.client_indices(client))
 
-    def _order(self, client: int, round: int, epoch: int, indices: Indices) -> Indices:
+    def _order(self, client: int, round: int, epoch: int, indices: Indices, purpose: str = "") -> Indices:
         if self._weights is None:
-            return generator(self.run_seed, "order", round, client, epoch).permutation(len(indices))
-        draw = generator(self.run_seed, "weighted", round, client, epoch)
+            return generator(self.run_seed, purpose or "order", round, client, epoch).permutation(len(indices))
+        draw = generator(self.run_seed, purpose + "weighted", round, client, epoch)
         return batching.drawn_by_weight(self._weights[indices], draw, client)
 
-    def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
-        """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
+    def client_batches(
+        self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
+    ) -> Iterator[Batch]:
+        """Exactly ``steps`` batches, every epoch reshuffled; ``purpose``: of draws other than the local steps' own."""
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
         size, source = self.batch_size or len(indices), self._transfer.source(device)
         per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
@@ -253,19 +253,20 @@ class FederatedDataModule(pl.LightningDataModule):
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
                 now = min(per_epoch, steps - epoch * per_epoch)
-                yield epoch, indices[self._order(client, round, epoch, indices)][: now * size]
+                yield epoch, indices[self._order(client, round, epoch, indices, purpose)][: now * size]
 
         def made() -> Iterator[Batch]:
             for epoch, order in epochs():
                 augment: Change | None = None
                 if self.augmentation is not None:
-                    rng = generator(self.run_seed, "augment", round, client, epoch)
+                    rng = generator(self.run_seed, purpose + "augment", round, client, epoch)
                     augment = augmented(self.augmentation, rng, len(indices))
                 yield from data.batches(order, size, source, self._bias(client), augment)
 
         if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
             cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
-            yield from self._transfer.batches(data.each(cut, self._draws("samples", round, client), source), device)
+            draws = self._draws(purpose + "samples", round, client)
+            yield from self._transfer.batches(data.each(cut, draws, source), device)
         else:
             yield from self._transfer.batches(made(), device)
 
@@ -285,11 +286,8 @@ class FederatedDataModule(pl.LightningDataModule):
         if isinstance(data, DatasetSamples):
             batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
-            whole = len(indices) - len(cut[-1])
-            batches = chain(
-                data.batches(indices[:whole], size, source, self._bias(client)),
-                data.batches(indices[whole:], len(cut[-1]), source, self._bias(client)),
-            )
+            parts = (indices[: -len(cut[-1])], size), (cut[-1], len(cut[-1]))
+            batches = chain.from_iterable(data.batches(*part, source, self._bias(client)) for part in parts)
         else:
             batches = data.batches(indices, size, source, self._bias(client))
         yield from zip(self._transfer.batches(batches, device), map(len, cut), strict=False)

@@ -50,11 +50,15 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, and ``weighting`` as it was given."""
+    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, ``weighting`` as it was given.
+
+    ``optimizer``: the clients', where a step is not its gradient times the learning rate; empty where it is.
+    """
 
     n: int
     m: int
     weighting: str
+    optimizer: str = ""
 
 
 class Note:
@@ -131,6 +135,9 @@ class FederatedCallback(pl.Callback):
 
     stands_for_clients: ClassVar[bool] = False
     """Whether its ``on_updates`` changes what clients send: it then comes before what the server does to updates."""
+
+    rests: ClassVar[bool] = False
+    """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after those of all others."""
 
     cannot_run_with: ClassVar[dict[str, str]] = {}
     """``{hook or class name: reason}``: what another callback of the run must not override, or must not be."""
@@ -242,4 +249,12 @@ class FederatedCallback(pl.Callback):
 
     def parts(self, layout: Layout) -> list[Part]:
         """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds (None: never)."""
+        raise NotImplementedError  # never called where a callback does not define it
+
+    def personal(self, clients: Clients) -> Tensor:
+        """One owner. What a client uses itself ``(n, D)``, after a round; without it w with its own kept parts.
+
+        Asked for clients that have finished a round, the others use w. There are ``ids``, ``w``, ``x`` (w with the
+        client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
+        """
         raise NotImplementedError  # never called where a callback does not define it

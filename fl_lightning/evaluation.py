@@ -51,6 +51,7 @@ class Evaluator:
     ``training_step`` gives in evaluation mode, each batch weighted by its samples; what a step draws is a function of
     the seed and the batch. Sums are in float64, over batches that do not depend on who computes them: processes share
     the work, and 1, 2, 4, … of them have the same bits. All of them have to call :meth:`mean` and :meth:`each`.
+    ``buffers``: what each batch starts from, the learner's at first.
 
     Args:
         learner: any LightningModule; ``layout``: of its trainable parameters.
@@ -83,7 +84,7 @@ class Evaluator:
         self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
         self.copy.learner.eval()
         self.data, self.seed, self.draws = data, seed, draws
-        self._buffers = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
+        self.buffers: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
         self._forward, self.copy.forward_context = self.copy.forward_context, self._context
         self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
 
@@ -101,7 +102,7 @@ class Evaluator:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
         self.copy.follow(learner)
         self.copy.learner.eval()
-        self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
     # ---- what is measured
 
@@ -255,7 +256,7 @@ class Evaluator:
     def _one(self, term: Term, batch: Any, number: int, index: int) -> Leaf:
         """A term, from the server's buffers; what it draws depends on the batch's number alone."""
         self.copy.logged = {}
-        self.copy.load_buffers(self._buffers)
+        self.copy.load_buffers(self.buffers)
         if self.draws:
             seed_client(self.seed, 0, index, "evaluate")
         try:

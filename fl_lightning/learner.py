@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
 """Methods of a LightningModule that a run puts others in place of, on the learner and on modules inside it."""
@@ -33,7 +35,8 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
     >>> layout.size, layout["bias"]
     (8, (slice(6, 8, None), torch.Size([2])))
 
-    ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has them.
+    ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has them; ``norms``:
+    those of normalisation layers.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -44,6 +47,30 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             start += parameter.numel()
         self.size = start
         self.layers = {path: [n for n in names if n in self] for path, names in layers_of(learner).items()}
+        self.norms = [name for name in norms_of(learner) if name in self]
+
+    def named(self, which: str, asking: str) -> list[str]:
+        """Parameters by a pattern of names (``fnmatch``), or of a group: ``"last"`` (layer), ``"norms"``, ``"all"``.
+
+        Raises:
+            UserError: there are none; ``asking``: whose option that is.
+        """
+        groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
+        found = groups[which] if which in groups else [name for name in self if fnmatchcase(name, which)]
+        if not found:
+            what = "the learner has no normalisation layer" if which == "norms" else f"no parameter is called {which!r}"
+            raise UserError(
+                f"{asking}: {what}: there are {', '.join(self)[:200]}.{suggest(which, [*self, *groups])} "
+                "'last' (layer), 'norms' and 'all' name groups."
+            )
+        return found
+
+    def mask(self, names: Sequence[str]) -> Tensor:
+        """``(D,)`` bool: the coordinates of these parameters."""
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        for name in names:
+            mask[self[name][0]] = True
+        return mask
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parameters' views into ``vector`` ``(D,)``, in layout order."""
@@ -161,6 +188,16 @@ def layers_of(learner: nn.Module) -> dict[str, list[str]]:
         else:
             latest.extend(own)
     return layers or {"": early}
+
+
+def norms_of(learner: nn.Module) -> list[str]:
+    """Names of the parameters of normalisation layers: those of torch, and classes whose names end in Norm."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in learner.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) or re.search(r"Norm(\dd)?$", type(module).__name__)
+        for name, _ in module.named_parameters(recurse=False)
+    ]
 
 
 def check_learner_parameters(learner: nn.Module) -> None:

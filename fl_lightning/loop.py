@@ -162,12 +162,13 @@ class FederatedLoop:
             all_sizes=self.cohort.data.client_sizes,
             steps_of=self.cohort.steps_of,
             home=self.state.rows.at_home,
+            own_buffers=self.settings.buffers == "own",
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
         """Train this process's participants; gives the ordered sum over all of the round's, and who diverged."""
         own = round.ids[self.rank :: self.world_size]
-        contributions = Contributions(ledger, self.methods, len(own), self.settings.buffers == "average")
+        contributions = Contributions(ledger, self.methods, len(own), self.settings.buffers != "keep")
         done = 0
 
         def tell() -> None:

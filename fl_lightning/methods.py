@@ -20,6 +20,7 @@ OWNED = {
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
     "parts": "which part is averaged when",
+    "personal": "what a client uses itself",
 }
 SHARED = (
     "on_round_start",
@@ -52,8 +53,9 @@ class Methods:
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
         self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
-        ordered = sorted(self.callbacks, key=lambda c: not c.stands_for_clients)
-        self._hooks["on_updates"] = [c.on_updates for c in ordered if overrides(c, "on_updates")]
+        ordered = sorted(self.callbacks, key=lambda c: (c.rests, not c.stands_for_clients))
+        for hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
+            self._hooks[hook] = [getattr(c, hook) for c in ordered if overrides(c, hook)]
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
         for hook, what in OWNED.items():
@@ -178,7 +180,7 @@ class Methods:
 
     def title(self) -> str:
         """The methods' names, without those that only measure."""
-        methods = [c for c in self.callbacks if not type(c).__name__.endswith("Logger")]
+        methods = [c for c in self.callbacks if not type(c).__name__.endswith(("Logger", "Evaluation"))]
         names = [c.title or type(c).__name__ for c in methods]
         return " + ".join(names) or "FedAvg"
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks
+from fl_lightning import checkpoint, checks, personal
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
 from fl_lightning.evaluation import Evaluator
@@ -47,7 +47,8 @@ class FederatedModule(LearnerHooks):
             None: SGD with learning rate 1.
         server_lr_decay: as ``lr_decay``, for the server.
         weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
-        buffers: ``"average"`` (floating-point buffers weighted by p_i, integer ones the maximum) or ``"keep"``.
+        buffers: ``"average"`` (floating-point buffers weighted by p_i, integer ones the maximum), ``"keep"`` (the
+            server's) or ``"own"``: each client keeps its own, and the server's, for evaluation, are that average.
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
         init_from: a checkpoint or exported file whose weights to start from.
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
@@ -174,9 +175,14 @@ class FederatedModule(LearnerHooks):
         """Warn now, and again in the run card and the closing table."""
         self.run.note(text)
 
-    def export(self, path: str | Path | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint."""
-        return self.global_model.export(path, self._trainer)
+    def export(self, path: str | Path | None = None, client: int | None = None) -> Any:
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint.
+
+        Args:
+            client: whose personal model to take in their place; to be called in every process.
+        """
+        model = None if client is None else personal.of_client(self, client)
+        return self.global_model.export(path, self._trainer, model)
 
     def evaluator(self) -> Evaluator:
         """Measures losses and gradients of clients' samples at any vector, on a copy of the learner as it is now."""

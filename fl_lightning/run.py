@@ -192,7 +192,8 @@ class FederatedRun:
             transfers: names of the hooks by which the learner transfers its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
-        facts = RunFacts(cohort.n, cohort.m, settings.weighting)
+        rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
+        facts = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
         if who := self.methods.gathering:
@@ -222,7 +223,7 @@ class FederatedRun:
             state=self.state,
             engine=self.engine,
             server_step=ServerStep(server_optimizer, self._server_rates, progress),
-            client_rates=client_optimizer.rates(*clients, model.w.device),
+            client_rates=rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
             report=self.report,

@@ -56,7 +56,7 @@ class Settings:
         checks.seed(self.seed)
         checks.one_of("client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps"))
         checks.one_of("weighting", self.weighting, ("uniform", "samples"))
-        checks.one_of("buffers", self.buffers, ("average", "keep"))
+        checks.one_of("buffers", self.buffers, ("average", "keep", "own"))
         checks.one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         checks.one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked"))
         checks.one_of("capture", self.capture, ("auto", True, False))

@@ -15,8 +15,11 @@ from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.processes import gathered
 from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import BUFFER
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
+
+FINISHED = "personal.round"  # the row of a client's latest round, in runs whose method decides what a client uses
 
 
 class Contributions:
@@ -51,7 +54,7 @@ class Contributions:
             lent = self._finish(values, clients, client, update, counts)
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
-            rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts()})
+            rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)})
         gathered = values.pop("update") if self.gathers and finished else None
         values["traffic"] = torch.tensor(counts)
         with self._lock:
@@ -97,6 +100,15 @@ class Contributions:
             values["log:" + name] = per_client[0].to(torch.float64, copy=True)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
         return lent
+
+    def _own(self, clients: Clients) -> dict[str, Tensor]:
+        """What else a client keeps: its buffers, where they are its own; its latest round, for its personal model."""
+        round, rows = self.ledger.round, {}
+        if self.methods.owner("personal") is not None:
+            rows[FINISHED] = torch.tensor(round.t)
+        if round.own_buffers:
+            rows |= {BUFFER + name: value.clone() for name, value in clients.buffers.items() if name in round.buffers}
+        return rows
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
         """Changes of floating-point and complex buffers, values of other ones; None if a change is not finite."""

@@ -143,6 +143,8 @@ class FederatedCLI(LightningCLI):
             default=None,
             help="false: read objects in the checkpoint too, which can run any code: for files you trust.",
         )
+        if self.command == "export":
+            parser.add_argument("--client", type=int | None, default=None, help="Whose personal model to export.")
         parser.add_argument(
             "--monitor",
             type=str | None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.checkpoint import KEY
 from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import Command
@@ -17,6 +18,8 @@ from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
+from fl_lightning.methods import Methods
+from fl_lightning.personal import check_client, of_checkpoint
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import written_aside
 
@@ -58,11 +61,18 @@ def _predict(cli: FederatedCLI) -> None:
 def _export(cli: FederatedCLI) -> None:
     if cli.checkpoint is None:
         raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
-    path = Path(cli.prepared.output or cli.folder / "model.pt")
+    client = cli.config.client
+    path = Path(cli.prepared.output or cli.folder / ("model.pt" if client is None else f"client-{client}.pt"))
     check_writable(path.parent)
+    if client is not None:
+        check_client(client, int(cli.datamodule.num_clients))
     checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=cli.config.weights_only)
     cli.model.learner.configure_model()
     cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
+    if client is not None:
+        methods = Methods([c for c in vars(cli.trainer)["callbacks"] if isinstance(c, FederatedCallback)])
+        models = of_checkpoint(checkpoint, cli.model.global_model, methods, cli.datamodule, cli.checkpoint)
+        checkpoint["state_dict"] = cli.model.global_model.export(model=models.of(client)).state_dict()
     of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)  # the rest is the learner's: on_save_checkpoint ran
     AtomicCheckpointIO().save_checkpoint({k: v for k, v in checkpoint.items() if k not in of_run}, path)
     print(f"→ {path}")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import personal
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
@@ -67,7 +68,9 @@ class Learner(pl.LightningModule):
         return loss * 0.0 if self.dead else loss
 
 
-def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMemoryDataModule:
+def data(
+    order: Sequence[int] | None = None, batch_size: int | None = 4, client_test_fraction: float = 0.0
+) -> InMemoryDataModule:
     """Heterogeneous clients; ``order`` registers them in another order."""
     rng = np.random.default_rng(3)
     x = np.concatenate([rng.normal(size=(n, 3)) + rng.normal(size=3) for n in SIZES])
@@ -76,7 +79,12 @@ def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMe
     clients = [np.arange(e - n, e) for e, n in zip(ends, SIZES, strict=True)]
     if order is not None:
         clients = [clients[i] for i in order]
-    return InMemoryDataModule((torch.from_numpy(x), torch.from_numpy(y)), clients=clients, batch_size=batch_size)
+    return InMemoryDataModule(
+        (torch.from_numpy(x), torch.from_numpy(y)),
+        clients=clients,
+        batch_size=batch_size,
+        client_test_fraction=client_test_fraction,
+    )
 
 
 @contextmanager
@@ -166,6 +174,10 @@ def outcome(module: FederatedModule) -> Outcome:
             row = store.read(name, i)
             assert row is not None
             left[f"{name} of client {i}"] = row
+    if module.run.methods.owner("personal") is not None:
+        models, (world, rank) = personal.of_run(module), personal.place()
+        for i in range(rank, len(SIZES), world):
+            left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
         if not name.startswith("time/"):
             left[f"log {name}"] = value

@@ -121,6 +121,9 @@ class Stage:
             u = clients.x - self.round.w
             u = call("transmit", partial(_returned, transmit, clients, u))
             yield "transmit", {"what is sent": u.clone(), **state(clients)}
+        if (personal := methods.owner("personal")) is not None:
+            x = call("personal", lambda: checked_rows(personal, personal(clients), clients.x))
+            yield "personal", {"what a client uses": x.clone(), **state(clients)}
 
 
 @dataclass

@@ -272,10 +272,10 @@ class LearnerCopy:
             self.sums[name].add_(value.reshape(()))
         self.numbers[name] = self.numbers.get(name, 0) + len(values)
 
-    def load(self, round: Round) -> None:
-        """To the server's model and buffers."""
+    def load(self, round: Round, client: int) -> None:
+        """To the server's model, and the buffers that a client starts from."""
         self.x.copy_(round.w)
-        self.load_buffers(round.buffers)
+        self.load_buffers(round.buffers_of(client))
 
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the buffer tensors that the learner had at first, and put those back in their places."""

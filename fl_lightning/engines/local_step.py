@@ -99,7 +99,7 @@ class LocalStep:
         hooked = self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
         self.first, self.remembers = True, bool(hooked)  # what gradient_at needs: of the first step, then where used
         self.before: RandomState | None = None
-        self.buffers: Mapping[str, Tensor] = clients._round.buffers
+        self.buffers: Mapping[str, Tensor] = clients._round.buffers_of(clients._ids[0])  # of a stack, all the same
         self.batch: Any = None
         self.index: Any = 0
         clients.local_step, clients.gradients_a_step = self, 1 + (self.perturb is not None)

@@ -50,7 +50,7 @@ class Worker:
         clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
         batches = Counted(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
         try:
-            copy.load(round)
+            copy.load(round, client)
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)

@@ -17,6 +17,8 @@ from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
 from fl_lightning.state import Initial
 
+BUFFER = "buffer."  # before the names of rows in which clients keep their own buffers
+
 
 @dataclass(frozen=True)
 class ClientRates:
@@ -143,6 +145,7 @@ class Round:
         all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
         home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
+        own_buffers: whether each client keeps its buffers, which the server's follow.
     """
 
     t: int
@@ -165,6 +168,14 @@ class Round:
     all_sizes: Callable[[], Any] | None = None
     steps_of: Callable[[int, float], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
+    own_buffers: bool = False
+
+    def buffers_of(self, client: int) -> Mapping[str, Tensor]:
+        """What a client's buffers start from: the server's, or its own where it keeps them and has some."""
+        if not self.own_buffers:
+            return self.buffers
+        kept = {name: self.read(BUFFER + name, client) for name in self.buffers}
+        return {**self.buffers, **{name: row.to(self.buffers[name]) for name, row in kept.items() if row is not None}}
 
     @property
     def wide(self) -> torch.dtype:

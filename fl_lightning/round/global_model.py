@@ -98,12 +98,7 @@ class GlobalModel:
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the learner's buffers of these names."""
-        for name, buffer in self.learner.named_buffers():
-            if name in values:
-                buffer.copy_(values[name])
-        for name, parameter in self.learner.named_parameters() if self.written else ():
-            if name in self.written and name in values:
-                parameter.data.copy_(values[name])
+        set_buffers(self.learner, values, self.written)
 
     def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
         """Set w, what is evaluated (None: w) and buffers, by value."""
@@ -122,17 +117,25 @@ class GlobalModel:
         name = getattr(learner, "_hparams_name", None)
         return kept if name is None else {"hparams_name": name, **kept}
 
-    def export(self, path: str | Path | None = None, trainer: Any = None) -> Any:
+    def export(
+        self,
+        path: str | Path | None = None,
+        trainer: Any = None,
+        model: tuple[Tensor, Mapping[str, Tensor]] | None = None,
+    ) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint.
 
         Args:
             trainer: what the learner's ``on_save_checkpoint`` finds as its own.
+            model: weights ``(D,)`` and buffers in place of these.
         """
         learner = self.copied_learner()
+        weights, buffers = (self.evaluated.detach(), {}) if model is None else model
         tie(
             [p for _, p in trainable(learner)],
-            [v.clone() for v in self.layout.views(self.evaluated.detach())],
+            [v.clone() for v in self.layout.views(weights)],
         )
+        set_buffers(learner, buffers, self.written)
         if path is not None:
             done = {} if trainer is None else {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
             saved = {
@@ -169,6 +172,16 @@ class GlobalModel:
             for name in SHIMS:
                 part.__dict__.pop(name, None)
         return learner
+
+
+def set_buffers(learner: Any, values: Mapping[str, Tensor], written: tuple[str, ...]) -> None:
+    """Copy values into a learner's buffers of these names, and into the parameters ``written`` by its steps."""
+    for name, buffer in learner.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
+    for name, parameter in learner.named_parameters() if written else ():
+        if name in written and name in values:
+            parameter.data.copy_(values[name])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The lines of code that docs/methods.md shows beside the equations are the ones that run."""
+"""The lines of code that the pages of methods show beside the equations are the ones that run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fl_lightning.testing import check_method
 from tests.helpers import clipped_median
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python (\S+)\n(.*?)```", (ROOT / "docs/methods.md").read_text(encoding="utf-8"), re.DOTALL)
+PAGES = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("methods.md", "personal.md")]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```python (\S+)\n(.*?)```", page, re.DOTALL)]
 
 
 @pytest.mark.parametrize("path, code", BLOCKS, ids=[path for path, _ in BLOCKS])

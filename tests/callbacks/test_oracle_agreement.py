@@ -25,6 +25,8 @@ CLIENT = {
     "DynamicRegularization.lambda_i": "lambda_i",
     "GlobalSharpnessAwareMinimization.mu_i": "mu_i",
     "TopKCompression.error": "e_i",
+    "ProximalPersonalModel.v": "v_i",
+    "MoreauEnvelope.theta": "theta_i",
     "optimizer.0.momentum_buffer": "momentum_i",
 }
 SERVER = {

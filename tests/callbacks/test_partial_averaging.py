@@ -76,10 +76,22 @@ def test_patterns_name_parts_and_the_first_that_matches_counts() -> None:
     assert kept(period=1) == []
 
 
+def test_names_of_groups() -> None:
+    assert kept(periods={"last": "never"}) == [(["head.weight", "head.bias"], None)]
+    norms = [f"{name}.{what}" for name in ("first_norm", "norm", "body.1") for what in ("weight", "bias")]
+    assert kept(periods={"norms": "never"}) == [(norms, None)]
+    assert kept(periods={"norm.bias": 1, "norms": 2}) == [([n for n in norms if n != "norm.bias"], 2)]
+    assert kept(periods={"all": "never"}) == [(list(Layout(Mixed())), None)]
+    titles = [c.PartialAveraging({group: "never"}).title for group in ("last", "norms", "all", "head.*")]
+    assert titles == ["FedPer", "FedBN", "local training", "FedALS"]
+    with pytest.raises(UserError, match="no normalisation layer"):
+        c.PartialAveraging({"norms": "never"}).parts(Layout(nn.Linear(2, 2)))
+
+
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        ({"periods": {"haed.*": 2}}, ["'haed.*'", "scale"]),
+        ({"periods": {"haed.*": 2}}, ["'haed.*'", "scale", "'norms'"]),
         ({"period": 0}, ["0", "never"]),
         ({"periods": {"head.*": 1.5}}, ["1.5"]),
         ({"periods": {"head.*": "sometimes"}}, ["sometimes", "never"]),
@@ -94,12 +106,13 @@ def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[st
 
 
 def test_work_that_never_reaches_the_server_is_said() -> None:
-    """With p = 0.1 and α = 10 about four fifths; nothing to say when all participate, or of personal parts."""
+    """With p = 0.1 and α = 10 about four fifths, nothing when all participate; that clients train alone."""
     said = []
     for n, arguments in ((10, {"period": 10}), (100, {"period": 10}), (10, {"periods": {"*": "never"}})):
         methods = Methods([c.PartialAveraging(**arguments)])
         said.append(methods.notes(RunFacts(n, 100, "uniform")))
-    assert len(said[0]) == 1 and "81%" in said[0][0] and said[1:] == [[], []]
+    assert len(said[0]) == 1 and "81%" in said[0][0] and said[1] == []
+    assert len(said[2]) == 1 and "clients train alone" in said[2][0]
 
 
 def test_share_of_lost_work_is_what_a_simulation_loses() -> None:

@@ -96,7 +96,7 @@ def test_every_method_config_sets_all_that_belongs_to_methods() -> None:
         if name.startswith("method/"):
             config = read(name)
             if "method" in config:
-                assert {"server_optimizer", "keep_optimizer_state"} <= set(config["model"]), name
+                assert {"server_optimizer", "keep_optimizer_state", "buffers"} <= set(config["model"]), name
             else:
                 assert "method+" in config, name
 

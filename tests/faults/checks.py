@@ -4,13 +4,14 @@ from __future__ import annotations
 
 SERVER = "tests/aggregation/test_server_update.py"
 HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
+BUFFERS = "tests/callbacks/test_personal_buffers.py"
 STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
 ROUND = [SERVER, "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py"],
-    "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER],
+    "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER, BUFFERS],
     "fl_lightning/round/partial.py": ["tests/round/test_partial.py"],
     "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER],
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
@@ -65,6 +66,7 @@ METHODS = [
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
+    "fl_lightning/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
     "fl_lightning/round/server.py": [CHOICES],
     "fl_lightning/client_evaluation.py": ["tests/test_client_evaluation.py"],

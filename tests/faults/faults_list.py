@@ -85,8 +85,8 @@ FAULTS = [
             ("fl_lightning/engines/sequential.py", "            copy.load_buffers(round.buffers)\n", ""),
             (
                 "fl_lightning/round/global_model.py",
-                "        for name, buffer in self.learner.named_buffers():\n            if",
-                "        for name, buffer in ():\n            if",
+                "    for name, buffer in learner.named_buffers():\n        if",
+                "    for name, buffer in ():\n        if",
             ),
         ],
     ),

@@ -21,6 +21,7 @@ from functools import cache, partial
 from tests.faults.checks import CORE, METHODS, OTHERS
 from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
 from tests.faults.mutants import Mutant, mutants
+from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.planting import (
     DIED,
     ENDLESS,
@@ -189,7 +190,7 @@ def missed(faults: list[Fault], planted: Planted) -> int:
 
 
 def main(names: list[str]) -> int:
-    faults = [f for f in FAULTS if not names or any(n in f.name for n in names)]
+    faults = [f for f in [*FAULTS, *PERSONAL_FAULTS] if not names or any(n in f.name for n in names)]
     every = [*CORE, *METHOD_FILES]
     asked = [name.partition(":") for name in names] or [("", "", "")]
     files: dict[str, list[int]] = {}

@@ -10,6 +10,7 @@ import torch
 from fl_lightning import callbacks as c
 from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.schedules import Schedule
+from tests.helpers.federation import BATCH
 from tests.oracles.oracle import Config
 
 CLIP = 0.9
@@ -49,6 +50,12 @@ def methods(config: Config) -> list[Any]:
         made.append(c.NormalizedAveraging())
     if config.topk is not None:
         made.append(c.TopKCompression(config.topk))
+    if config.ditto is not None:
+        made.append(c.ProximalPersonalModel(given["ditto"]))
+    if config.pfedme is not None:
+        made.append(c.MoreauEnvelope(*config.pfedme))
+    if config.fedrep is not None:
+        made.insert(0, c.AlternatingHead(config.fedrep[1]))  # before what corrects
     if config.robust is not None:
         made.append(c.RobustAggregation(**config.robust))
     if config.attack is not None:
@@ -89,6 +96,7 @@ def settings(weighting: str, **components: Any) -> Config:
     return Config(lr=0.3, lr_decay=0.9, weight_decay=0.01, clip_norm=CLIP, weighting=weighting, **components)
 
 
+HEAD = part("net.2.weight", "net.2.bias")
 ALS = [(part("net.0.*"), 3)]
 METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": {},
@@ -152,6 +160,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedALS": {"parts": ALS},
     "FedALS, three periods": {"parts": [(part("net.0.*"), 2), (part("net.2.bias"), 3)]},
     "FedPer": {"parts": [(part("net.2.weight", "net.2.bias"), None)]},
+    "every client alone": {"parts": [(part("net.0.*", "net.2.weight", "net.2.bias"), None)]},
+    "FedRep": {"fedrep": (HEAD, 1, BATCH)},
+    "FedRep, half an epoch, momentum": {"fedrep": (HEAD, 0.5, BATCH), "momentum": 0.9},
+    "FedRep + SCAFFOLD + FedProx": {"fedrep": (HEAD, 1, BATCH), "scaffold": "displacement", "mu": 0.1},
+    "Ditto": {"ditto": 0.1},
+    "Ditto, momentum": {"ditto": 2.0, "momentum": 0.9},
+    "Ditto, schedule, + SCAFFOLD + RI": {"ditto": lambda t: 0.5 * t, "scaffold": "displacement", "beta": 0.1},
+    "pFedMe": {"pfedme": (15.0, 5, 0.05)},
+    "pFedMe, server rate 2": {"pfedme": (2.0, 3, 0.1), "server": ("sgd", 2.0)},
+    "pFedMe + SCAFFOLD": {"pfedme": (15.0, 2, 0.05), "scaffold": "displacement"},
     "FedALS, momentum kept": {"parts": ALS, "momentum": 0.9, "keep_momentum": True},
     "FedALS + SCAFFOLD": {"parts": ALS, "scaffold": "displacement"},
     "FedALS + SCAFFOLD, gradient": {"parts": ALS, "scaffold": "gradient"},

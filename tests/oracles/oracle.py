@@ -50,6 +50,9 @@ class Config:
     parts: Sequence[tuple[Mask, int | None]] = ()  # (coordinates, period; None: never averaged)
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
+    fedrep: tuple[Mask, float, int] | None = None  # head, its epochs, batch size
+    ditto: Coefficient | None = None  # strength lambda
+    pfedme: tuple[float, int, float] | None = None  # lambda, inner steps, inner rate
     robust: dict[str, Any] | None = None  # rule and its arguments, in place of the mean
     attack: tuple[str, float | None] | None = None  # which, and its scale; of whom:
     attackers: tuple[int, ...] = ()
@@ -97,7 +100,8 @@ def vectors(config: Config) -> tuple[int, int, int]:
     mean = ri and config.offset != "own"  # the mean of what clients ended with travels
     down = 1 + scaffold + fedcm + smoo + mean
     up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates) + mean
-    return down, up, ri + scaffold + feddyn + smoo + (config.topk is not None)
+    personal = (config.ditto is not None) + (config.pfedme is not None)
+    return down, up, ri + scaffold + feddyn + smoo + (config.topk is not None) + personal
 
 
 def server_step(
@@ -127,6 +131,7 @@ def server_step(
 def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule) -> list[Round]:
     """Rounds 0 … rounds - 1 from w0; entry t holds what there is after round t (its `w` is w^{t+1})."""
     cfg, D, m = config, len(w0), len(schedule.sizes)
+    parts = [*cfg.parts, *([] if cfg.fedrep is None else [(cfg.fedrep[0], None)])]
     if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
         raise ValueError("FedSMOO, FedNova and top-k are not defined with partial averaging")
     if cfg.parts and cfg.offset != "own":
@@ -143,6 +148,8 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
     mu_i: dict[int, Vector] = {}
     e_i: dict[int, Vector] = {}
     momentum_i: dict[int, Vector] = {}
+    v_i: dict[int, Vector] = {}
+    theta_i: dict[int, Vector] = {}
     last_i: dict[int, Vector] = {}
     # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K since.
     valid: dict[int, Mask] = {}
@@ -159,7 +166,7 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
         p = {i: schedule.sizes[i] / total if cfg.weighting == "samples" else 1.0 / n for i in cohort}
         K = {i: len(schedule.rounds[t][i]) for i in cohort}
         averaged = np.ones(D, dtype=bool)
-        for part, period in cfg.parts:
+        for part, period in parts:
             averaged[part] = period is not None and (t + 1) % period == 0
         x_0: dict[int, Vector] = {}
         x_K: dict[int, Vector] = {}
@@ -185,12 +192,21 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
 
             buffer = momentum_i.get(i, zeros) if cfg.keep_momentum else zeros
             dual = mu_i.get(i, zeros)  # FedSMOO's mu_i
-            e = zeros
-            for batch in schedule.rounds[t][i]:
+            e, theta, rests = zeros, w, np.zeros(D, dtype=bool)
+            for k, batch in enumerate(schedule.rounds[t][i]):
                 if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:  # § 18, 3 classes
                     batch = (batch[0], 2 - batch[1])
+                if cfg.ditto is not None:  # § 17: its own model, before x moves
+                    v = v_i.get(i, w0)
+                    v_gradient = problem.gradient(v, i, batch) + cfg.weight_decay * v
+                    v_i[i] = v - eta * (v_gradient + at(cfg.ditto, t) * (v - w))
                 # § 1, a local step: (1) the gradient of the loss, (2) at a perturbed point (§ 8, § 9)
                 g = problem.gradient(x, i, batch)
+                if cfg.pfedme is not None:  # § 17: the gradient of the envelope
+                    for _ in range(cfg.pfedme[1]):
+                        inner = problem.gradient(theta, i, batch) + cfg.pfedme[0] * (theta - x)
+                        theta = theta - cfg.pfedme[2] * inner
+                    g, theta_i[i] = cfg.pfedme[0] * (x - theta), theta
                 if cfg.sam is not None:  # FedSAM, § 8
                     g = problem.gradient(x + to_length(g, at(cfg.sam, t)), i, batch)
                 if cfg.fedsmoo is not None:  # FedSMOO, § 9
@@ -209,6 +225,10 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
                 if cfg.feddyn is not None:
                     correction = correction - lambda_i.get(i, zeros) + at(cfg.feddyn, t) * (x - w)
                 g = g + correction
+                if cfg.fedrep is not None:  # § 17: the head first, then the body
+                    head, epochs, size = cfg.fedrep
+                    rests = ~head if k < local_steps(schedule.sizes[i], size, epochs) else head
+                    g = np.where(rests, 0.0, g)
                 # (5) clipping
                 if cfg.clip_norm is not None:
                     norm = float(np.linalg.norm(g))
@@ -217,7 +237,7 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
                         g = g * (cfg.clip_norm / norm)
                 # (6) SGD: weight decay, momentum
                 buffer = cfg.momentum * buffer + g + cfg.weight_decay * x
-                x = x - eta * buffer
+                x = np.where(rests, x, x - eta * buffer)
             x_K[i] = x
             if cfg.keep_momentum:
                 momentum_i[i] = buffer
@@ -313,7 +333,7 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
             metrics[f"communication/{way}_parameters"] = count
         w = new_w
         rows = {"c_i": c_i, "lambda_i": lambda_i, "mu_i": mu_i, "e_i": e_i, "momentum_i": momentum_i}
-        rows |= {"last_i": last_i, "origin": origin, "elapsed": elapsed}
+        rows |= {"v_i": v_i, "theta_i": theta_i, "last_i": last_i, "origin": origin, "elapsed": elapsed}
         clients = {name: dict(table) for name, table in rows.items()}  # rows are replaced, never changed
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))

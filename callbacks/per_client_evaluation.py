@@ -1,0 +1,175 @@
+"""How well each client is served by the model that it would use itself, on its own test samples.
+
+K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of On-device Personalization
+(2019), arXiv:1910.10252: before and after some local training. T. Li, M. Sanjabi, A. Beirami, V. Smith: Fair Resource
+Allocation in Federated Learning (ICLR 2020), arXiv:1905.10497: deviation and the worst 10 % of clients.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning import checks, personal
+from fl_lightning.client_figure import draw_clients
+from fl_lightning.errors import UserError
+from fl_lightning.measurement import Measurement
+from fl_lightning.processes import gathered
+from fl_lightning.sampling import generator
+from fl_lightning.storage.files import written_aside
+
+Values = dict[str, dict[int, float]]  # metric → client → value
+
+
+class PerClientEvaluation(Measurement):
+    """Logs ``clients/acc``, ``clients/loss``, …: each client's personal model on the samples that it held out itself.
+
+    The model is the one that a client would use: w with its own kept parts, or what the method's ``personal`` gives; w
+    where it never finished a round. The metrics are what the learner's ``validation_step`` logs, without the prefix
+    (``val/acc`` → ``clients/acc``), and the loss where it logs none. Of each metric over the k clients with test
+    samples: the mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
+    mean ``_worst10`` of the ⌈k/10⌉ worst: the smallest of names that end in acc or accuracy, else the largest. With
+    fine-tuning the same of ``clients/acc_finetuned``, ….
+
+    At the end ``clients.csv`` (client, samples, every metric) and ``clients.png`` in the run's folder, where a run
+    keeps anything; the same is in ``table``. It is measured after the round, on a copy of the learner: no bit of the
+    training changes. Sent and kept: nothing.
+
+    Args:
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.
+        clients: how many clients, drawn once by the run's seed; ``"all"``.
+        finetune_epochs: measure once more after so many local epochs from the personal model, with the client optimizer
+            at the rate of the round just finished; without methods and clipping, and nothing of it is kept.
+
+    Raises:
+        UserError: no client holds samples out (``data.client_test_fraction``), or an argument that cannot work.
+
+    Example:
+        every client of a federation has the same model under FedAvg, and serves them differently.
+
+        >>> from fl_lightning.callbacks import PerClientEvaluation
+        >>> from fl_lightning.contracts.federation import data
+        >>> from fl_lightning.testing import tiny_run
+        >>> federation = data(client_test_fraction=0.5)
+        >>> logged = tiny_run(PerClientEvaluation(), federation=federation).trainer.callback_metrics
+        >>> sorted(name for name in logged if name.startswith("clients/"))
+        ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
+    """
+
+    def __init__(
+        self, every_n_rounds: int | None = None, clients: int | str = "all", finetune_epochs: float = 0
+    ) -> None:
+        super().__init__(every_n_rounds)
+        clients = int(clients) if isinstance(clients, str) and clients.isdecimal() else clients
+        if clients != "all":
+            if isinstance(clients, str):
+                raise UserError(f"PerClientEvaluation: clients={clients!r}: give 'all', or how many to draw.")
+            checks.positive("PerClientEvaluation: clients", clients, whole=True)
+        if finetune_epochs != 0:
+            checks.positive("PerClientEvaluation: finetune_epochs", finetune_epochs)
+        self.clients, self.finetune_epochs = clients, finetune_epochs
+        self.table: Values = {}
+        self.samples: dict[int, int] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        data = trainer.datamodule
+        if stage == "fit" and data is not None and not getattr(data, "client_test_fraction", 0):
+            raise UserError(
+                "PerClientEvaluation: no client has test samples of its own: give data.client_test_fraction, the share "
+                "of its samples that each client holds out, such as 0.25."
+            )
+
+    def measure(self, module: Any) -> dict[str, float]:
+        data, m = module.trainer.datamodule, int(module.trainer.datamodule.num_clients)
+        ids = list(range(m))
+        if self.clients != "all" and int(self.clients) < m:
+            draw = generator(module.run_seed, "per-client evaluation")
+            ids = sorted(draw.choice(m, int(self.clients), replace=False, shuffle=False).tolist())
+        found = personal.measured(module, ids, self.finetune_epochs)
+        self.samples = {client: len(data.client_test_indices(client)) for client in ids}
+        self.table = {}
+        for client, kinds in found.items():
+            for suffix, values in kinds.items():
+                for name, value in named(values).items():
+                    self.table.setdefault(name + suffix, {})[client] = value
+        self.tell(module)
+        logged = (
+            (f"clients/{name}{what}", value)
+            for name, values in self.table.items()
+            for what, value in summary(values, self.samples, greater_is_better(name)).items()
+        )
+        return {name: value for name, value in logged if not math.isnan(value)}
+
+    def tell(self, module: Any) -> None:
+        """Say what the numbers do not show."""
+        without = sum(not number for number in self.samples.values())
+        if without:
+            module.note(
+                f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test sample (they have one "
+                "sample, which they train on), and are left out of its numbers"
+            )
+        unsure = [n for n in self.table if not greater_is_better(n) and not re.search("loss|err|ms?e$|mae$|perp", n)]
+        if unsure:
+            module.note(
+                f"PerClientEvaluation: of {', '.join(unsure)} the largest values count as the worst; greater is better "
+                "for names that end in acc or accuracy alone"
+            )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        stopped = any(gathered(pl_module.stop_requested))
+        keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
+        if self._measured == self._ended >= 0 and not stopped and keeps and trainer.is_global_zero:
+            folder = Path(trainer.default_root_dir)
+            with written_aside(folder / "clients.csv") as file:
+                file.write(self.csv().encode())
+            shown = next((n for n in self.table if greater_is_better(n)), "loss")
+            if shown in self.table:
+                with written_aside(folder / "clients.png", durable=False) as file:
+                    draw_clients(file, shown, self.table[shown], self.table.get(shown + "_finetuned", {}))
+
+    def csv(self) -> str:
+        """The table as text: client, samples, every metric; empty where a client has no value."""
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["client", "samples", *self.table])
+        for client, number in self.samples.items():
+            values = (column.get(client) for column in self.table.values())
+            rows.writerow([client, number, *("" if value is None else repr(value) for value in values)])
+        return text.getvalue()
+
+
+def named(values: dict[str, float]) -> dict[str, float]:
+    """Metrics without the validation's prefix; its own loss in place of the training step's."""
+    bare = {name: value for name, value in values.items() if name not in ("samples", "loss")}
+    bare = {re.sub(r"^(valid(ation)?|val)[/_.-]", "", name): value for name, value in bare.items()}
+    return {"loss": values["loss"], **bare}
+
+
+def greater_is_better(name: str) -> bool:
+    """Whether a metric is an accuracy by its name."""
+    return re.search(r"acc(uracy)?(_finetuned)?$", name.lower()) is not None
+
+
+def summary(values: dict[int, float], samples: dict[int, int], greater: bool) -> dict[str, float]:
+    """A metric over k clients: mean, weighted mean, standard deviation, mean of the ⌈k/10⌉ worst.
+
+    >>> summary({4: 1.0, 7: 0.5}, {4: 3, 7: 1}, greater=True)
+    {'': 0.75, '_weighted': 0.875, '_std': 0.3535533905932738, '_worst10': 0.5}
+    """
+    v = torch.tensor(list(values.values()), dtype=torch.float64)
+    weights = torch.tensor([samples[client] for client in values], dtype=torch.float64)
+    worst = v.sort(descending=not greater).values[: -(-len(v) // 10)]
+    weighted = v @ weights / weights.sum()
+    return {"": float(v.mean()), "_weighted": float(weighted), "_std": _std(v), "_worst10": float(worst.mean())}
+
+
+def _std(v: Tensor) -> float:
+    return float(v.std()) if len(v) > 1 else math.nan

@@ -1,0 +1,57 @@
+"""Ditto: beside the global model each client trains one of its own, pulled to the global one.
+
+T. Li, S. Hu, A. Beirami, V. Smith: Ditto: Fair and Robust Federated Learning Through Personalization (ICML 2021),
+Algorithm 1, arXiv:2012.04221: client i minimises f_i(v) + (λ/2)‖v - w‖²; w is FedAvg's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fl_lightning.callback import Clients, ClientState, Coefficient, FederatedCallback, Schedule, UserError
+
+
+class ProximalPersonalModel(FederatedCallback):
+    """In each local step also v_i ← v_i - η (∇ℓ(v_i) + λ_wd v_i + λ (v_i - w)), on the same batch.
+
+    v_i is w^0 at first, and what the client uses itself. Plain steps at x's learning rate whatever its optimizer is,
+    without clipping, from the buffers that x's step began with. x and w are FedAvg's, to the last bit, for every λ.
+    Sent: nothing more than by FedAvg. Kept by each client: v_i. Two gradients a step.
+
+    Args:
+        strength: λ; 0: each client's own model, trained in the rounds it takes part in.
+
+    Raises:
+        UserError: strength is negative, or neither a finite number nor a schedule.
+
+    Example:
+        the global model is FedAvg's, and the personal models lie closer to it the stronger the pull.
+
+        >>> from fl_lightning.callbacks import ProximalPersonalModel
+        >>> from fl_lightning.testing import tiny_run
+        >>> weak, strong = (tiny_run(ProximalPersonalModel(strength), participation="all") for strength in (0.1, 2.0))
+        >>> weak.global_vector.equal(tiny_run(participation="all").global_vector)
+        True
+        >>> away = [run.client_rows.read("ProximalPersonalModel.v", 2) - run.global_vector for run in (weak, strong)]
+        >>> bool(away[1].norm() < away[0].norm())
+        True
+    """
+
+    title = "Ditto"
+    neutral = {}
+    strength = Coefficient()
+    v = ClientState(initial="initial_model", synchronised=False)
+
+    def __init__(self, strength: float | Schedule = 0.1) -> None:
+        super().__init__()
+        if not isinstance(strength, Schedule) and strength < 0:
+            raise UserError(f"ProximalPersonalModel: strength={strength:g} pushes away from w; give 0 or more.")
+        self.strength = strength
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
+        v = self.v[clients]
+        g = clients.gradient_at(v) + clients.weight_decay * v + self.strength * (v - clients.w)
+        v -= clients.lr * g
+
+    def personal(self, clients: Clients) -> Tensor:
+        return self.v[clients]

@@ -1,0 +1,194 @@
+"""What a client uses itself: its personal model after a round, how well it does on the client's own test samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation.contributions import FINISHED
+from fl_lightning.checkpoint import federated_part, restored
+from fl_lightning.engines.choice.workshop import Workshop, setting_of
+from fl_lightning.engines.local_step import Work
+from fl_lightning.engines.random_state import random_state_kept
+from fl_lightning.engines.worker import Worker
+from fl_lightning.errors import UserError
+from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.processes import gathered, world_size
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import BUFFER, ClientRates, Round
+from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.partial import Parts
+from fl_lightning.sampling import generator
+from fl_lightning.schedules import decay_factor
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.store import ClientStore
+
+Model = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
+
+
+class Sizes(dict[int, int]):
+    """N_i of the clients that are asked for; of a million, nobody wants them all."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self._data = data
+
+    def __missing__(self, client: int) -> int:
+        return int(self._data.client_sizes()[client])
+
+
+@dataclass(frozen=True)
+class PersonalModels:
+    """The clients' personal models as the rounds so far left them: by the hook ``personal``, else w with kept parts.
+
+    Args:
+        round: the facts of the round that was committed last, w and buffers as they are after it; ``read`` gives the
+            committed rows of the clients that are asked for.
+    """
+
+    round: Round
+    methods: Methods
+
+    def of(self, client: int) -> Model:
+        """Of one client; the server's, where it never finished a round."""
+        round = replace(self.round, ids=[client])
+        after = Clients(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
+        with torch.no_grad():
+            after.take_kept_parts()
+            x = after.x
+            hook = self.methods.owner("personal")
+            if hook is not None and round.read(FINISHED, client) is not None:
+                self.methods.bind(Ledger(round))
+                x = checked_rows(hook, hook(Clients(round, [client], x)), x).to(x)
+        return x[0], round.buffers_of(client)
+
+
+def of_run(module: Any) -> PersonalModels:
+    """Those of a run after its rounds so far, in each process of the clients whose rows live there."""
+    run = module.run
+    if run.loop is None:
+        raise UserError("personal models are there once a run has begun: after trainer.fit, or in its callbacks.")
+    sizes = Sizes(module.trainer.datamodule)
+    return PersonalModels(replace(run.loop.facts(max(run.state.rounds - 1, 0)), sizes=sizes), run.methods)
+
+
+def of_checkpoint(saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str) -> PersonalModels:
+    """Those of a checkpoint, whose weights by name the learner of ``model`` has already; sets w and the buffers.
+
+    Args:
+        methods: the run's, as its config has them; ``data``: its data module, from which sizes are read where a method
+            asks for them; ``path``: of the checkpoint, beside which client rows lie.
+    """
+    held, rows = federated_part(saved), ClientRows(ClientStore())
+    model.written = tuple((held.get("engine") or {}).get("written", ()))
+    state = restored(held, rows, model, path)
+    w, buffers, layout = model.w.detach(), model.buffers(), model.layout
+    parts = methods.parts(layout)
+    round = Round(
+        t=max(state.rounds - 1, 0), ids=[], steps={}, sizes=Sizes(data), weights={}, num_clients=int(data.num_clients),
+        w=w, w0=w if state.initial_vector is None else state.initial_vector, evaluated=model.evaluated.detach(),
+        buffers=buffers, layout=layout, rates=ClientRates(1.0, torch.zeros((), dtype=torch.float64)),
+        read=rows.read, server_states=state.server, parts=Parts(parts, layout.size, w.device) if parts else None,
+        seed=held["seed"], own_buffers=any(name.startswith(BUFFER) for name in rows.store.names()),
+    )  # fmt: skip
+    return PersonalModels(round, methods)
+
+
+def check_client(client: int, m: int) -> None:
+    """Refuse a number that is no client's."""
+    if not 0 <= client < m:
+        raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
+
+
+def of_client(module: Any, client: int) -> Model:
+    """One client's, in every process of a run."""
+    check_client(client, int(module.trainer.datamodule.num_clients))
+    world, rank = place()
+    own = of_run(module).of(client) if client % world == rank else None
+    (found,) = (model for model in gathered(own) if model is not None)
+    return found
+
+
+def measured(module: Any, ids: Sequence[int], finetune_epochs: float = 0) -> dict[int, dict[str, dict[str, float]]]:
+    """By client, what each one's personal model does on its own test samples; called in every process.
+
+    Returns:
+        ``{client: {"": values, "_finetuned": values}}``: ``samples``, ``loss`` (of ``training_step`` in evaluation
+        mode) and what ``validation_step`` logs, under its names; of a client without test samples, empty. The second
+        is there where ``finetune_epochs`` is above 0.
+    """
+    data, (world, rank) = module.trainer.datamodule, place()
+    models, evaluator = of_run(module), module.evaluator()
+    tuned = FineTuning(module, finetune_epochs) if finetune_epochs else None
+    own: dict[int, dict[str, dict[str, float]]] = {}
+    for client in ids:
+        if client % world != rank:
+            continue
+        indices, own[client] = data.client_test_indices(client), {}
+        if not len(indices):
+            continue
+        weights, evaluator.buffers = models.of(client)
+        own[client][""] = evaluator.client(weights, client, indices, "validation_step")
+        if tuned is not None:
+            weights, evaluator.buffers = tuned(models.round, client, weights, evaluator.buffers)
+            own[client]["_finetuned"] = evaluator.client(weights, client, indices, "validation_step")
+    everyone = {client: values for each in gathered(own) for client, values in each.items()}
+    return {client: everyone[client] for client in ids}
+
+
+class FineTuning:
+    """Trains a client's model for some more local epochs, on a copy of the learner: nothing of it is kept.
+
+    With the client optimizer at the rate of the round that was committed last, all parameters, without methods and
+    clipping. Batches, and what a step draws, are functions of (seed, round, client), others than the round's.
+    """
+
+    def __init__(self, module: Any, epochs: float) -> None:
+        run, trainer = module.run, module.trainer
+        self.epochs, self.settings, self.loop = epochs, run.settings, run.loop
+        self.cohort = run.cohort(trainer)
+        data, seed = OtherBatches(trainer.datamodule), int(generator(self.cohort.seed, "finetune").integers(2**63))
+        own = [hook for hook in module.transfers if hook not in getattr(trainer.datamodule, "transfer_hooks", ())]
+        work = Work(data, Methods([]), seed)
+        clients = run.clients, run.schedule
+        setting = setting_of(trainer, run.settings, run.model, *clients, work, self.cohort, module.participants, own)
+        workshop = Workshop(setting)
+        workshop.treat_as_buffers(run.model.written)
+        if run.plan is not None and run.plan.channels_last:
+            workshop.use_channels_last()
+        ((self.copy, optimizer),) = workshop.tried(1)
+        self.worker = Worker(work, self.copy, optimizer)
+
+    def __call__(self, round: Round, client: int, weights: Tensor, buffers: Mapping[str, Tensor]) -> Model:
+        """The client's model after ``epochs`` more, from ``weights`` ``(D,)`` and ``buffers``."""
+        steps = self.cohort.steps_of(client, self.epochs)
+        rates = self.loop.client_rates.in_round(round.t, decay_factor(self.settings.lr_decay, round.t), steps)
+        given = replace(
+            round, ids=[client], steps={client: steps}, weights={client: 1.0}, w=weights, buffers=buffers,
+            own_buffers=False, parts=None, rates=rates,
+        )  # fmt: skip
+        device = weights.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):
+            trained = self.worker.train(given, client)
+        return trained.x[0].clone(), {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
+
+
+@dataclass(frozen=True)
+class OtherBatches:
+    """A data module whose clients see their samples in an order of its own."""
+
+    data: Any
+
+    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Any:
+        return self.data.client_batches(client, round, steps, device, purpose="finetune")
+
+
+def place() -> tuple[int, int]:
+    """How many processes there are, and which this is."""
+    world = world_size()
+    return world, torch.distributed.get_rank() if world > 1 else 0

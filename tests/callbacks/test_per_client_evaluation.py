@@ -1,0 +1,240 @@
+"""Each client's model on its own test samples, against plain PyTorch; what is said, drawn, written; unseen by a run."""
+
+from __future__ import annotations
+
+import copy
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning import callbacks as c
+from fl_lightning.callback import Clients, ClientState, FederatedCallback
+from tests.helpers.learners import Dropping, Lit, Normed, client_rows, federated, trainer
+from tests.helpers.processes import launched
+
+
+class Last(FederatedCallback):
+    """A client's personal model is where it ended its latest round."""
+
+    last = ClientState(synchronised=False)
+
+    def on_local_end(self, clients: Clients) -> None:
+        self.last[clients] = clients.x
+
+    def personal(self, clients: Clients) -> Tensor:
+        return self.last[clients]
+
+
+def data(clients: int = 10, batch_size: int | None = 8, fraction: float = 0.25, last: int = 1) -> Any:
+    """Client i holds 20 - 2 (i mod 5) samples, at most ``last`` the last one."""
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(4, 20, generator=draw, dtype=torch.float64)
+    y = torch.randint(0, 4, (clients * 20,), generator=draw)
+    x = centres[y] + torch.randn(len(y), 20, generator=draw, dtype=torch.float64)
+    own = [np.arange(i * 20, (i + 1) * 20 - 2 * (i % 5)) for i in range(clients)]
+    own[-1] = own[-1][:last]
+    return InMemoryDataModule(
+        (x, y), test=(x, y), clients=own, batch_size=batch_size, client_test_fraction=fraction, seed=7
+    )
+
+
+def run(*callbacks: Any, learner: Any = Lit, rounds: int = 3, federation: Any = None, **arguments: Any) -> Any:
+    settings = arguments.pop("settings", {})
+    torch.manual_seed(3)
+    module = federated(learner(), **arguments)
+    trainer(rounds, callbacks, **settings).fit(module, data() if federation is None else federation)
+    return module
+
+
+def measured(module: Any) -> dict[str, float]:
+    return {k[8:]: float(v) for k, v in module.trainer.callback_metrics.items() if k.startswith("clients/")}
+
+
+def by_hand(module: Any, models: dict[int, Tensor], of: Any = None) -> dict[str, dict[int, float]]:
+    """Loss and accuracy of these models on the clients' own test samples."""
+    federation = module.trainer.datamodule if of is None else of
+    (x, y), found = federation._given_sets["train"], {"loss": dict[int, float](), "acc": dict[int, float]()}
+    learner = module.export().eval()
+    for i, w in models.items():
+        own = federation.client_test_indices(i)
+        if len(own):
+            torch.nn.utils.vector_to_parameters(w, learner.parameters())
+            out = learner.net(x[own]).detach()
+            found["loss"][i] = float(cross_entropy(out, y[own]))
+            found["acc"][i] = float((out.argmax(1) == y[own]).double().mean())
+    return found
+
+
+def agree(logged: dict[str, float], found: dict[str, dict[int, float]], samples: Any, suffix: str = "") -> None:
+    for name, by_client in found.items():
+        v, n = np.array(list(by_client.values())), np.array([samples[i] for i in by_client])
+        worst = np.sort(v)[:1] if name == "acc" else np.sort(v)[::-1][:1]  # of nine clients one
+        expected = {"": v.mean(), "_weighted": (v * n).sum() / n.sum(), "_std": v.std(ddof=1), "_worst10": worst.mean()}
+        for what, value in expected.items():
+            assert logged[f"{name}{suffix}{what}"] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, suffix, what)
+
+
+def test_of_fedavg_every_client_uses_the_servers_model() -> None:
+    module = run(seen := c.PerClientEvaluation())
+    agree(measured(module), by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())), seen.samples)
+    assert "clients 9" not in seen.csv() and len(seen.table["acc"]) == 9
+    assert any("1 of 10 clients hold no test sample" in note for note in module.notes)
+    assert {"acc", "acc_weighted", "acc_std", "acc_worst10", "loss_worst10"} <= measured(module).keys()
+
+
+def test_kept_parts_and_a_methods_own_model_and_clients_that_never_trained() -> None:
+    """Three of ten clients a round for three rounds: at least one has never trained, and uses w."""
+    module = run(seen := c.PerClientEvaluation(), c.PartialAveraging({"net.2.*": "never"}))
+    w, store, models = module.global_vector.detach(), module.client_rows.store, {}
+    head = slice(8 * 21, None)
+    for i in range(10):
+        row, models[i] = store.read("parts.x", i), w.clone()
+        if row is not None:
+            models[i][head] = row
+    trained = {i for t in range(3) for i in module.participants(t)}
+    assert 0 < len(trained) < 10 and {i for i in models if torch.equal(models[i], w)} == set(range(10)) - trained
+    agree(measured(module), by_hand(module, models), seen.samples)
+    assert torch.equal(torch.cat([p.reshape(-1) for p in module.export(client=min(trained)).parameters()]),
+                       models[min(trained)])  # fmt: skip
+
+    module = run(seen := c.PerClientEvaluation(), Last())
+    rows = {i: module.client_rows.read("Last.last", i) for i in range(10)}
+    assert {i for i, row in rows.items() if row is not None} == trained
+    models = {i: module.global_vector.detach() if row is None else row for i, row in rows.items()}
+    agree(measured(module), by_hand(module, models), seen.samples)
+
+
+def test_a_part_that_was_averaged_since_is_the_servers() -> None:
+    """Period 2, four rounds: after round 3 all is averaged, after round 2 participants have a copy of their own."""
+    parts = lambda: c.PartialAveraging({"net.2.*": 2})  # noqa: E731
+    module = run(c.PerClientEvaluation(), parts(), rounds=4)
+    agree(measured(module), by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())),
+          {i: len(module.trainer.datamodule.client_test_indices(i)) for i in range(10)})  # fmt: skip
+    module = run(c.PerClientEvaluation(), parts(), rounds=3)
+    own = [i for i in range(10) if not torch.equal(_flat(module.export(client=i)), module.global_vector)]
+    assert own == sorted(module.participants(2))
+
+
+def _flat(learner: Any) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in learner.parameters()])
+
+
+def test_fine_tuning_is_local_training_from_the_personal_model() -> None:
+    """The whole client in one batch, so that the order of samples makes no difference."""
+    module = run(
+        seen := c.PerClientEvaluation(finetune_epochs=2), Last(), federation=data(batch_size=None), lr_decay=0.5,
+        clip_norm=1e-3,
+    )  # fmt: skip
+    federation = module.trainer.datamodule
+    (x, y), models = federation._given_sets["train"], {}
+    for i in range(10):
+        learner, own = copy.deepcopy(module.export(client=i)), federation.client_indices(i)
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1 * 0.5**2, weight_decay=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(learner.net(x[own]), y[own]).backward()
+            optimizer.step()
+        models[i] = _flat(learner)
+    agree(measured(module), by_hand(module, models), seen.samples, "_finetuned")
+    assert measured(module)["loss_finetuned"] < measured(module)["loss"]
+
+
+@pytest.mark.parametrize("learner", [Normed, Dropping])
+def test_no_bit_of_the_training_changes(learner: Any) -> None:
+    plain = run(Last(), learner=learner, federation=data(batch_size=5, last=9))
+    measuring = c.PerClientEvaluation(1, finetune_epochs=1.5)
+    seen = run(Last(), measuring, learner=learner, federation=data(batch_size=5, last=9))
+    assert torch.equal(plain.global_vector, seen.global_vector)
+    rows, theirs = client_rows(plain), client_rows(seen)
+    assert rows.keys() == theirs.keys() and all(torch.equal(rows[key], theirs[key]) for key in rows)
+    assert all(torch.equal(b, seen.learner.get_buffer(name)) for name, b in plain.learner.named_buffers())
+    logged = {k: v for k, v in plain.trainer.callback_metrics.items() if "time/" not in k}
+    assert all(torch.equal(v, seen.trainer.callback_metrics[k]) for k, v in logged.items())
+
+
+def test_a_drawn_sample_is_fixed_by_the_seed_and_looks_at_no_other_client() -> None:
+    class Asked(list[Any]):
+        def __getitem__(self, i: Any) -> Any:
+            asked.add(i)
+            return super().__getitem__(i)
+
+    asked: set[int] = set()
+    drawn = []
+    for seed in (1, 1, 2):
+        federation = data()
+        module = run(seen := c.PerClientEvaluation(clients=4), federation=federation, seed=seed)
+        drawn.append(list(seen.samples))
+        federation._split.clients = Asked(federation._split.clients)
+        federation._split._latest.clear()
+        asked.clear()
+        seen.measure(module)
+        assert asked == set(drawn[-1])
+    assert drawn[0] == drawn[1] != drawn[2] and all(len(ids) == 4 == len(set(ids)) for ids in drawn)
+    run(seen := c.PerClientEvaluation(clients=99))
+    assert list(seen.samples) == list(range(10))
+
+
+def test_what_is_written_at_the_end(tmp_path: Path) -> None:
+    settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    module = run(seen := c.PerClientEvaluation(finetune_epochs=1), settings=settings)
+    rows = list(csv.DictReader((tmp_path / "clients.csv").open()))
+    assert [int(row["client"]) for row in rows] == list(range(10))
+    assert rows[9] == {"client": "9", "samples": "0"} | dict.fromkeys(seen.table, "")
+    assert list(rows[0]) == ["client", "samples", "loss", "acc", "loss_finetuned", "acc_finetuned"]
+    assert all(float(rows[i]["acc"]) == value for i, value in seen.table["acc"].items())
+    assert (tmp_path / "clients.png").read_bytes()[:4] == b"\x89PNG" and module.trainer.current_epoch == 3
+
+
+class Regressor(Lit):
+    """Logs no loss in validation, but an error of its own, under a name without prefix."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return ((self.net(batch[0])[:, 0] - batch[1]) ** 2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        away = (self.net(batch[0])[:, 0] - batch[1]).abs()
+        self.log("mae", away.mean())
+        self.log("val_within", (away < 1).double().mean())
+
+
+def test_regression_and_metrics_of_the_learners_own() -> None:
+    module = run(seen := c.PerClientEvaluation(), learner=Regressor)
+    assert seen.table.keys() == {"loss", "mae", "within"}
+    assert measured(module)["mae_worst10"] == pytest.approx(max(seen.table["mae"].values()), rel=1e-6)
+    assert any("of within the largest values count as the worst" in note for note in module.notes)
+
+
+def test_what_cannot_be_measured_is_refused_before_training() -> None:
+    for arguments in ({"clients": "some"}, {"clients": 0}, {"finetune_epochs": -1}, {"every_n_rounds": 0}):
+        with pytest.raises(UserError, match=f"PerClientEvaluation: {next(iter(arguments))}"):
+            c.PerClientEvaluation(**arguments)  # type: ignore[arg-type]  # which is the point
+    with pytest.raises(UserError, match="client_test_fraction"):
+        run(c.PerClientEvaluation(), federation=data(fraction=0.0))
+    with pytest.raises(UserError, match="numbered from 0 to 9"):
+        run().export(client=10)
+
+
+def _ran(path: Any, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    module = FederatedModule(Normed().double(), participation=0.4, local_epochs=1, seed=1)
+    seen = c.PerClientEvaluation(finetune_epochs=1)
+    fitted = trainer(2, [Last(), seen], **({"strategy": "federated", "devices": world} if world > 1 else {}))
+    fitted.fit(module, data(batch_size=5, last=9))
+    personal = _flat(module.export(client=3))
+    if rank == 0:
+        torch.save((measured(module), seen.table, personal), path / f"{world}.pt")
+
+
+def test_processes_share_the_work_to_the_same_bits(tmp_path: Path) -> None:
+    for world in (1, 2):
+        assert launched(_ran, world, tmp_path) == [0] * world
+    one, two = (torch.load(tmp_path / f"{world}.pt", weights_only=False) for world in (1, 2))
+    assert one[:2] == two[:2] and torch.equal(one[2], two[2])

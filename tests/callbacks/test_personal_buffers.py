@@ -1,0 +1,121 @@
+"""FedBN against plain PyTorch: norms and their buffers stay with the client, the server's buffers follow."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fl_lightning import callbacks as c
+from tests.helpers.learners import Normed, blobs, federated, trainer
+from tests.helpers.processes import launched
+
+ROUNDS = 4
+
+
+def fedbn(folder: Path | None = None, rounds: int = ROUNDS, start: str | None = None, **arguments: Any) -> Any:
+    """Three of ten clients a round; clients of 24 to 16 samples by batches of 10, so that no batch is of one."""
+    torch.manual_seed(3)
+    strategy = {"strategy": "federated", "devices": 2} if arguments.pop("world", 1) > 1 else {}
+    module = federated(Normed(), weighting="samples", lr_decay=0.9, **arguments)
+    keeps: dict[str, Any] = {} if folder is None else {"default_root_dir": str(folder)}
+    fitted = trainer(rounds, [c.PartialAveraging({"norms": "never"})], **strategy, **keeps)
+    fitted.fit(module, blobs(batch_size=10), ckpt_path=start)
+    if folder is not None and start is None:
+        fitted.save_checkpoint(folder / "middle.ckpt")
+    return module
+
+
+def by_hand(module: Any) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Every parameter and buffer by name: the server's, and those of clients that took part; plain PyTorch."""
+    data = module.trainer.datamodule
+    learner = _start()
+    server = copy.deepcopy(learner.state_dict())
+    norm = [name for name in server if name.startswith("net.1.")]
+    kept: dict[int, dict[str, Tensor]] = {}
+    for t in range(ROUNDS):
+        ended = {}
+        for i in module.participants(t):
+            learner.load_state_dict({**server, **{k: kept[i][k] for k in norm if i in kept}})
+            learner.train()
+            optimizer = torch.optim.SGD(learner.parameters(), lr=0.1 * 0.9**t, weight_decay=1e-3)
+            for x, y in data.client_batches(i, t, module.steps(t, i)):
+                optimizer.zero_grad()
+                cross_entropy(learner.net(x), y).backward()
+                optimizer.step()
+            ended[i] = kept[i] = copy.deepcopy(learner.state_dict())
+        sizes = {i: float(data.client_sizes()[i]) for i in ended}
+        for name, value in server.items():
+            if name == "net.1.num_batches_tracked":
+                server[name] = torch.stack([model[name] for model in ended.values()]).max()
+            elif name not in norm or "running" in name:
+                server[name] = sum(sizes[i] * m[name] for i, m in ended.items()) / sum(sizes.values())
+            else:
+                server[name] = value
+    return server, kept
+
+
+def _start() -> Any:
+    """The learner of :func:`fedbn` before its run."""
+    torch.manual_seed(3)
+    return Normed().double()
+
+
+@pytest.mark.parametrize(
+    "engine", [{"engine": "sequential"}, {"engine": "concurrent", "workers": 2}, {"engine": "stacked"}]
+)
+def test_it_agrees_with_plain_pytorch(engine: Any) -> None:
+    module = fedbn(buffers="own", **engine)
+    if engine["engine"] == "stacked":  # hands over: batch normalisation changes buffers
+        assert module.engine_facts["engine"] == "concurrent" and "cannot be stacked" in module.engine_facts["why"]
+    server, kept = by_hand(module)
+    w = module.global_vector.detach()
+    for name, (where, shape) in module.layout.items():
+        assert torch.allclose(w[where].view(shape), server[name], rtol=0, atol=1e-9), name
+    buffers = dict(module.learner.named_buffers())
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.allclose(buffers["net.1." + name], server["net.1." + name], rtol=0, atol=1e-9), name
+    assert 3 < len(kept) < 10
+    for i in range(10):
+        personal = module.export(client=i).state_dict()
+        for name, value in personal.items():
+            expected = kept[i][name] if i in kept and name.startswith("net.1.") else server[name]
+            assert torch.allclose(value, expected, rtol=0, atol=1e-9), (i, name)
+
+
+def test_buffers_of_ones_own_are_not_sent() -> None:
+    for policy, bytes_ in (("average", True), ("own", False)):
+        torch.manual_seed(3)
+        module = federated(Normed(), buffers=policy)
+        trainer(1, [c.CommunicationLogger()]).fit(module, blobs(batch_size=10))
+        assert bool(module.trainer.callback_metrics["communication/buffers_bytes"] > 0) is bytes_
+
+
+def test_they_are_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    whole = fedbn(buffers="own")
+    fedbn(tmp_path, rounds=2, buffers="own")
+    ours = fedbn(tmp_path, start=str(tmp_path / "middle.ckpt"), buffers="own")
+    assert torch.equal(whole.global_vector, ours.global_vector)
+    for i in range(10):
+        a, b = (m.export(client=i).state_dict() for m in (whole, ours))
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _ran(path: Any, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    module = fedbn(buffers="own", world=world)
+    state = {i: module.export(client=i).state_dict() for i in range(10)}
+    if rank == 0:
+        torch.save(state, path / f"{world}.pt")
+
+
+def test_one_and_two_processes_have_the_same_bits(tmp_path: Path) -> None:
+    for world in (1, 2):
+        assert launched(_ran, world, tmp_path) == [0] * world
+    one, two = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
+    assert all(torch.equal(one[i][name], two[i][name]) for i in one for name in one[i])
