@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
 from tests.faults.checks import CORE, METHODS, OTHERS
-from tests.faults.faults_list import FAULTS, SURVIVORS, Fault
+from tests.faults.faults_list import FAULTS, Fault
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.planting import (
@@ -37,6 +37,7 @@ from tests.faults.planting import (
     prepare,
     within,
 )
+from tests.faults.survivors import SURVIVORS
 
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
 METHOD_FILES = [f"callbacks/{p.name}" for p in sorted((ROOT / "callbacks").glob("*.py")) if p.name not in SHOWN]

@@ -1,0 +1,152 @@
+"""Why some mutants cannot be caught."""
+
+from __future__ import annotations
+
+
+def _equal(file: str, line: str, reason: str, *mutations: str) -> dict[tuple[str, str, str], str]:
+    path = file if file.endswith(".py") else f"callbacks/{file}.py"
+    return {(path, line, mutation): reason for mutation in mutations}
+
+
+WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
+QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
+SURVIVORS = {
+    **_equal(
+        "consensus_distance_logger",
+        "moved = (clients.x - clients.w).double()",
+        "equivalent: the spread around the mean does not depend on where the origin is",
+        "sign: clients.x - clients.w (column 9)",
+        "left operand alone: clients.x - clients.w (column 9)",
+        "factor: twice the right of clients.x - clients.w (column 9)",
+    ),
+    **_equal(
+        "global_sharpness_aware_minimization",
+        "self.dual[clients] = self.mu_i[clients] - self.last[clients]",
+        "equivalent: U is brought to length r, so its scale does not matter",
+        "factor: self.dual[clients] = self.mu_i[clients] - self.last[clients] (column 0)",
+    ),
+    **_equal(
+        "global_sharpness_aware_minimization",
+        "mean = self.dual.mean()",
+        "equivalent: U is brought to length r, so its scale does not matter",
+        "sum instead: self.dual.mean() (column 7)",
+    ),
+    **_equal(
+        "normalized_averaging",
+        WORK,
+        "equivalent: a factor that all τ_i share cancels in (Σ p τ) Σ p u/τ",
+        f"sign: {QUOTIENT} (column 7)",
+        f"left operand alone: {QUOTIENT} (column 7)",
+        "sign: 1 - rho (column 47)",
+        "left operand alone: 1 - rho (column 47)",
+        "factor: twice the right of 1 - rho (column 47)",
+    ),
+    **_equal(
+        "partial_averaging",
+        "mask[layout[name][0]] = True",
+        "equivalent: 2 is True in a mask",
+        "factor: mask[layout[name][0]] = True (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/schedules.py",
+        "if round >= self.rounds:",
+        "equivalent: half a cosine ends at its end",
+        "boundary: round >= self.rounds (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/round/clients.py",
+        "self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))",
+        "equivalent but slower: zeros are made, and then overwritten",
+        "left out: self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape)) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/round/clients.py",
+        "if self.kept_mask is not None and self.kept_origin is not None:",
+        "equivalent: both are there, or neither",
+        "and ↔ or: self.kept_mask is not None and self.kept_origin is not None (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/engines/local_step.py",
+        "self.all_generators = before.drawn_since()",
+        "equivalent but slower: generators that nobody draws from are read and put back in each step",
+        "left out: self.all_generators = before.drawn_since() (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "return leaves if len(leaves) < 2 else visit(leaves[0::2]) + visit(leaves[1::2])",
+        "equivalent: two leaves are in order either way",
+        "boundary: len(leaves) < 2 (column 17)",
+    ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "while leaf >= stride or leaf + stride < self.n:",
+        "equivalent: a level more, on which the leaf has no sibling",
+        "boundary: leaf + stride < self.n (column 24)",
+    ),
+    **_equal(
+        "fl_lightning/aggregation/tree_sum.py",
+        "if sibling < self.n:",
+        "equivalent: from that stride on, a sibling is always one of the n",
+        "boundary: sibling < self.n (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/storage/rows.py",
+        "if client % self.world == self.rank and trainer != self.rank:",
+        "equivalent but slower: rows that stay here are packed, and rows of others are not in this store",
+        "and ↔ or: client % self.world == self.rank and trainer != self.rank (column 3)",
+    ),
+    **{
+        ("fl_lightning/engines/worker.py", line, f"left out: {line} (column 0)"): (
+            "not equivalent: a GPU alone can tell it (gpu-check)"
+        )
+        for line in (
+            "self.stream.wait_stream(torch.cuda.current_stream())",
+            "self._context = torch.cuda.stream(self.stream)",
+            "self._context.__enter__()",
+            "self._context.__exit__(*failure)",
+        )
+    },
+    **_equal(
+        "fl_lightning/engines/choice/build.py",
+        "torch.cuda.reset_peak_memory_stats(device)",
+        "not equivalent: a GPU alone can tell it (gpu-check)",
+        "left out: torch.cuda.reset_peak_memory_stats(device) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/engines/choice/build.py",
+        "return Streams(workers, setting.learner), plan",
+        "not equivalent: a GPU alone can tell it (gpu-check)",
+        "last two arguments swapped: Streams(workers, setting.learner) (column 7)",
+    ),
+    **_equal(
+        "datamodules/partitions.py",
+        "small = quota < 1 - 1e-9",
+        "equivalent: no share is 1 - 1e-9 to the last bit",
+        "boundary: quota < 1 - 1e-09 (column 8)",
+    ),
+    **_equal(
+        "datamodules/partitions.py",
+        "sizes = np.floor(quota + 1e-9).astype(np.int64)",
+        "equivalent: what it rounds down has the largest remainder, and is rounded up again",
+        "sign: quota + 1e-09 (column 17)",
+    ),
+    **_equal(
+        "datamodules/label_skew.py",
+        "if q.sum() > 0:",
+        "equivalent: a mean is above 0 where the sum is",
+        "mean instead: q.sum() (column 3)",
+    ),
+    **_equal(
+        "fl_lightning/loop.py",
+        "ledger.rows = {}  # the store has them, in memory or on disk",
+        "equivalent, but memory is given back later",
+        "left out: ledger.rows = {} (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/loop.py",
+        "self.state.rows.fetch(ids)",
+        "one process has nothing to fetch; two are tested in storage/test_rows and test_resume",
+        "left out: self.state.rows.fetch(ids) (column 0)",
+    ),
+}
+"""(file, right line, mutation) -> why no test can, or need, tell it from the right one."""
