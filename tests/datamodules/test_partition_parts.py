@@ -57,7 +57,7 @@ def test_each_client_needs_a_sample_of_its_own(partition: Partition) -> None:
 
 
 def test_sizes_that_differ_beyond_all_bounds_are_still_sizes() -> None:
-    assert sorted(len(c) for c in QuantitySkew(200.0).split(np.zeros(20), 5, 0)) == [1, 1, 1, 1, 16]
+    assert sorted(len(c) for c in QuantitySkew(350.0).split(np.zeros(20), 5, 0)) == [1, 1, 1, 1, 16]
 
 
 def test_a_number_that_has_to_be_positive_is_not_zero() -> None:
