@@ -6,7 +6,7 @@ DEMO := runs/demo
 PUBLIC ?= .venv-public
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lightning public check format faults gpu-check
+.PHONY: help demo test test-lightning test-oldest public check format faults gpu-check
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -42,6 +42,16 @@ test: .venv/installed-test  ## the whole test suite
 
 test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
 	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# each floor of setup.cfg as a pin: `torch>=2.6` is `torch==2.6`. With Python 3.10 to 3.12, for which these have wheels
+.venv-oldest/installed: setup.cfg
+	$(PYTHON) -m venv --clear .venv-oldest
+	sed -nE 's/^    ([A-Za-z-]+)(\[[a-z]+\])?>=([0-9.]+).*/\1==\3/p' setup.cfg > .venv-oldest/floors.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/floors.txt -e '.[test]'
+	@touch $@
+
+test-oldest: .venv-oldest/installed  ## the suite on the oldest versions that setup.cfg allows (TESTS="tests/storage -x": part of it)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(TESTS)
 
 $(PUBLIC)/installed: setup.cfg pyproject.toml tests/public/requirements.txt
 	test -x $(PUBLIC)/bin/python || $(PYTHON) -m venv $(PUBLIC)

@@ -8,6 +8,7 @@ from fl_lightning.callbacks.client_momentum import ClientMomentum
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
 from fl_lightning.callbacks.control_variates import ControlVariates
+from fl_lightning.callbacks.differential_privacy import DifferentialPrivacy
 from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
@@ -31,6 +32,7 @@ __all__ = [
     "CommunicationLogger",
     "ConsensusDistanceLogger",
     "ControlVariates",
+    "DifferentialPrivacy",
     "DivergenceLogger",
     "DriftLogger",
     "DynamicRegularization",

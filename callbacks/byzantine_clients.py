@@ -50,7 +50,7 @@ class ByzantineClients(FederatedCallback):
         >>> attack = ByzantineClients("sign_flip", fraction=0.4)
         >>> run = tiny_run(attack, participation="all")
         >>> attack.attackers, float(run.trainer.callback_metrics["byzantine/participants"])
-        ((1, 3), 2.0)
+        ((0, 4), 2.0)
     """
 
     title = "Byzantine clients"

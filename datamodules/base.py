@@ -17,7 +17,7 @@ from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, batch_to_device, makes_batches
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, makes_batches
 from fl_lightning.datamodules.split import Split, What, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
@@ -219,13 +219,12 @@ class FederatedDataModule(pl.LightningDataModule):
     def smallest_batch(
         self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
     ) -> tuple[int, int] | None:
-        """Samples of the smallest batch that any client trains on, and the first such client: O(m).
+        """Samples of the smallest batch that any of ``clients`` (None: all) trains on, and the first such one: O(m).
 
         None where the dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
-            clients: of these alone.
         """
         if makes_batches(self._train) or type(self).client_batches is not FederatedDataModule.client_batches:
             return None
@@ -248,9 +247,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_batches(self, client: int, round: int, steps: int, device: torch.device = CPU) -> Iterator[Batch]:
         """Exactly ``steps`` batches of one client; every epoch is reshuffled, the first too."""
         data, indices, device = self._train, self.client_indices(client), torch.device(device)
-        size = self.batch_size or len(indices)
+        size, source = self.batch_size or len(indices), self._transfer.source(device)
         per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
-        source = self._transfer.source(device)
 
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
@@ -267,8 +265,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
         if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
             cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
-            read = data.each(cut, self._draws("samples", round, client))
-            yield from self._transfer.batches((batch_to_device(batch, source) for batch in read), device)
+            yield from self._transfer.batches(data.each(cut, self._draws("samples", round, client), source), device)
         else:
             yield from self._transfer.batches(made(), device)
 
@@ -286,8 +283,7 @@ class FederatedDataModule(pl.LightningDataModule):
         cut = [indices[part] for part in batching.slices(len(indices), *cut_by)]
         source, size = self._transfer.source(device), len(cut[0])
         if isinstance(data, DatasetSamples):
-            read = data.each(cut, self._draws("full", client))
-            batches: Iterator[Batch] = (batch_to_device(batch, source) for batch in read)
+            batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
             whole = len(indices) - len(cut[-1])
             batches = chain(
@@ -300,9 +296,13 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:
         """A client's first samples as one batch, to try a learner on."""
-        data, indices, device = self._train, self.client_indices(client)[:samples], torch.device(device)
-        batches = data.batches(indices, len(indices), self._transfer.source(device), self._bias(client))
-        return next(self._transfer.batches(batches, device))
+        data, device = self._train, torch.device(device)
+        indices, source = self.client_indices(client)[:samples], self._transfer.source(device)
+        if isinstance(data, DatasetSamples):  # in the processes that read ahead, if there are any
+            batches = data.each([indices], self._draws("one", client), source)
+        else:
+            batches = data.batches(indices, len(indices), source, self._bias(client))
+        return next(iter(list(self._transfer.batches(batches, device))))
 
     def _draws(self, purpose: str, *counters: int) -> Callable[[int], int]:
         """Seeds of what processes that read ahead draw in the k-th batch."""

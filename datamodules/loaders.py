@@ -17,7 +17,6 @@ from fl_lightning.datamodules.samples import (
     DatasetSamples,
     Samples,
     TensorSamples,
-    batch_to_device,
     makes_batches,
 )
 from fl_lightning.lightning import pl, rank_zero_warn
@@ -103,7 +102,7 @@ def evaluation_loader(
     def make() -> Iterator[Batch]:
         if isinstance(data, DatasetSamples):
             draw = generator(seed, "evaluation").integers(2**63, size=len(pieces))
-            yield from (batch_to_device(b, device) for b in data.each(pieces, lambda k: int(draw[k])))
+            yield from data.each(pieces, lambda k: int(draw[k]), device)
         else:
             for piece in pieces:
                 yield from data.batches(piece, len(piece), device)

@@ -179,11 +179,15 @@ class DatasetSamples:
     def __len__(self) -> int:
         return len(self.read.dataset)
 
-    def each(self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int]) -> Iterator[Batch]:
+    def each(
+        self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int], device: torch.device
+    ) -> Iterator[Batch]:
         """A batch of each of these index arrays; ``seed(k)``: of what is drawn for the k-th by processes that read."""
         if self._ahead is None:
-            return map(self.read, cut)
-        return self._ahead.batches((seed(k), index) for k, index in enumerate(cut))
+            read: Iterator[Batch] = map(self.read, cut)
+        else:
+            read = self._ahead.batches((seed(k), index) for k, index in enumerate(cut))
+        return (batch_to_device(batch, device) for batch in read)
 
     def batches(
         self,

@@ -120,6 +120,12 @@ class FederatedCallback(pl.Callback):
     reads_loss: ClassVar[bool] = False
     """Whether ``clients.loss`` is asked for."""
 
+    requires: ClassVar[dict[str, Any]] = {}
+    """Arguments of FederatedModule without which it refuses to run; the contracts run with them."""
+
+    aggregates_nobody: ClassVar[bool] = False
+    """Whether ``aggregate``, ``on_server_update`` and the server's step come where no client finished, too."""
+
     gathers: ClassVar[bool] = False
     """Whether ``server.updates`` is asked for, beside :meth:`aggregate`: all participants' updates in one place."""
 

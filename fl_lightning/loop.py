@@ -81,7 +81,7 @@ class FederatedLoop:
         try:
             with ledger.server_hooks():
                 self.update(ledger, server)
-                self.step(server)
+                self.step(ledger, server)
                 self.evaluate(ledger, server)
                 server.communication = traffic.of_round(ledger, self.methods)
                 server.kept_vectors = traffic.kept_vectors(ledger)
@@ -89,7 +89,7 @@ class FederatedLoop:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
             rows = self.state.rows.bring_home(ledger.settled_rows(self.methods.declared) if ledger.finished else {})
-            server_states = ledger.settled_server(self.methods.declared) if ledger.finished else {}
+            server_states = ledger.settled_server(self.methods.declared) if self.counts(ledger) else {}
             metrics["time/round"] = time.perf_counter() - began
             self.report(metrics, t)
             chosen = tuple(round.ids) if self.methods.owner("select") else None
@@ -188,16 +188,20 @@ class FederatedLoop:
 
     def update(self, ledger: Ledger, server: Server) -> None:
         """``server.update``: aggregated, and changed by methods; zero where nothing is averaged, or nobody finished."""
-        if not ledger.finished:
+        if not self.counts(ledger):
             server.update = torch.zeros_like(server.w)
             return
         server.update = server_update.aggregated(ledger, self.methods, server)
         self.methods.run("on_server_update", server)
         server.update = server_update.masked(server)
 
-    def step(self, server: Server) -> None:
+    def counts(self, ledger: Ledger) -> bool:
+        """Whether the server takes a step: where a client finished, or a method has it step without any."""
+        return bool(ledger.finished) or self.methods.aggregates_nobody
+
+    def step(self, ledger: Ledger, server: Server) -> None:
         """The server optimizer's step to w^{t+1}."""
-        keep = server.averaged if server.n else torch.zeros_like(server.w, dtype=torch.bool)
+        keep = server.averaged if self.counts(ledger) else torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, keep)
         if not all_finite(server.w):
             raise Diverged(diverged_text(server.round, "the server's model"))
@@ -218,8 +222,7 @@ class FederatedLoop:
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
-        if (cost := traffic.gradients(ledger)) > sum(ledger.round.steps.values()):  # more than one a local step
-            logged["cost/gradients"] = cost
+        logged["cost/gradients"] = traffic.gradients(ledger)
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:

@@ -132,6 +132,11 @@ class Methods:
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
     @property
+    def aggregates_nobody(self) -> bool:
+        """Whether the server takes its step where no client finished, too."""
+        return any(c.aggregates_nobody for c in self.callbacks if overrides(c, "aggregate"))
+
+    @property
     def gathering(self) -> list[str]:
         """Those that take all updates of a round together, by name."""
         return [type(c).__name__ for c in self.callbacks if c.gathers or overrides(c, "on_updates")]

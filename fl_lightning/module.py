@@ -33,7 +33,8 @@ class FederatedModule(LearnerHooks):
         learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``: ``training_step`` gives the
             local loss; evaluation and its hooks run on the global model, as if it were trained by itself.
         participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at least one).
-        sampling: ``"uniform"`` (a fixed number, without replacement) or ``"bernoulli"`` (a coin for each client).
+        sampling: ``"uniform"`` (a fixed number, without replacement); a coin for each client: ``"poisson"``, or
+            ``"bernoulli"``, which takes one client where all coins say no.
         local_epochs: of each client in a round, may be fractional; 5 where neither it nor ``local_steps`` is given.
         local_steps: of each client in a round; overrides ``local_epochs``.
         client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.

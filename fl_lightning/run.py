@@ -192,7 +192,6 @@ class FederatedRun:
             transfers: names of the hooks by which the learner transfers its batches.
         """
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
-        first = cohort.participants if self.methods.owner("select") else participants  # to try steps on
         facts = RunFacts(cohort.n, cohort.m, settings.weighting)
         for text in [*settings.notes(), *self.methods.notes(facts)]:
             self.note(text)
@@ -203,7 +202,7 @@ class FederatedRun:
         of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
         own = [hook for hook in transfers if hook not in of_data]
         clients = self.clients, self.schedule
-        setting = setting_of(trainer, settings, model, *clients, work, cohort, first, own)
+        setting = setting_of(trainer, settings, model, *clients, work, cohort, cohort.tried, own)
         reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         setting = replace(setting, keeps_loss=reads_loss)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})

@@ -47,7 +47,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.count_participants(self.participation, 2**62)
-        checks.one_of("sampling", self.sampling, ("uniform", "bernoulli"))
+        checks.one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
         checks.positive("local_epochs", self.local_epochs)
         checks.positive("local_steps", self.local_steps, whole=True)
         checks.positive("clip_norm", self.clip_norm)

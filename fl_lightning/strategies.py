@@ -30,7 +30,8 @@ class FederatedStrategy(DDPStrategy):
 
     Args:
         timeout: how long a process waits for another before the run ends, a timedelta or seconds. None: ten minutes
-            beyond the longest round so far. Half an hour at least before round 0, with its downloads and trials.
+            beyond the longest round so far. Half an hour at least before round 0, with its downloads and trials; with
+            torch before 2.14 all along, as its gloo may keep the timeout that it began with.
         **kwargs: of Lightning's DDPStrategy.
     """
 

@@ -25,9 +25,12 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     round, total = ledger.round, ledger.total
     if methods.gathering:
         ledger.gathered = gathering.gather(ledger)
-        methods.run("on_updates", server)
+        if ledger.finished:
+            methods.run("on_updates", server)
         total.update(gathering.total(ledger, ledger.gathered))
-    server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
+    server.update = torch.zeros_like(round.w)
+    if ledger.finished:
+        server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
     aggregate = methods.owner("aggregate")
     return aggregate(server).to(round.w.dtype) if aggregate else server.update
 

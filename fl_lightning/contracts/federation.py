@@ -132,6 +132,7 @@ def fit(
         "lr_decay": 0.9,
         "engine": "sequential",
         "client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.01),
+        **{name: value for callback in callbacks for name, value in callback.requires.items()},
         **arguments,
     }
     module = FederatedModule(learner or Learner(), **arguments)

@@ -71,7 +71,7 @@ def neutral(method: Method) -> None:
     given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
-        ours, average = (outcome(fit(chosen, **setting)) for chosen in ([callback], []))
+        ours, average = (outcome(fit(chosen, **{**method.cls.requires, **setting})) for chosen in ([callback], []))
         require_same(
             {name: ours[name] for name in average if name in ours},
             average,
@@ -270,7 +270,8 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
 
 def buffers(method: Method) -> None:
     who: dict[str, Any] = {"participation": "all"} if overrides(method.factory(), "select") else {}
-    average, ours = outcome(fit([], **who)), method.run(**who) if who else method.plain
+    average = outcome(fit([], **{**method.cls.requires, **who}))
+    ours = method.run(**who) if who else method.plain
     kept = {name for name in average if name.startswith("buffer ")}
     require_same(
         {name: value for name, value in ours.items() if name in kept},

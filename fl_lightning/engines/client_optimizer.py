@@ -138,10 +138,15 @@ class ClientOptimizer:
 
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
         """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel; x and g lie in memory in the same order."""
+        half = x[0].device.type == "cpu" and x[0].dtype in (torch.bfloat16, torch.float16)
+        now = [each.float() for each in x] if half else x  # before torch 2.14 that kernel skips most of such a tensor
         torch._fused_sgd_(
-            x, gradients, [], weight_decay=self.weight_decay, lr=self.rates[0], momentum=0.0, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=True,
+            now, [each.float() for each in gradients] if half else gradients, [], weight_decay=self.weight_decay,
+            lr=self.rates[0], momentum=0.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
         )  # fmt: skip
+        if half:
+            for each, value in zip(x, now, strict=True):
+                each.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
         """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""

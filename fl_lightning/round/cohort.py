@@ -38,7 +38,7 @@ class Cohort:
 
     @property
     def n(self) -> int:
-        """Clients a round; on average, with Bernoulli sampling."""
+        """Clients a round; on average, where each has a coin."""
         return count_participants(self.participation, self.m)
 
     @property
@@ -60,15 +60,20 @@ class Cohort:
         n = self._number(draw)
         return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
 
+    def tried(self, t: int) -> tuple[int, ...]:
+        """Clients to try the steps of round t on, before the first: those that are sampled, but never nobody."""
+        return self.participants(t) or (0,)
+
     def number(self, t: int) -> int:
         """How many take part in round t, where a method chooses them."""
         return self._number(generator(self.seed, "participants", t))
 
     def _number(self, draw: Generator) -> int:
         n, m = self.n, self.m
-        if self.sampling != "bernoulli":
+        if self.sampling == "uniform":
             return n
-        return max(1, int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)))
+        heads = int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m))
+        return heads if self.sampling == "poisson" else max(1, heads)
 
     def steps(self, i: int) -> int:
         """K_i: local steps of client i in a round."""

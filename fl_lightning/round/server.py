@@ -89,8 +89,10 @@ class Server:
 
     @property
     def mean_change(self) -> Tensor:
-        """The uniform mean ``(D,)`` of what was transmitted."""
+        """The uniform mean ``(D,)`` of what was transmitted; 0 where nobody finished."""
         total = self._ledger.total
+        if not self.n:
+            return torch.zeros_like(self._round.w, dtype=self._round.wide)
         return total.get("update", total["weighted"]) / max(self.n, 1)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:

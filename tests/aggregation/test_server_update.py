@@ -13,7 +13,7 @@ from fl_lightning.callback import FederatedCallback, ServerState, Upload
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.errors import Diverged
 from fl_lightning.optim import FedAdam
-from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
+from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, trainer
 
 
 class Watching(FederatedCallback):
@@ -96,6 +96,67 @@ def test_an_update_of_the_server_that_is_not_finite_ends_the_run_before_its_step
     with pytest.raises(Diverged, match="the server's update in round 1"):
         trainer(3, [Overflowing(), watching]).fit(module, blobs())
     assert len(watching.seen) == 1 and torch.equal(module.global_vector, watching.seen[0]["w"])
+
+
+def test_the_servers_rate_decays_and_its_gradient_is_given_back() -> None:
+    watching = Watching()
+    run = trainer(2, [watching])
+    run.fit(federated(server_lr_decay=0.25), blobs())
+    for seen, rate in zip(watching.seen, (1.0, 0.25), strict=True):
+        torch.testing.assert_close(seen["w"], seen["w_before"] + rate * seen["update"], rtol=1e-12, atol=1e-12)
+    assert run.optimizers[0].param_groups[0]["params"][0].grad is None
+
+
+class Telling(torch.optim.SGD):
+    """Keeps something in its group, as optimizers that find their rate do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["taken"] = self.param_groups[0].get("taken", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("parts", [[], [PartialAveraging(periods={"net.2.*": "never"})]])
+def test_a_round_that_fails_at_its_end_leaves_the_server_as_it_was(parts: list[Any]) -> None:
+    class Failing(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            if server.round == 1:
+                raise RuntimeError("at the end")
+
+    found = []
+    for rounds in (1, 2):
+        torch.manual_seed(3)
+        module = federated(InPlace(), server_optimizer=lambda p: Telling(p, 1.0, momentum=0.9))
+        run = trainer(rounds, [*parts, Failing()])
+        if rounds == 1:
+            run.fit(module, blobs())
+        else:
+            with pytest.raises(RuntimeError, match="at the end"):
+                run.fit(module, blobs())
+        (group,), (state,) = run.optimizers[0].param_groups, run.optimizers[0].state.values()
+        assert group["taken"] == 1 and run.global_step == 1
+        evaluated = [value.detach().clone() for value in module.learner.state_dict().values()]
+        found.append([module.global_vector.detach(), state["momentum_buffer"], *evaluated])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_first_round_that_fails_at_its_end_leaves_an_optimizer_without_state() -> None:
+    class Failing(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            raise RuntimeError("at the end")
+
+    run = trainer(1, [Failing()])
+    with pytest.raises(RuntimeError, match="at the end"):
+        run.fit(federated(server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)), blobs())
+    assert not run.optimizers[0].state
+
+
+def test_a_part_that_is_not_averaged_has_no_state_at_the_server() -> None:
+    module = federated(server_optimizer=lambda p: torch.optim.Adam(p, 0.1))
+    run = trainer(2, [PartialAveraging(periods={"net.2.*": "never"})])
+    run.fit(module, blobs())
+    (state,) = run.optimizers[0].state.values()
+    own = module.layout["net.2.weight"][0]
+    assert not state["exp_avg"][own].any() and state["exp_avg"][: own.start].all() and int(state["step"]) == 2
 
 
 def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:

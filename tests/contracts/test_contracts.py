@@ -26,6 +26,7 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedALS": lambda **given: c.PartialAveraging(**(given or {"periods": {"first.*": 2, "head.bias": "never"}})),
     "FedDyn, scheduled": lambda: c.DynamicRegularization(Exponential(0.9)),
     "FedCM, scheduled": lambda **given: c.ClientMomentum(**{"alpha": Exponential(0.5), **given}),
+    "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(**{"clip": 0.5, "noise_multiplier": 0.5, **given}),
     "top-k": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
 }
 OURS: dict[str, Callable[..., FederatedCallback]] = {

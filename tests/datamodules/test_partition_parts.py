@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fl_lightning.datamodules import IID, ByGroup, InMemoryDataModule, Partition, QuantitySkew, Saved, SortedShards
-from fl_lightning.datamodules.partitions import LazyClients, check_client
+from fl_lightning.datamodules.partitions import LazyClients, check_client, check_number
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
@@ -45,6 +45,32 @@ def test_as_many_clients_as_samples_have_one_each_and_no_sigma_is_equal() -> Non
     for partition in (IID(), SortedShards(), QuantitySkew(2.0)):
         assert [len(c) for c in partition.split(np.arange(7), 7, 0)] == [1] * 7
     assert [len(c) for c in QuantitySkew(0).split(np.zeros(12), 4, 0)] == [3] * 4
+
+
+@pytest.mark.parametrize("partition", [IID(), SortedShards(), QuantitySkew(1.0)])
+def test_each_client_needs_a_sample_of_its_own(partition: Partition) -> None:
+    assert [len(c) for c in partition.split(np.arange(7), 1, 0)] == [7]
+    assert sum(len(c) for c in partition.split(np.arange(7), 3, 0)) == 7
+    for clients in (0, 8):
+        with pytest.raises(UserError, match=f"num_clients is {clients}, but there are 7 training samples"):
+            partition.split(np.arange(7), clients, 0)
+
+
+def test_sizes_that_differ_beyond_all_bounds_are_still_sizes() -> None:
+    assert sorted(len(c) for c in QuantitySkew(200.0).split(np.zeros(20), 5, 0)) == [1, 1, 1, 1, 16]
+
+
+def test_a_number_that_has_to_be_positive_is_not_zero() -> None:
+    check_number(IID(), "alpha", 1e-300)
+    check_number(IID(), "alpha", 0, zero=True)
+    for value in (0, -1.0, float("nan"), float("inf"), "1"):
+        with pytest.raises(UserError, match="give a number above 0"):
+            check_number(IID(), "alpha", value)  # type: ignore[arg-type]  # what users give
+
+
+def test_groups_are_clients_in_ascending_order() -> None:
+    found = ByGroup([7, 3, 5, 3, 7, 7]).split(np.zeros(6), 3, 0)
+    assert [c.tolist() for c in found] == [[1, 3], [2], [0, 4, 5]]
 
 
 def test_a_partition_says_what_is_not_its_default() -> None:

@@ -12,10 +12,27 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback
+from fl_lightning.callbacks import PartialAveraging
 from fl_lightning.engines.random_state import seed_client
 from tests.helpers.learners import Dropping, InPlace, Lit, blobs, client_rows, federated, momentum, trainer
 
 ALONE: dict[str, Any] = {"engine": "sequential", "participation": "all", "local_epochs": 1}
+
+
+def test_a_clients_round_from_its_own_start_to_what_it_brings_home() -> None:
+    class Noting(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            met.append((clients.client_ids[0], clients.start[0].clone(), clients.x[0].clone()))
+
+    met: list[tuple[int, Tensor, Tensor]] = []
+    module = federated(InPlace(), **ALONE, clip_norm=1e-3)
+    before, run = module.learner.mean.clone(), trainer(2, [PartialAveraging(periods={"net.2.*": "never"}), Noting()])
+    run.fit(module, blobs(clients=2))
+    assert float(run.callback_metrics["clipped_steps"]) == 1.0 and not torch.equal(module.learner.mean, before)
+    kept = module.layout["net.2.weight"][0]
+    for (i, _, end), (j, start, _) in zip(met[:2], met[2:], strict=True):
+        assert i == j and torch.equal(start[kept], end[kept]) and not torch.equal(start, end)
+    assert torch.equal(met[2][1][: kept.start], met[3][1][: kept.start])  # the server's
 
 
 class FullGradient(FederatedCallback):

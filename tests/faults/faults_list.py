@@ -200,6 +200,28 @@ FAULTS = [
         [("callbacks/byzantine_clients.py", "honest, n, a = u[~bad].double()", "honest, n, a = u.double()")],
     ),
     Fault(
+        "privacy: the mean is over those that took part",
+        [("callbacks/differential_privacy.py", "d / (self._share * server.num_clients)", "d / max(server.n, 1)")],
+    ),
+    Fault(
+        "privacy: noise is not scaled by the clipping norm",
+        [("callbacks/differential_privacy.py", "d += sigma * self.clip * ", "d += sigma * ")],
+    ),
+    Fault(
+        "privacy: what attackers send is not clipped",
+        [
+            (
+                "callbacks/differential_privacy.py",
+                '                vars(self)["on_updates"] = self.clip_again',
+                "                pass",
+            )
+        ],
+    ),
+    Fault(
+        "Poisson rounds always have somebody",
+        [("fl_lightning/round/cohort.py", 'heads if self.sampling == "poisson" else max(1, heads)', "max(1, heads)")],
+    ),
+    Fault(
         "Power-of-Choice takes the smallest losses",
         [("callbacks/power_of_choice.py", "argsort(descending=True, stable=True)", "argsort(stable=True)")],
     ),
@@ -320,6 +342,18 @@ SURVIVORS = {
         "return Streams(workers, setting.learner), plan",
         "not equivalent: a GPU alone can tell it (gpu-check)",
         "last two arguments swapped: Streams(workers, setting.learner) (column 7)",
+    ),
+    **_equal(
+        "datamodules/partitions.py",
+        "small = quota < 1 - 1e-9",
+        "equivalent: no share is 1 - 1e-9 to the last bit",
+        "boundary: quota < 1 - 1e-09 (column 8)",
+    ),
+    **_equal(
+        "datamodules/partitions.py",
+        "sizes = np.floor(quota + 1e-9).astype(np.int64)",
+        "equivalent: what it rounds down has the largest remainder, and is rounded up again",
+        "sign: quota + 1e-09 (column 17)",
     ),
     **_equal(
         "datamodules/label_skew.py",

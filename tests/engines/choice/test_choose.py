@@ -55,7 +55,7 @@ def chosen() -> Iterator[Callable[..., tuple[Any, EnginePlan, list[str]]]]:
         engine: str, held: EnginePlan | None = None, callbacks: Any = (), **given: Any
     ) -> tuple[Any, EnginePlan, list[str]]:
         notes: list[str] = []
-        made, plan = build.choose(replace(setting_of(engine, callbacks), **given), held, notes.append, notes.append)
+        made, plan = build.choose(replace(setting_of(engine, callbacks), **given), held, notes.append, pytest.fail)
         engines.append(made)
         return made, plan, notes
 
@@ -93,7 +93,7 @@ def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: 
 def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: Any) -> None:
     engine, plan, notes = chosen("concurrent")
     assert isinstance(engine, Threads) and len(notes) == 1 and "it is not proven" in notes[0]
-    assert plan.workers == len(engine.workers) == min(CORES, 10)
+    assert plan.workers == len(engine.workers) == min(CORES, 10) and isinstance(engine.learner, Frozen)
     for asked in ("concurrent", "auto"):
         engine, plan, notes = chosen(asked, EnginePlan("concurrent", workers=3))
         assert isinstance(engine, Threads) and plan.workers == 3 and plan.threads == 1 and notes == []
@@ -139,3 +139,10 @@ def test_no_more_workers_than_clients_in_a_round(chosen: Any) -> None:
 def test_a_stack_of_clients(chosen: Any) -> None:
     engine, plan, notes = chosen("stacked", clients_at_once=4)
     assert isinstance(engine, Stacked) and engine.at_once == plan.at_once == 4 and notes == []
+
+
+def test_what_cannot_be_stacked_trains_side_by_side_and_says_so(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "why_not_stacked", lambda _: "it branches")
+    engine, plan, notes = chosen("stacked")
+    assert isinstance(engine, Threads) and plan.engine == "concurrent"
+    assert notes == ["engine='stacked' cannot train Frozen (it branches); engine='concurrent' does"]

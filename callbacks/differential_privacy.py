@@ -1,0 +1,227 @@
+"""Client-level differential privacy: DP-FedAvg.
+
+H. B. McMahan, D. Ramage, K. Talwar, L. Zhang: Learning Differentially Private Recurrent Language Models (ICLR 2018),
+arXiv:1710.06963, Algorithm 1, the estimator with a fixed denominator. ε comes from the privacy loss distribution of the
+Poisson-subsampled Gaussian mechanism (A. Koskela, J. Jälkö, A. Honkela, AISTATS 2020, arXiv:1906.03049), by
+dp-accounting; neighbouring runs differ by one client, added or removed.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import Clients, FederatedCallback, Note, Server, ServerState, Upload, UserError
+
+
+class DifferentialPrivacy(FederatedCallback):
+    """u_i ← u_i min(1, C/‖u_i‖); the server adds d = (Σ u_i + σ C N(0, I))/(q m). C = ``clip``, q = participation.
+
+    Each round every one of the m clients takes part by its own coin (``sampling="poisson"``); a round without anybody
+    adds its noise all the same. ε(δ) of the rounds so far is logged as ``privacy/epsilon`` (about 0.1 s a round), and
+    the run stops before a round would exceed ``target_epsilon``. The aggregation weights p_i play no part.
+    What clients send besides u_i would have to be clipped too, so methods with uploads, methods that look at single
+    updates, averaged buffers and parts that are not averaged are refused. Who takes part, and what is logged of the
+    training, is outside the guarantee.
+    Sent: nothing more. Kept: σ by the server, where it follows from the target.
+
+    Args:
+        clip: C above 0; infinite without noise.
+        noise_multiplier: σ, from 0; None: the least that keeps ``max_epochs`` rounds within ``target_epsilon``.
+        target_epsilon: above 0; None: none, the run ends with its last round.
+        delta: above 0, below 1; less than 1/m is usual.
+
+    Raises:
+        UserError: other values; neither σ nor a target; a run that is not sampled by coins, or has
+            something that would reveal clients; a target that the first round exceeds, or that is spent.
+
+    Example:
+        without noise, and with C as large as can be, it is FedAvg over q m clients, however many there were.
+
+        >>> from fl_lightning.callbacks import DifferentialPrivacy
+        >>> from fl_lightning.testing import tiny_run
+        >>> coins = {"sampling": "poisson", "participation": 1.0}
+        >>> run = tiny_run(DifferentialPrivacy(float("inf"), noise_multiplier=0.0), **coins)
+        >>> run.global_vector.allclose(tiny_run(**coins).global_vector)
+        True
+    """
+
+    title = "DP-FedAvg"
+    requires = {"sampling": "poisson", "buffers": "keep"}
+    aggregates_nobody = True
+    cannot_run_with = {
+        "select": "who takes part has to be drawn by coins, or ε does not hold",
+        "parts": "the mean of what is not averaged, which is evaluated, would be neither clipped nor noised",
+    }
+    notes = (
+        Note(
+            "the aggregation weights p_i play no part (weighting='samples').",
+            when=lambda method, run: run.weighting == "samples",
+        ),
+        Note("outside its guarantee: {outside}.", when=lambda method, run: True),
+    )
+    sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
+
+    def __init__(
+        self,
+        clip: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        _number("clip", clip, clip > 0 and (clip < math.inf or noise_multiplier == 0), "above 0, finite unless σ is 0")
+        _number("delta", delta, 0 < delta < 1, "above 0 and below 1")
+        if noise_multiplier is None and target_epsilon is None:
+            raise UserError(
+                "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the two, or both."
+            )
+        if noise_multiplier is not None:
+            _number("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf, "from 0, finite")
+        if target_epsilon is not None:
+            _number("target_epsilon", target_epsilon, 0 < target_epsilon < math.inf, "above 0, finite")
+        self.clip, self.noise_multiplier = clip, noise_multiplier
+        self.target_epsilon, self.delta = target_epsilon, delta
+        self.outside = "who takes part, and what is logged of the training"
+        self._share, self._rounds = 1.0, 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        settings, m = pl_module.settings, int(trainer.datamodule.num_clients)
+        if settings.sampling != "poisson":
+            raise UserError(
+                f"DifferentialPrivacy needs sampling='poisson' (each client takes part by a coin of its own), or its ε "
+                f"does not hold; this run has sampling={settings.sampling!r}."
+            )
+        given = settings.participation
+        self._share = given if isinstance(given, float) else 1.0 if given == "all" else given / m
+        self._rounds = -1 if trainer.max_epochs is None else trainer.max_epochs
+        if self.noise_multiplier is None and self._rounds < 0:
+            raise UserError(
+                "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, to share it."
+            )
+        floating = [n for n, b in pl_module.learner.named_buffers() if b.is_floating_point()]
+        if floating and settings.buffers == "average":
+            raise UserError(
+                f"DifferentialPrivacy: clients would send the buffer {floating[0]} neither clipped nor noised. Use "
+                "buffers='keep', or a network without such buffers (GroupNorm in place of BatchNorm)."
+            )
+        self._look_at([c for c in trainer.callbacks if isinstance(c, FederatedCallback) and c is not self])
+
+    def _look_at(self, others: list[FederatedCallback]) -> None:
+        """Refuse what would reveal clients; clip once more after what changes what clients send."""
+        measuring = []
+        for other in others:
+            name = type(other).__name__
+            uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
+            gathers = other.gathers or type(other).on_updates is not FederatedCallback.on_updates
+            if any(d.sent for d in uploads) or (gathers and not other.stands_for_clients):
+                what = (
+                    "its clients send more than their update" if any(d.sent for d in uploads) else "it sees all updates"
+                )
+                raise UserError(
+                    f"method: DifferentialPrivacy and {name} cannot run together: {what}, which is neither clipped nor "
+                    "noised. Keep one of them."
+                )
+            measuring += [name] if uploads else []
+            if other.stands_for_clients and "on_updates" in vars(other):
+                vars(self)["on_updates"] = self.clip_again
+        if measuring:
+            self.outside = f"who takes part, what is logged of the training, and what {', '.join(measuring)} measures"
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.noise_multiplier is not None:
+            self._refuse_to_exceed(1, self.noise_multiplier)
+
+    def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
+        if self._exceeds(rounds, sigma):
+            spent = epsilon(sigma, self._share, rounds, self.delta)
+            raise UserError(
+                f"DifferentialPrivacy: round {rounds - 1} would bring ε to {spent:.4g}, above target_epsilon="
+                f"{self.target_epsilon:g}. Give more noise, a smaller share of clients, or a larger target."
+            )
+
+    def _exceeds(self, rounds: int, sigma: float) -> bool:
+        target = self.target_epsilon
+        return target is not None and epsilon(sigma, self._share, rounds, self.delta) > target
+
+    def on_round_start(self, server: Server) -> None:
+        self._refuse_to_exceed(server.round + 1, self._noise())  # where a run that stopped is resumed
+
+    def transmit(self, clients: Clients, update: Tensor) -> Tensor:
+        return self.clipped(update)
+
+    def clip_again(self, server: Server) -> None:
+        """``on_updates`` where others stand for clients: what they put in place of an update is clipped as well."""
+        server.updates = self.clipped(server.updates)
+
+    def clipped(self, update: Tensor) -> Tensor:
+        """Rows ``(n, D)`` of norm at most C, after rounding too."""
+        norm = torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float64)
+        of_products, of_norm = 4 * torch.finfo(update.dtype).eps, 64 * torch.finfo(torch.float64).eps
+        factor = self.clip / norm * (1 - of_products - of_norm)  # rounding
+        return torch.where(norm > self.clip, update * factor.to(update.dtype), update)
+
+    def aggregate(self, server: Server) -> Tensor:
+        d = server.mean_change.double() * server.n
+        sigma = self._noise()
+        if sigma > 0:
+            noise = server.generator("differential privacy").standard_normal(len(d))
+            d += sigma * self.clip * torch.from_numpy(noise).to(d)
+        return d / (self._share * server.num_clients)
+
+    def _noise(self) -> float:
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        if not self.sigma:  # the first round; a run that is resumed for more rounds keeps it
+            assert self.target_epsilon is not None
+            self.sigma = torch.tensor(calibrated(self.target_epsilon, self._share, self._rounds, self.delta))
+        return float(self.sigma)
+
+    def on_server_update(self, server: Server) -> None:
+        server.log("privacy/epsilon", epsilon(self._noise(), self._share, server.round + 1, self.delta))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        kept = pl_module.server_states.get(self.declarations()["sigma"].key(self), self.noise_multiplier)
+        trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))
+
+
+def _number(name: str, value: object, accepted: bool, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted:
+        raise UserError(f"DifferentialPrivacy: {name}={value!r} is not accepted; it is a number {what}.")
+
+
+@lru_cache
+def _one_round(sigma: float, share: float) -> Any:
+    """The privacy loss distribution of one round."""
+    try:
+        from dp_accounting.pld import privacy_loss_distribution
+    except ImportError:
+        raise UserError(
+            "DifferentialPrivacy needs the package dp-accounting for ε: pip install 'fl-lightning[privacy]'."
+        ) from None
+    return privacy_loss_distribution.from_gaussian_mechanism(sigma, sampling_prob=share)
+
+
+@lru_cache(4)
+def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
+    """ε(δ) of so many rounds with noise multiplier σ, each client by a coin of this share; infinite without noise."""
+    if sigma == 0:
+        return math.inf
+    return float(_one_round(sigma, share).self_compose(rounds).get_epsilon_for_delta(delta))
+
+
+def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
+    """The least σ, to 1 part in 10⁴, whose ε(δ) of so many rounds is within the target."""
+    low, high = 0.0, 1.0
+    while epsilon(high, share, rounds, delta) > target:
+        low, high = high, 2 * high
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if epsilon(middle, share, rounds, delta) <= target else (middle, high)
+    return high

@@ -1,0 +1,244 @@
+"""Client-level differential privacy: the rule, its noise, what is spent, what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_lightning import ClientState, FederatedCallback, Upload, UserError, callbacks
+from fl_lightning.callbacks import DifferentialPrivacy
+from fl_lightning.callbacks.differential_privacy import calibrated, epsilon
+from fl_lightning.contracts.federation import SIZES, fit, outcome, quiet
+from fl_lightning.sampling import generator
+
+COINS = {"sampling": "poisson", "participation": 0.4, "buffers": "keep"}
+M = len(SIZES)
+
+
+class Sent(FederatedCallback):
+    """Writes down what each client sends, after what comes before it in the list of callbacks."""
+
+    update = ClientState(synchronised=False)
+
+    def on_local_end(self, clients):
+        self.update[clients] = clients.x - clients.w
+
+
+def run(*methods, rounds=4, **arguments):
+    with quiet():
+        return fit(list(methods), rounds, **{**COINS, **arguments})
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.float16]),
+    st.integers(1, 4000),
+    st.floats(-8, 4),
+    st.floats(0.001, 100),
+    st.integers(0, 2**31),
+)
+def test_no_transmitted_norm_exceeds_c(dtype, size, exponent, clip, seed):
+    rng = torch.Generator().manual_seed(seed)
+    update = (torch.randn(3, size, generator=rng, dtype=torch.float64) * 10.0**exponent).to(dtype)
+    update[0] = 0
+    clipped = DifferentialPrivacy(clip, 1.0).clipped(update)
+    norms, before = clipped.double().norm(dim=1), update.double().norm(dim=1)
+    assert (norms <= clip).all()
+    assert torch.equal(clipped[before <= clip], update[before <= clip]), "what is short enough stays as it is"
+    far = (before > clip) & before.isfinite()
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    assert torch.allclose(norms[far], torch.full_like(norms[far], clip), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("sigma", [0.0, 0.7])
+def test_the_round_is_algorithm_1(engine, sigma):
+    """w ← w + (Σ clipped u_i + σ C N(0, I))/(q m), with the updates that FedAvg's clients would send from there."""
+    clip, rounds = 0.05, 5
+    whole = [run(DifferentialPrivacy(clip, sigma), Sent(), rounds=t, engine=engine) for t in range(1, rounds + 1)]
+    w = fit_start()
+    for t, module in enumerate(whole):
+        total = torch.zeros_like(w)
+        for client in module.participants(t):
+            u = module.client_rows.read("Sent.update", client)
+            total += u * min(1.0, clip / float(u.norm()))
+        if sigma:
+            noise = generator(1, "method: differential privacy", t).standard_normal(len(w))
+            total += sigma * clip * torch.from_numpy(noise)
+        w = w + total / (0.4 * M)
+        assert torch.allclose(module.global_vector, w, rtol=0, atol=1e-9)
+
+
+def fit_start():
+    """w^0 of the contracts' learner."""
+    begun = []
+    with quiet():
+        fit([], 1, started=lambda module: begun.append(module.global_vector.detach().clone()))
+    return begun[0]
+
+
+def test_a_round_without_clients_takes_its_noise():
+    empty = {"participation": 1e-9}
+    module = run(DifferentialPrivacy(0.5, 1.0), rounds=3, **empty)
+    assert module.participants(0) == module.participants(1) == ()
+    w = fit_start()
+    for t in range(3):
+        noise = generator(1, "method: differential privacy", t).standard_normal(len(w))
+        w = w + 0.5 * torch.from_numpy(noise) / (1e-9 * M)
+    assert torch.allclose(module.global_vector, w, rtol=1e-12)
+    assert torch.equal(run(rounds=3, **empty).global_vector, fit_start()), "other methods stay where they are"
+
+
+def test_poisson_sampling_is_a_coin_for_each_client():
+    module = run(rounds=1, participation=0.3)
+    counts = np.zeros(M)
+    drawn = [module.participants(t) for t in range(4000)]
+    for ids in drawn:
+        counts[list(ids)] += 1
+    assert np.abs(counts / 4000 - 0.3).max() < 4 * math.sqrt(0.21 / 4000)
+    sizes = np.bincount([len(ids) for ids in drawn], minlength=M + 1) / 4000
+    expected = [math.comb(M, k) * 0.3**k * 0.7 ** (M - k) for k in range(M + 1)]
+    assert np.abs(sizes - expected).max() < 0.04 and sizes[0] > 0.08
+
+
+def test_the_deviation_of_the_noise():
+    """Over 10⁵ draws within 3 % (that is 13 standard errors), through the aggregate that a run uses."""
+    module = run(DifferentialPrivacy(2.0, 3.0), rounds=1, participation=1e-9)
+    per_round = len(module.global_vector)
+    method, draws = DifferentialPrivacy(2.0, 3.0), []
+
+    class Server:
+        n, num_clients = 0, 10
+        mean_change = torch.zeros(25_000)
+
+        def __init__(self, t):
+            self.round = t
+
+        def generator(self, purpose):
+            return generator(5, "method: " + purpose, self.round)
+
+    for t in range(4):
+        draws.append(method.aggregate(Server(t)) * 10)
+    assert per_round == 31
+    every = torch.cat(draws)
+    assert abs(float(every.std()) / 6.0 - 1) < 0.03 and abs(float(every.mean())) < 0.1
+
+
+def test_what_is_spent_agrees_with_two_accountants():
+    dp = pytest.importorskip("dp_accounting")
+    from dp_accounting.pld import PLDAccountant
+
+    for sigma, share, rounds, delta in [(1.0, 0.1, 40, 1e-5), (0.7, 0.4, 3, 1e-3), (2.0, 1.0, 7, 1e-6)]:
+        accountant = PLDAccountant()
+        accountant.compose(dp.PoissonSampledDpEvent(share, dp.GaussianDpEvent(sigma)), rounds)
+        assert abs(epsilon(sigma, share, rounds, delta) - accountant.get_epsilon(delta)) < 1e-6
+    prv = pytest.importorskip("opacus.accountants").PRVAccountant()
+    prv.history = [(1.0, 0.1, 40)]
+    assert epsilon(1.0, 0.1, 40, 1e-5) == pytest.approx(prv.get_epsilon(1e-5), rel=0.01)
+
+
+def test_it_is_logged_each_round_and_the_run_stops_at_the_target():
+    logged = []
+    method = DifferentialPrivacy(0.5, 1.0, target_epsilon=5.0)
+    with quiet():
+        module = fit(
+            [method], 12, **COINS, ended=lambda m: logged.append(float(m.trainer.callback_metrics["privacy/epsilon"]))
+        )
+    expected = [epsilon(1.0, 0.4, t + 1, 1e-5) for t in range(12)]
+    assert logged == pytest.approx(expected[: len(logged)], abs=1e-6)
+    assert module.trainer.current_epoch == len(logged) == sum(e <= 5.0 for e in expected) < 12
+
+
+def test_a_target_alone_chooses_the_noise_and_a_resumed_run_keeps_it(tmp_path):
+    def half(rounds, resume=False):
+        with quiet():
+            method = DifferentialPrivacy(0.5, target_epsilon=8.0)
+            return outcome(fit([method], rounds, folder=str(tmp_path), resume=resume, **COINS))
+
+    left = half(6)
+    sigma = float(left["server state DifferentialPrivacy.sigma"])
+    assert sigma == calibrated(8.0, 0.4, 6, 1e-5)
+    assert 7.9 < epsilon(sigma, 0.4, 6, 1e-5) <= 8.0
+    with pytest.raises(UserError, match=r"round 6 would bring ε to"):
+        half(9, resume=True)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    whole = outcome(run(DifferentialPrivacy(0.5, 1.0), rounds=4))
+    with quiet():
+        fit([DifferentialPrivacy(0.5, 1.0)], 2, folder=str(tmp_path), **COINS)
+        resumed = outcome(fit([DifferentialPrivacy(0.5, 1.0)], 4, folder=str(tmp_path), resume=True, **COINS))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_what_attackers_send_is_clipped_too():
+    attack = callbacks.ByzantineClients("noise", fraction=0.99, scale=1e6)
+    w0 = fit_start()
+    for methods in ([attack, DifferentialPrivacy(0.1, 0.0)], [DifferentialPrivacy(0.1, 0.0), attack]):
+        module = run(*methods, rounds=1, participation=1.0)
+        assert 0.01 < float((module.global_vector - w0).norm()) <= 0.1
+
+
+class Peeks(FederatedCallback):
+    def on_updates(self, server):
+        server.updates = server.updates.sign()
+
+
+class Sends(FederatedCallback):
+    more = Upload()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"clip": 0.0, "noise_multiplier": 1.0}, "clip=0.0"),
+        ({"clip": math.inf, "noise_multiplier": 1.0}, "clip=inf"),
+        ({"clip": math.nan, "noise_multiplier": 1.0}, "clip=nan"),
+        ({"clip": 1.0}, "noise_multiplier or target_epsilon"),
+        ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"clip": 1.0, "target_epsilon": 0.0}, "target_epsilon=0.0"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "delta": 1.0}, "delta=1.0"),
+        ({"clip": True, "noise_multiplier": 1.0}, "clip=True"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(arguments, said):
+    with pytest.raises(UserError, match=said):
+        DifferentialPrivacy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("others", "arguments", "said"),
+    [
+        ([], {"sampling": "uniform"}, "needs sampling='poisson'"),
+        ([], {"sampling": "bernoulli"}, "needs sampling='poisson'"),
+        ([callbacks.ControlVariates()], {}, "ControlVariates cannot run together"),
+        ([callbacks.DynamicRegularization()], {}, "DynamicRegularization cannot run together"),
+        ([Sends()], {}, "Sends cannot run together"),
+        ([Peeks()], {}, "it sees all updates"),
+        ([callbacks.TopKCompression()], {}, "both decide what clients send"),
+        ([callbacks.PartialAveraging()], {}, "neither clipped nor noised"),
+    ],
+)
+def test_what_would_reveal_clients_is_refused(others, arguments, said):
+    with pytest.raises(UserError, match=said):
+        run(DifferentialPrivacy(1.0, 1.0), *others, **arguments)
+
+
+def test_averaged_buffers_are_refused():
+    with pytest.raises(UserError, match="the buffer seen neither clipped nor noised"):
+        run(DifferentialPrivacy(1.0, 1.0), buffers="average")
+
+
+def test_a_target_that_the_first_round_exceeds_is_refused_before_training():
+    with pytest.raises(UserError, match="round 0 would bring"):
+        run(DifferentialPrivacy(1.0, 0.5, target_epsilon=0.1))
+
+
+def test_loggers_are_named_as_outside_the_guarantee():
+    module = run(DifferentialPrivacy(1.0, 1.0), callbacks.DivergenceLogger(), rounds=1)
+    assert any("DivergenceLogger measures" in note for note in module.notes)
