@@ -16,7 +16,7 @@ from fl_lightning.aggregation import gathering
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
-from fl_lightning.client_evaluation import ClientEvaluation
+from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
-from fl_lightning.client_samples import Counted, Samples, copies, pieces, together
+from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.engines.choice.workshop import conversion, forward_context
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
@@ -60,7 +60,7 @@ class Evaluator:
         draws: whether the learner or the data may draw from the process's generators, which are then kept and seeded.
 
     Example:
-        >>> from fl_lightning.client_samples import samples_of
+        >>> from fl_lightning.evaluation.samples import samples_of
         >>> from fl_lightning.testing import tiny_run
         >>> module = tiny_run()
         >>> everyone = samples_of(module.trainer.datamodule)
