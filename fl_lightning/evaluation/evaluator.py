@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
@@ -83,6 +83,9 @@ class Evaluator:
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
         self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
         self.copy.learner.eval()
+        for part in self.copy.learner.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False  # a sparse gradient cannot be differentiated, and the values are the same
         self.data, self.seed, self.draws = data, seed, draws
         self.buffers: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
         self._forward, self.copy.forward_context = self.copy.forward_context, self._context
