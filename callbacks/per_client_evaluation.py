@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning import checks
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
-from fl_lightning.errors import UserError
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks
-from fl_lightning.evaluation import personal
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
+from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
