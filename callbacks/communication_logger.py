@@ -17,9 +17,8 @@ class CommunicationLogger(FederatedCallback):
 
     A participant is sent the model (the parts of which it has no valid copy) and the server states declared ``sent``;
     it sends its update (the parts averaged this round) and its uploads. Buffers, which travel both ways, are counted
-    in ``communication/buffers_bytes`` alone. ``cost/gradients``: gradients of a batch's loss that the round's
-    participants evaluated, all together. ``cost/kept_vectors`` is what a participant keeps until its next round, in
-    vectors of D numbers: its rows of methods' states, its copies of parts, its optimizer where that is kept.
+    in ``communication/buffers_bytes`` alone. ``cost/kept_vectors`` is what a participant keeps until its next round,
+    in vectors of D numbers: its rows of methods' states, its copies of parts, its optimizer where that is kept.
     Sent: nothing more. Kept: five totals by the server.
 
     Example:
@@ -42,5 +41,4 @@ class CommunicationLogger(FederatedCallback):
             totals[f"total_{what}"] = totals[f"up_{what}"] + totals[f"down_{what}"]
         for name, value in totals.items():
             server.log(f"communication/{name}", value)
-        server.log("cost/gradients", server.gradients)
         server.log("cost/kept_vectors", server.kept_vectors)

@@ -84,7 +84,7 @@ class FederatedLoop:
                 self.step(ledger, server)
                 self.evaluate(ledger, server)
                 server.communication = traffic.of_round(ledger, self.methods)
-                server.gradients, server.kept_vectors = traffic.gradients(ledger), traffic.kept_vectors(ledger)
+                server.kept_vectors = traffic.kept_vectors(ledger)
                 if ledger.finished:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
@@ -223,8 +223,7 @@ class FederatedLoop:
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
-        if (cost := traffic.gradients(ledger)) > sum(ledger.round.steps.values()):  # more than one a local step
-            logged["cost/gradients"] = cost
+        logged["cost/gradients"] = traffic.gradients(ledger)
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:

@@ -76,7 +76,7 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
     """One word on two runs, and more where there is more to say."""
     if "items" in old and "items" in new:
         ours, theirs = ({**one["items"], "engine": one["engine"]} for one in (old, new))
-        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        names = [name for name in ours if ours[name] != theirs.get(name)]  # the new one may log more
         names.sort(key=lambda name: name.startswith("round "))  # what is left first, then what was logged
         more = f" and {len(names) - 6} more of {len(ours)}" if len(names) > 6 else ""
         return ("DIFFERENT", ", ".join(names[:6]) + more) if names else ("same", "")
@@ -100,7 +100,7 @@ def across(found: dict[str, Found]) -> tuple[Found, Found]:
         for kind in list(kinds):
             whole, resumed = found["old"][composition][kind.rstrip("+")], found["old"][composition][kind]
             if "items" in whole and "items" in resumed:
-                items = {name: whole["items"].get(name) for name in resumed["items"]}
+                items = {name: whole["items"][name] for name in resumed["items"] if name in whole["items"]}
                 wanted[composition][kind] = {**whole, "items": items}
             else:
                 wanted[composition][kind] = kinds[kind] = resumed

@@ -28,7 +28,6 @@ class Server:
         self._round, self._ledger = round, ledger
         self.w = self.w_before = self.update = self.evaluated = round.w
         self.communication: dict[str, int] = {}
-        self.gradients = 0
         self.kept_vectors = 0.0
         self.logs = ledger.logs
 
