@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fl_lightning import checks
-from fl_lightning.client_samples import drawn
-from fl_lightning.measurement import Measurement
+from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.evaluation.samples import drawn
 
 
 class GlobalLossLogger(Measurement):

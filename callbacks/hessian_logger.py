@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning import checks, curvature
-from fl_lightning.client_samples import drawn
+from fl_lightning import checks
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import Evaluator
-from fl_lightning.measurement import Measurement
+from fl_lightning.evaluation import curvature
+from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.evaluation.samples import drawn
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 

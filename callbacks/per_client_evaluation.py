@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning import checks, personal
-from fl_lightning.client_figure import draw_clients
+from fl_lightning import checks
 from fl_lightning.errors import UserError
-from fl_lightning.measurement import Measurement
+from fl_lightning.evaluation import personal
+from fl_lightning.evaluation.client_figure import draw_clients
+from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
-from fl_lightning.datamodules.partitions import Contiguous, Partition
+from fl_lightning.datamodules.partitions import Contiguous
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.tokens import read_text, tokenizer_of
 from fl_lightning.errors import UserError
@@ -32,8 +33,7 @@ class LanguageModelling(FederatedDataModule):
         test_fraction: the share of the text, from its end, that is the test set.
         augment, biases, download: have to be False and empty: there are none of text.
         eval_batch_size: windows of a batch in evaluation; a network's outputs have a number for each token there is.
-
-    The other arguments are those of ``MNIST``.
+        arguments: as ``FederatedDataModule`` has them.
     """
 
     texts = True  # and not images: so the command line knows
@@ -47,27 +47,14 @@ class LanguageModelling(FederatedDataModule):
         length: int = 64,
         tokenizer: str | Path | None = None,
         test_fraction: float = 0.1,
-        num_clients: int | None = None,
-        partition: Partition | None = None,
         biases: Sequence[Bias] = (),
         batch_size: int | None = 16,
-        val_fraction: float = 0.0,
         augment: bool = False,
         download: bool = False,
-        seed: int | None = None,
-        drop_last: bool = False,
         eval_batch_size: int | None = 64,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            partition=partition,
-            biases=biases,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
-            drop_last=drop_last,
-            eval_batch_size=eval_batch_size,
-        )
+        super().__init__(biases=biases, batch_size=batch_size, eval_batch_size=eval_batch_size, **arguments)
         no_pixels("LanguageModelling", augment, biases)
         if download:
             raise UserError("LanguageModelling's download is true, but the text is your own: put it in data.root.")

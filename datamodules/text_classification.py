@@ -41,8 +41,7 @@ class TextClassification(FederatedDataModule):
         tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259 numbers.
         augment, biases, download: have to be False and empty.
         eval_batch_size: texts of a batch in evaluation.
-
-    The other arguments are those of ``MNIST``.
+        arguments: as ``FederatedDataModule`` has them.
     """
 
     texts = True  # and not images: so the command line knows
@@ -58,26 +57,20 @@ class TextClassification(FederatedDataModule):
         group: str | None = "genre",
         length: int = 128,
         tokenizer: str | Path | None = None,
-        num_clients: int | None = None,
         partition: Partition | None = None,
         biases: Sequence[Bias] = (),
         batch_size: int | None = 16,
-        val_fraction: float = 0.0,
         augment: bool = False,
         download: bool = False,
-        seed: int | None = None,
-        drop_last: bool = False,
         eval_batch_size: int | None = 64,
+        **arguments: Any,
     ) -> None:
         super().__init__(
-            num_clients=num_clients,
             partition=partition or (IID() if group is None else ByGroup()),
             biases=biases,
             batch_size=batch_size,
-            val_fraction=val_fraction,
-            seed=seed,
-            drop_last=drop_last,
             eval_batch_size=eval_batch_size,
+            **arguments,
         )
         no_pixels("TextClassification", augment, biases)
         if download:

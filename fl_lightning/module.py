@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, personal
+from fl_lightning import checkpoint, checks
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.devices import prepare_process
-from fl_lightning.evaluation import Evaluator
+from fl_lightning.evaluation import personal
+from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
 from fl_lightning.methods import Methods

@@ -16,7 +16,6 @@ from fl_lightning.aggregation import gathering
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
-from fl_lightning.client_evaluation import ClientEvaluation
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan
@@ -25,6 +24,7 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics

@@ -81,7 +81,7 @@ def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[F
     from fl_lightning.analysis import pictures
     from fl_lightning.analysis.opened import opened
     from fl_lightning.analysis.slices import along_top
-    from fl_lightning.curvature import Hessian, measure_with_vector
+    from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
 
     run = opened(path)
     evaluator, subset = run.evaluator(exact=True), run.samples(samples, "hessian")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.checkpoint import KEY
-from fl_lightning.client_samples import Samples, drawn
 from fl_lightning.engines.choice.workshop import conversion, forward_context
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import Evaluator
+from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.samples import Samples, drawn
 from fl_lightning.learner import Layout, flatten, lightning_modules, trainable
 from fl_lightning.results import Run
 

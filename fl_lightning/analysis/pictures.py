@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.analysis.landscape import Grid, Landscape
 from fl_lightning.analysis.opened import Opened
-from fl_lightning.curvature import Curvature
+from fl_lightning.evaluation.curvature import Curvature
 from fl_lightning.report.drawing import COLOURS, figure, plain, png, styled
 
 COLOURMAP = "viridis"

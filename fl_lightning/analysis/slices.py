@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from fl_lightning.analysis.opened import Opened
-from fl_lightning.client_samples import Samples
-from fl_lightning.curvature import Vector
-from fl_lightning.evaluation import Evaluator
+from fl_lightning.evaluation.curvature import Vector
+from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.samples import Samples
 
 POINTS = 41
 

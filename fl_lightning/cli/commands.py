@@ -17,9 +17,9 @@ from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
-from fl_lightning.personal import check_client, of_checkpoint
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import written_aside
 

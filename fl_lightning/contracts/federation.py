@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import personal
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
+from fl_lightning.evaluation import personal
 from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.module import FederatedModule
 

@@ -108,7 +108,7 @@ def fedals(data: str, partition: str) -> dict[str, Any]:
 def multinli(partition: dict[str, Any]) -> dict[str, Any]:
     alike = {key: value for key, value in fedals("MNIST", "IID").items() if not key.startswith("model.learner.")}
     of = {"config": None, "lora": None, "lr": 5e-5, "path": "opt-125m", "trainable": None, "weight_decay": 0.01}
-    columns = {"text": ["sentence1", "sentence2"], "label": "gold_label", "group": "genre"}
+    columns = {"text": ["sentence1", "sentence2"], "label": "gold_label", "group": "genre", "classes": None}
     files = {"train": "multinli_1.0_train.jsonl", "test": "multinli_1.0_dev_matched.jsonl"}
     return {
         **alike,
@@ -117,6 +117,7 @@ def multinli(partition: dict[str, Any]) -> dict[str, Any]:
         "data.class_path": "TextClassification",
         "data.length": 128,
         "data.partition": partition,
+        "data.tokenizer": "opt-125m",
         **{f"model.learner.{key}": value for key, value in of.items()},
         "trainer.max_epochs": 1000,
     }

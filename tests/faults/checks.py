@@ -66,9 +66,9 @@ METHODS = [
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
-    "fl_lightning/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
+    "fl_lightning/evaluation/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
     "fl_lightning/round/server.py": [CHOICES],
-    "fl_lightning/client_evaluation.py": ["tests/test_client_evaluation.py"],
+    "fl_lightning/evaluation/in_round.py": ["tests/evaluation/test_in_round.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],
 }

@@ -167,7 +167,7 @@ FAULTS = [
         "held-out samples are those that are trained on",
         [
             (
-                "fl_lightning/client_evaluation.py",
+                "fl_lightning/evaluation/in_round.py",
                 "client, indices(client), step)",
                 "client, data.client_indices(client), step)",
             )

@@ -7,7 +7,7 @@ from tests.faults.faults_list import Fault
 FEDREP, DITTO, PFEDME = (
     f"callbacks/{name}.py" for name in ("alternating_head", "proximal_personal_model", "moreau_envelope")
 )
-EVALUATION, MODELS = "callbacks/per_client_evaluation.py", "fl_lightning/personal.py"
+EVALUATION, MODELS = "callbacks/per_client_evaluation.py", "fl_lightning/evaluation/personal.py"
 
 PERSONAL_FAULTS = [
     Fault(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.evaluation import Evaluator
+from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import SHIMS, lightning_modules, overrides
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fl_lightning.aggregation.tree_sum import Leaf
-from fl_lightning.client_samples import Samples
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import GRAPH_BYTES, Evaluator
+from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator
+from fl_lightning.evaluation.samples import Samples
 from fl_lightning.learner import flatten
 from fl_lightning.sampling import generator
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
-from fl_lightning.client_samples import Counted, Samples, copies, pieces, together
 from fl_lightning.engines.choice.workshop import conversion, forward_context
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.worker import tell_where
+from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.learner import Layout, flatten
 from fl_lightning.processes import gathered, world_size
 
@@ -60,7 +60,7 @@ class Evaluator:
         draws: whether the learner or the data may draw from the process's generators, which are then kept and seeded.
 
     Example:
-        >>> from fl_lightning.client_samples import samples_of
+        >>> from fl_lightning.evaluation.samples import samples_of
         >>> from fl_lightning.testing import tiny_run
         >>> module = tiny_run()
         >>> everyone = samples_of(module.trainer.datamodule)
@@ -83,6 +83,9 @@ class Evaluator:
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
         self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
         self.copy.learner.eval()
+        for part in self.copy.learner.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False  # a sparse gradient cannot be differentiated, and the values are the same
         self.data, self.seed, self.draws = data, seed, draws
         self.buffers: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
         self._forward, self.copy.forward_context = self.copy.forward_context, self._context

@@ -13,10 +13,10 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import InMemoryDataModule
-from fl_lightning.client_samples import samples_of
-from fl_lightning.curvature import Curvature, Hessian, measure, top, trace
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import Evaluator
+from fl_lightning.evaluation.curvature import Curvature, Hessian, measure, top, trace
+from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.samples import samples_of
 from fl_lightning.learner import Layout
 from tests.helpers.processes import grouped
 
