@@ -89,10 +89,9 @@ class PerClientEvaluation(Measurement):
 
     def measure(self, module: Any) -> dict[str, float]:
         data, m = module.trainer.datamodule, int(module.trainer.datamodule.num_clients)
-        ids = list(range(m))
-        if self.clients != "all" and int(self.clients) < m:
-            draw = generator(module.run_seed, "per-client evaluation")
-            ids = sorted(draw.choice(m, int(self.clients), replace=False, shuffle=False).tolist())
+        wanted = m if self.clients == "all" else min(int(self.clients), m)
+        draw = generator(module.run_seed, "per-client evaluation")
+        ids = range(m) if wanted == m else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
         found = personal.measured(module, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
         self.table = {}

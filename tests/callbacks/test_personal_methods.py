@@ -1,0 +1,79 @@
+"""What personal methods promise beside their rules: recorded steps, what is refused and noted, FedAvg's own bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as c
+from fl_lightning.methods import Methods
+from fl_lightning.testing import tiny_run
+from tests.helpers.federation import network
+from tests.helpers.learners import Lit, Normed
+from tests.helpers.replays import assert_same, ran, replayed
+
+PERSONAL: dict[str, Callable[[], Any]] = {
+    "FedRep": lambda: c.AlternatingHead(0.5),
+    "Ditto": c.ProximalPersonalModel,
+    "pFedMe": lambda: c.MoreauEnvelope(inner_steps=2),
+}
+
+
+@pytest.mark.parametrize("learner", [Lit, Normed])
+@pytest.mark.parametrize("name", PERSONAL)
+def test_steps_are_recorded_with_the_same_bits(name: str, learner: type[Lit]) -> None:
+    plain = ran(learner, lambda: [PERSONAL[name]()], {}, capture=False)
+    captured = ran(learner, lambda: [PERSONAL[name]()], {}, capture=True)
+    assert replayed(captured[2]) > 0, captured[0].engine_facts["capture"]
+    assert_same(captured[1], plain[1])
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, 5.0])
+def test_dittos_global_model_is_fedavgs_to_the_last_bit(strength: float) -> None:
+    fedavg, ditto = (network(m, 4, clip_norm=0.9, momentum=0.9) for m in ([], [c.ProximalPersonalModel(strength)]))
+    assert all(np.array_equal(a, b) for a, b in zip(fedavg.record.w, ditto.record.w, strict=True))
+
+
+def test_in_fedrep_nothing_that_rests_moves_whatever_the_order_of_callbacks() -> None:
+    """Momentum and weight decay, and a correction listed after it: where the head takes all steps, the body rests."""
+    head = slice(16, 31)
+    first, last = ([c.AlternatingHead(9), c.ProximalTerm(0.5)], [c.ProximalTerm(0.5), c.AlternatingHead(9)])
+    runs = [network(methods, 2, momentum=0.9, clip_norm=0.9) for methods in (first, last)]
+    assert np.array_equal(runs[0].record.w[-1], runs[0].start), "the head takes all steps, and is never averaged"
+    assert np.array_equal(runs[0].record.evaluated[-1], runs[1].record.evaluated[-1])
+    assert not np.array_equal(runs[0].record.evaluated[-1][head], runs[0].start[head])
+
+
+def test_what_cannot_run_together_or_at_all_is_refused_by_name() -> None:
+    for methods, words in (
+        ([c.AlternatingHead(), c.PartialAveraging()], "AlternatingHead and PartialAveraging"),
+        ([c.MoreauEnvelope(), c.SharpnessAwareMinimization()], "MoreauEnvelope and SharpnessAwareMinimization"),
+        ([c.MoreauEnvelope(), c.ClientMomentum()], "MoreauEnvelope and ClientMomentum"),
+        ([c.MoreauEnvelope(), c.PartialAveraging()], "MoreauEnvelope and PartialAveraging"),
+        ([c.MoreauEnvelope(), c.ProximalPersonalModel()], "what a client uses itself"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Methods(methods)
+    for make, words in (
+        (lambda: c.AlternatingHead(0), "head_epochs=0"),
+        (lambda: c.ProximalPersonalModel(-1.0), "strength=-1"),
+        (lambda: c.MoreauEnvelope(inner_steps=0), "inner_steps=0"),
+        (lambda: c.MoreauEnvelope(strength=0.0), "strength=0.0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make()
+    with pytest.raises(UserError, match="AlternatingHead: no parameter is called 'haed'"):
+        tiny_run(c.AlternatingHead(head="haed"), rounds=1)
+
+
+def test_fedrep_says_what_momentum_sees() -> None:
+    def optimizer(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+    assert any("gradient of 0" in n for n in tiny_run(c.AlternatingHead(), client_optimizer=optimizer).notes)
+    assert not any("gradient of 0" in n for n in tiny_run(c.AlternatingHead()).notes)
