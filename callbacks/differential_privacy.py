@@ -106,7 +106,7 @@ class DifferentialPrivacy(FederatedCallback):
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, to share it."
             )
         floating = [n for n, b in pl_module.learner.named_buffers() if b.is_floating_point()]
-        if floating and settings.buffers == "average":
+        if floating and settings.buffers != "keep":
             raise UserError(
                 f"DifferentialPrivacy: clients would send the buffer {floating[0]} neither clipped nor noised. Use "
                 "buffers='keep', or a network without such buffers (GroupNorm in place of BatchNorm)."

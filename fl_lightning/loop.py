@@ -108,7 +108,7 @@ class FederatedLoop:
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
-        self.state.rows.fetch(ids)
+        self.state.rows.fetch(ids)  # from here on their rows are known here, whoever owns them
         steps, sizes = {i: self.cohort.steps(i) for i in ids}, self.cohort.sizes(ids)
         ledger.round = replace(
             ledger.round,
@@ -116,6 +116,7 @@ class FederatedLoop:
             steps=steps,
             sizes=sizes,
             weights={i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids},
+            optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(
                 t, decay_factor(self.settings.lr_decay, t), max(steps.values(), default=1)
             ),
@@ -156,7 +157,6 @@ class FederatedLoop:
             rates=self.client_rates,
             read=self.state.rows.read,
             server_states=dict(self.state.server),
-            optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             parts=self.parts,
             seed=self.cohort.seed,
             all_sizes=self.cohort.data.client_sizes,
