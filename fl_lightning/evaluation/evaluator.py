@@ -66,7 +66,7 @@ class Evaluator:
         >>> everyone = samples_of(module.trainer.datamodule)
         >>> measured = module.evaluator().mean(module.evaluated_vector, everyone, gradient=True)
         >>> measured.samples, measured.gradient.shape
-        (27, torch.Size([31]))
+        (38, torch.Size([31]))
     """
 
     def __init__(

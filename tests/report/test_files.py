@@ -178,4 +178,5 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
 def test_every_published_column_reads(tmp_path: Path) -> None:
     for table in tables():
         assert table.arms and table.setting and table.source and table.experiments
-        assert all(0 < value < 1 for value, _ in table.arms.values())
+        most = 1 if table.metric.endswith("acc") else 10  # a loss
+        assert all(0 < value < most for value, _ in table.arms.values())
