@@ -46,7 +46,7 @@ def subclasses(base: type) -> dict[str, type]:
 def listed(names: Iterable[str]) -> str:
     """The names in one line, as many as a paragraph can take."""
     line = ", ".join(names)
-    return line if len(line) <= 600 else line[:600].rsplit(", ", 1)[0] + ", …"
+    return line if len(line) <= 300 else line[:300].rsplit(", ", 1)[0] + ", …"
 
 
 _PLAIN = {

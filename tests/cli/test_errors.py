@@ -29,7 +29,7 @@ OPTIONS = {
     "misspelt learner argument": ("--model.learner.num_clases", 3, ["model.learner.num_clases", "'num_classes'"]),
     "unknown data": ("--data", "Digitz", ["data", "'Digitz'", "'Digits'", "CIFAR10"]),
     "unknown partition": ("--data.partition", "Dirichle", ["data.partition", "'Dirichlet'", "Pathological"]),
-    "unknown method": ("--method", "FedInit", ["method", "'FedInit'", "RelaxedInitialization"]),
+    "unknown method": ("--method", "FedInit", ["method", "'FedInit'", "-c method/fedinit"]),
     "unknown optimizer": ("--model.client_optimizer", "SDG", ["model.client_optimizer", "'SDG'", "'SGD'", "Adam"]),
     "unknown module": ("--model.learner", "my.Net", ["model.learner", "'my.Net'", "No module named 'my'"]),
     "unknown callback": ("--trainer.callbacks", "EarlyStoping", ["trainer.callbacks", "'EarlyStopping'"]),
