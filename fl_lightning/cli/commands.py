@@ -87,7 +87,7 @@ def _fit(cli: FederatedCLI) -> None:
             raise
     if not cli.stop.started and trainer.is_global_zero:
         progress: Any = trainer.fit_loop.epoch_progress.current
-        asked = f"--trainer.max_epochs {trainer.max_epochs} asks for no more"
+        asked = f"--trainer.max_epochs above {trainer.max_epochs} goes on"
         print(f"{cli.folder}: {progress.processed} rounds are done already; {asked}")
 
 

@@ -101,5 +101,5 @@ def test_a_finished_run_says_that_nothing_is_left(cli: Cli, run: Path, more: tup
     before = snapshot(run)
     result = cli("fit", "x", *more)
     assert result.returncode == 0, result.stderr
-    assert f"2 rounds are done already; --trainer.max_epochs {more[1] if more else 2} asks for no more" in result.stdout
+    assert f"2 rounds are done already; --trainer.max_epochs above {more[1] if more else 2} goes on" in result.stdout
     assert snapshot(run) == before
