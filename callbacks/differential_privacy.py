@@ -119,7 +119,8 @@ class DifferentialPrivacy(FederatedCallback):
         for other in others:
             name = type(other).__name__
             uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
-            gathers = other.gathers or type(other).on_updates is not FederatedCallback.on_updates
+            changes = "on_updates" in vars(other) or type(other).on_updates is not FederatedCallback.on_updates
+            gathers = other.gathers or changes
             if any(d.sent for d in uploads) or (gathers and not other.stands_for_clients):
                 what = (
                     "its clients send more than their update" if any(d.sent for d in uploads) else "it sees all updates"
@@ -129,7 +130,7 @@ class DifferentialPrivacy(FederatedCallback):
                     "noised. Keep one of them."
                 )
             measuring += [name] if uploads else []
-            if other.stands_for_clients and "on_updates" in vars(other):
+            if other.stands_for_clients and gathers:
                 vars(self)["on_updates"] = self.clip_again
         if measuring:
             self.outside = f"who takes part, what is logged of the training, and what {', '.join(measuring)} measures"

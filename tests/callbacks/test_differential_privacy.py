@@ -189,6 +189,19 @@ class Peeks(FederatedCallback):
         server.updates = server.updates.sign()
 
 
+class PeeksByInstance(FederatedCallback):
+    def __init__(self):
+        super().__init__()
+        vars(self)["on_updates"] = lambda server: server.updates.mul_(1000) and None
+
+
+class Attacks(FederatedCallback):
+    stands_for_clients = True
+
+    def on_updates(self, server):
+        server.updates = 1000 * server.updates
+
+
 class Sends(FederatedCallback):
     more = Upload()
 
@@ -220,6 +233,7 @@ def test_values_that_cannot_work_are_refused(arguments, said):
         ([callbacks.DynamicRegularization()], {}, "DynamicRegularization cannot run together"),
         ([Sends()], {}, "Sends cannot run together"),
         ([Peeks()], {}, "it sees all updates"),
+        ([PeeksByInstance()], {}, "it sees all updates"),
         ([callbacks.TopKCompression()], {}, "both decide what clients send"),
         ([callbacks.PartialAveraging()], {}, "neither clipped nor noised"),
     ],
@@ -227,6 +241,20 @@ def test_values_that_cannot_work_are_refused(arguments, said):
 def test_what_would_reveal_clients_is_refused(others, arguments, said):
     with pytest.raises(UserError, match=said):
         run(DifferentialPrivacy(1.0, 1.0), *others, **arguments)
+
+
+def test_what_others_put_in_place_of_updates_is_clipped_wherever_their_hook_lies():
+    module = run(DifferentialPrivacy(0.01, 0.0), Attacks(), rounds=1, participation=1.0)
+    assert 0 < float((module.global_vector - fit_start()).norm()) <= 0.01
+
+
+@pytest.mark.parametrize("share", [np.float32(0.4), np.float64(0.4)])
+def test_numpys_numbers_are_pythons(share):
+    """The coins, the denominator and ε have one share."""
+    ours, plain = (run(DifferentialPrivacy(0.5, 1.0), participation=q) for q in (share, float(share)))
+    assert torch.equal(ours.global_vector, plain.global_vector)
+    spent = [float(m.trainer.callback_metrics["privacy/epsilon"]) for m in (ours, plain)]
+    assert spent[0] == spent[1]
 
 
 def test_averaged_buffers_are_refused():
