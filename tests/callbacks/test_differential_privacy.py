@@ -142,6 +142,14 @@ def test_what_is_spent_agrees_with_two_accountants():
     assert epsilon(1.0, 0.1, 40, 1e-5) == pytest.approx(prv.get_epsilon(1e-5), rel=0.01)
 
 
+def test_little_noise_has_its_price_in_moderate_time_and_memory():
+    """At dp-accounting's own grid, σ = 0.05 takes gigabytes; its ε is that of a finer grid where there is one."""
+    pytest.importorskip("dp_accounting")
+    assert epsilon(0.1, 0.1, 100, 1e-5) == pytest.approx(1200.576, rel=1e-5)
+    spent = [epsilon(sigma, 0.1, 2, 1e-5) for sigma in (0.3, 0.1, 0.05, 0.01, 0.001, 1e-5)]
+    assert spent == sorted(spent) and spent[-2] < spent[-1] == math.inf
+
+
 def test_it_is_logged_each_round_and_the_run_stops_at_the_target():
     logged = []
     method = DifferentialPrivacy(0.5, 1.0, target_epsilon=5.0)
