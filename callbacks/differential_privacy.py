@@ -27,7 +27,7 @@ class DifferentialPrivacy(FederatedCallback):
     What clients send besides u_i would have to be clipped too, so methods with uploads, methods that look at single
     updates, averaged buffers and parts that are not averaged are refused. Who takes part, and what is logged of the
     training, is outside the guarantee.
-    Sent: nothing more. Kept: σ by the server, where it follows from the target.
+    Sent: nothing more. Kept: σ and q by the server.
 
     Args:
         clip: C above 0; infinite without noise.
@@ -65,6 +65,7 @@ class DifferentialPrivacy(FederatedCallback):
         Note("outside its guarantee: {outside}.", when=lambda method, run: True),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
+    spent_at = ServerState(initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False)  # σ, q
 
     def __init__(
         self,
@@ -152,7 +153,15 @@ class DifferentialPrivacy(FederatedCallback):
         return target is not None and epsilon(sigma, self._share, rounds, self.delta) > target
 
     def on_round_start(self, server: Server) -> None:
-        self._refuse_to_exceed(server.round + 1, self._noise())  # where a run that stopped is resumed
+        now = [self._noise(), self._share]
+        self._refuse_to_exceed(server.round + 1, now[0])  # where a run that stopped is resumed
+        if server.round and self.spent_at.tolist() != now:
+            before = "other noise or coins" if float(self.spent_at[0]) >= 0 else "no privacy"
+            raise UserError(
+                f"DifferentialPrivacy: the rounds before round {server.round} had {before}, and ε would not hold for "
+                "them. Go on with the settings that the run began with, or begin another run with init_from."
+            )
+        self.spent_at = torch.tensor(now, dtype=torch.float64)
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         return self.clipped(update)

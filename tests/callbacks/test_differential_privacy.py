@@ -265,6 +265,21 @@ def test_numpys_numbers_are_pythons(share):
     assert spent[0] == spent[1]
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ([DifferentialPrivacy(0.5, 0.5)], {}, "had other noise or coins"),
+        ([DifferentialPrivacy(0.5, 5.0)], {"participation": 0.2}, "had other noise or coins"),
+        ([], {}, "had no privacy"),
+    ],
+)
+def test_rounds_of_less_privacy_are_not_counted_as_of_more(tmp_path, first, then, said):
+    """``strict_resume=False`` goes on with other settings; ε would tell of the present ones alone."""
+    run(*first, rounds=2, folder=str(tmp_path))
+    with pytest.raises(UserError, match=said):
+        run(DifferentialPrivacy(0.5, 5.0), rounds=3, folder=str(tmp_path), resume=True, strict_resume=False, **then)
+
+
 def test_averaged_buffers_are_refused():
     with pytest.raises(UserError, match="the buffer seen neither clipped nor noised"):
         run(DifferentialPrivacy(1.0, 1.0), buffers="average")
