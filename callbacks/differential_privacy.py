@@ -27,7 +27,7 @@ class DifferentialPrivacy(FederatedCallback):
     What clients send besides u_i would have to be clipped too, so methods with uploads, methods that look at single
     updates, averaged buffers and parts that are not averaged are refused. Who takes part, and what is logged of the
     training, is outside the guarantee.
-    Sent: nothing more. Kept: σ by the server, where it follows from the target.
+    Sent: nothing more. Kept: σ and q by the server.
 
     Args:
         clip: C above 0; infinite without noise.
@@ -65,6 +65,7 @@ class DifferentialPrivacy(FederatedCallback):
         Note("outside its guarantee: {outside}.", when=lambda method, run: True),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
+    spent_at = ServerState(initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False)  # σ, q
 
     def __init__(
         self,
@@ -119,7 +120,8 @@ class DifferentialPrivacy(FederatedCallback):
         for other in others:
             name = type(other).__name__
             uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
-            gathers = other.gathers or type(other).on_updates is not FederatedCallback.on_updates
+            changes = "on_updates" in vars(other) or type(other).on_updates is not FederatedCallback.on_updates
+            gathers = other.gathers or changes
             if any(d.sent for d in uploads) or (gathers and not other.stands_for_clients):
                 what = (
                     "its clients send more than their update" if any(d.sent for d in uploads) else "it sees all updates"
@@ -129,7 +131,7 @@ class DifferentialPrivacy(FederatedCallback):
                     "noised. Keep one of them."
                 )
             measuring += [name] if uploads else []
-            if other.stands_for_clients and "on_updates" in vars(other):
+            if other.stands_for_clients and gathers:
                 vars(self)["on_updates"] = self.clip_again
         if measuring:
             self.outside = f"who takes part, what is logged of the training, and what {', '.join(measuring)} measures"
@@ -151,7 +153,15 @@ class DifferentialPrivacy(FederatedCallback):
         return target is not None and epsilon(sigma, self._share, rounds, self.delta) > target
 
     def on_round_start(self, server: Server) -> None:
-        self._refuse_to_exceed(server.round + 1, self._noise())  # where a run that stopped is resumed
+        now = [self._noise(), self._share]
+        self._refuse_to_exceed(server.round + 1, now[0])  # where a run that stopped is resumed
+        if server.round and self.spent_at.tolist() != now:
+            before = "other noise or coins" if float(self.spent_at[0]) >= 0 else "no privacy"
+            raise UserError(
+                f"DifferentialPrivacy: the rounds before round {server.round} had {before}, and ε would not hold for "
+                "them. Go on with the settings that the run began with, or begin another run with init_from."
+            )
+        self.spent_at = torch.tensor(now, dtype=torch.float64)
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         return self.clipped(update)
@@ -205,13 +215,20 @@ def _one_round(sigma: float, share: float) -> Any:
         raise UserError(
             "DifferentialPrivacy needs the package dp-accounting for ε: pip install 'fl-lightning[privacy]'."
         ) from None
-    return privacy_loss_distribution.from_gaussian_mechanism(sigma, sampling_prob=share)
+    # of little noise the losses, some 1/σ², are told apart less finely, rounded up: memory would go with them
+    grid = 1e-4 * max(1.0, (0.3 / sigma) ** 2)
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        sigma, sampling_prob=share, value_discretization_interval=grid
+    )
 
 
 @lru_cache(4)
 def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
-    """ε(δ) of so many rounds with noise multiplier σ, each client by a coin of this share; infinite without noise."""
-    if sigma == 0:
+    """ε(δ) of so many rounds with noise multiplier σ, each client by a coin of this share.
+
+    Infinite where σ is below 0.001: of one round it is above 10⁵ there.
+    """
+    if sigma < 1e-3:  # above 10⁵ a round, which is none
         return math.inf
     return float(_one_round(sigma, share).self_compose(rounds).get_epsilon_for_delta(delta))
 

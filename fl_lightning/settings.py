@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.count_participants(self.participation, 2**62)
+        if isinstance(self.participation, Real):  # NumPy's too: what is no int is a share, wherever it is read
+            kind = int if isinstance(self.participation, Integral) else float
+            object.__setattr__(self, "participation", kind(self.participation))
         checks.one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
         checks.positive("local_epochs", self.local_epochs)
         checks.positive("local_steps", self.local_steps, whole=True)

@@ -114,10 +114,15 @@ def _copied(value: Any) -> Any:
 
 
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
-    """What to evaluate where it is not w: w, with the clients' mean on the parts not averaged; None where it is w."""
+    """What to evaluate where it is not w: w, with the clients' mean on the parts not averaged; None where it is w.
+
+    Where nobody finished, such parts stay as they were evaluated last.
+    """
     round = ledger.round
-    if server.averaged is None or not server.n or bool(server.averaged.all()):
+    if server.averaged is None or bool(server.averaged.all()):
         return None
+    if not server.n:
+        return torch.where(server.averaged, server.w.detach(), round.evaluated)
     mean = server.w_before + (ledger.total["copies"] / ledger.total["weight"].to(round.wide)).to(server.w_before)
     return torch.where(server.averaged, server.w.detach(), mean)
 

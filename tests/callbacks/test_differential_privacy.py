@@ -142,6 +142,14 @@ def test_what_is_spent_agrees_with_two_accountants():
     assert epsilon(1.0, 0.1, 40, 1e-5) == pytest.approx(prv.get_epsilon(1e-5), rel=0.01)
 
 
+def test_little_noise_has_its_price_in_moderate_time_and_memory():
+    """At dp-accounting's own grid, σ = 0.05 takes gigabytes; its ε is that of a finer grid where there is one."""
+    pytest.importorskip("dp_accounting")
+    assert epsilon(0.1, 0.1, 100, 1e-5) == pytest.approx(1200.576, rel=1e-5)
+    spent = [epsilon(sigma, 0.1, 2, 1e-5) for sigma in (0.3, 0.1, 0.05, 0.01, 0.001, 1e-5)]
+    assert spent == sorted(spent) and spent[-2] < spent[-1] == math.inf
+
+
 def test_it_is_logged_each_round_and_the_run_stops_at_the_target():
     logged = []
     method = DifferentialPrivacy(0.5, 1.0, target_epsilon=5.0)
@@ -189,6 +197,19 @@ class Peeks(FederatedCallback):
         server.updates = server.updates.sign()
 
 
+class PeeksByInstance(FederatedCallback):
+    def __init__(self):
+        super().__init__()
+        vars(self)["on_updates"] = lambda server: server.updates.mul_(1000) and None
+
+
+class Attacks(FederatedCallback):
+    stands_for_clients = True
+
+    def on_updates(self, server):
+        server.updates = 1000 * server.updates
+
+
 class Sends(FederatedCallback):
     more = Upload()
 
@@ -220,6 +241,7 @@ def test_values_that_cannot_work_are_refused(arguments, said):
         ([callbacks.DynamicRegularization()], {}, "DynamicRegularization cannot run together"),
         ([Sends()], {}, "Sends cannot run together"),
         ([Peeks()], {}, "it sees all updates"),
+        ([PeeksByInstance()], {}, "it sees all updates"),
         ([callbacks.TopKCompression()], {}, "both decide what clients send"),
         ([callbacks.PartialAveraging()], {}, "neither clipped nor noised"),
     ],
@@ -227,6 +249,35 @@ def test_values_that_cannot_work_are_refused(arguments, said):
 def test_what_would_reveal_clients_is_refused(others, arguments, said):
     with pytest.raises(UserError, match=said):
         run(DifferentialPrivacy(1.0, 1.0), *others, **arguments)
+
+
+def test_what_others_put_in_place_of_updates_is_clipped_wherever_their_hook_lies():
+    module = run(DifferentialPrivacy(0.01, 0.0), Attacks(), rounds=1, participation=1.0)
+    assert 0 < float((module.global_vector - fit_start()).norm()) <= 0.01
+
+
+@pytest.mark.parametrize("share", [np.float32(0.4), np.float64(0.4)])
+def test_numpys_numbers_are_pythons(share):
+    """The coins, the denominator and ε have one share."""
+    ours, plain = (run(DifferentialPrivacy(0.5, 1.0), participation=q) for q in (share, float(share)))
+    assert torch.equal(ours.global_vector, plain.global_vector)
+    spent = [float(m.trainer.callback_metrics["privacy/epsilon"]) for m in (ours, plain)]
+    assert spent[0] == spent[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ([DifferentialPrivacy(0.5, 0.5)], {}, "had other noise or coins"),
+        ([DifferentialPrivacy(0.5, 5.0)], {"participation": 0.2}, "had other noise or coins"),
+        ([], {}, "had no privacy"),
+    ],
+)
+def test_rounds_of_less_privacy_are_not_counted_as_of_more(tmp_path, first, then, said):
+    """``strict_resume=False`` goes on with other settings; ε would tell of the present ones alone."""
+    run(*first, rounds=2, folder=str(tmp_path))
+    with pytest.raises(UserError, match=said):
+        run(DifferentialPrivacy(0.5, 5.0), rounds=3, folder=str(tmp_path), resume=True, strict_resume=False, **then)
 
 
 def test_averaged_buffers_are_refused():

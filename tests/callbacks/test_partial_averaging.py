@@ -12,6 +12,7 @@ from torch import nn
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import RunFacts
+from fl_lightning.contracts.federation import fit, quiet
 from fl_lightning.learner import Layout, layers_of
 from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20
@@ -131,3 +132,19 @@ def test_personal_parts_are_never_averaged_and_what_is_evaluated_is_their_mean()
     assert np.abs(record.evaluated[0] - first.w[0]).max() < 1e-15
     copies = np.stack([record.rows[-1]["parts.x"][i] for i in range(8)])
     assert np.abs(record.evaluated[-1][16:] - copies.mean(0)).max() < 1e-14
+
+
+def test_where_nobody_finished_the_personal_parts_mean_stays_what_is_evaluated() -> None:
+    """Poisson rounds may be empty: w^0 of the heads has never been anybody's model after the first round."""
+    evaluated: list[torch.Tensor] = []
+    with quiet():
+        module = fit(
+            [c.PartialAveraging(periods={"last": "never"})],
+            20,
+            sampling="poisson",
+            participation=0.12,
+            ended=lambda run: evaluated.append(run.run.model.evaluated.detach().clone()),
+        )
+    empty = [t for t in range(1, 20) if not module.participants(t)]
+    assert len(empty) > 3 and any(module.participants(t) for t in range(empty[0]))
+    assert all(torch.equal(evaluated[t], evaluated[t - 1]) for t in empty)
