@@ -23,7 +23,7 @@ class DifferentialPrivacy(FederatedCallback):
 
     Each round every one of the m clients takes part by its own coin (``sampling="poisson"``); a round without anybody
     adds its noise all the same. ε(δ) of the rounds so far is logged as ``privacy/epsilon`` (0.1 s a round; seconds
-    with little noise), and the run stops before a round would exceed ``target_epsilon``. The aggregation weights p_i play no part.
+    with little noise), and the run stops before a round would exceed ``target_epsilon``. The weights p_i play no part.
     What clients send besides u_i would have to be clipped too, so methods with uploads, methods that look at single
     updates, averaged buffers and parts that are not averaged are refused. Who takes part, and what is logged of the
     training, is outside the guarantee.
