@@ -115,7 +115,7 @@ def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
     try:
         yield made
     finally:
-        Optimizer.add_param_group = add  # type: ignore[method-assign]
+        Optimizer.add_param_group = add  # type: ignore[method-assign]  # put back
 
 
 def without_scheduler(group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
