@@ -61,6 +61,12 @@ METHODS = [
     "tests/callbacks/test_partial_averaging.py",
     "tests/callbacks/test_distance_loggers.py",
     "tests/callbacks/test_arguments_and_notes.py",
+    "tests/callbacks/test_robust_aggregation.py",
+    "tests/callbacks/test_byzantine_clients.py",
+    "tests/callbacks/test_power_of_choice.py",
+    "tests/callbacks/test_differential_privacy.py",
+    "tests/callbacks/test_personal_methods.py",
+    "tests/callbacks/test_per_client_evaluation.py",
     CONTRACTS,
 ]
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
