@@ -13,7 +13,12 @@ from jsonargparse import ArgumentParser
 
 from fl_lightning.errors import UserError, suggest
 
-_INTERNAL = ("fl_lightning.callback", "fl_lightning.cli.run_folder", "fl_lightning.cli.signals")
+_INTERNAL = (
+    "fl_lightning.callback",
+    "fl_lightning.cli.run_folder",
+    "fl_lightning.cli.signals",
+    "fl_lightning.evaluation.measurement",
+)
 _NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "- Expected a path but", "Expected a path but")
 
 

@@ -17,7 +17,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 from fl_lightning.models import pretrained
 
-NO_TOKEN = -1
+NO_TOKEN = -1  # as in datamodules/tokens.py, which stands beside the networks and not below them
 
 
 class TextLearner(pl.LightningModule):
@@ -68,6 +68,7 @@ class TextLearner(pl.LightningModule):
             )
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``, -1 where nothing counts."""
         raise NotImplementedError  # each learner predicts something else
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
