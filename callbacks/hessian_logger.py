@@ -60,6 +60,8 @@ class HessianLogger(Measurement):
 
     def measure(self, module: Any) -> dict[str, float]:
         subset = drawn(module.trainer.datamodule, self.samples, module.run_seed, "hessian")
-        hessian = curvature.Hessian(Evaluator.of_run(module, exact=True), module.evaluated_vector, subset)
+        hessian = curvature.Hessian(
+            Evaluator.of_run(module.run, module.trainer, exact=True), module.evaluated_vector, subset
+        )
         found = curvature.measure(hessian, self.tolerance, self.probes, module.run_seed)
         return {f"hessian/{name}": getattr(found, name) for name in NAMES}

@@ -92,7 +92,7 @@ class PerClientEvaluation(Measurement):
         wanted = m if self.clients == "all" else min(int(self.clients), m)
         draw = generator(module.run_seed, "per-client evaluation")
         ids = range(m) if wanted == m else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
-        found = personal.measured(module, ids, self.finetune_epochs)
+        found = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
         self.table = {}
         for client, kinds in found.items():

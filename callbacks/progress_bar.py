@@ -92,7 +92,7 @@ class FederatedProgressBar(ProgressBar):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._enabled:
-            rows = closing_table(self._tally.metrics(trainer), trainer, pl_module)
+            rows = closing_table(self._tally.metrics(trainer), trainer)
             width = max(len(what) for what, _ in rows)
             self.print("\n".join(["", *(f"  {what:<{width}}  {value}" for what, value in rows), ""]))
 

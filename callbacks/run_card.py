@@ -41,7 +41,7 @@ class RunCard(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._card is not None or not trainer.is_global_zero:  # here, as all know folder and loggers by now
             return
-        self._card = _card(trainer, pl_module)
+        self._card = _card(trainer)
         path = Path(trainer.default_root_dir) / "card.md"
         new = trainer.current_epoch == 0 or not path.exists()
         _write(path, self._card)
@@ -59,7 +59,7 @@ class RunCard(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._card is not None:
-            rows = closing_table(self._tally.metrics(trainer), trainer, pl_module)
+            rows = closing_table(self._tally.metrics(trainer), trainer)
             _write(Path(trainer.default_root_dir) / "card.md", self._card + _section("Result", rows))
 
 
@@ -84,8 +84,8 @@ class Tally:
         return Metrics(self._rounds, self._columns) if path is None else Metrics.read(path)
 
 
-def closing_table(metrics: Metrics, trainer: pl.Trainer, module: pl.LightningModule) -> list[tuple[str, str]]:
-    """What came out of a run, as (what, value): only what was logged. The module's notes come last."""
+def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
+    """What came out of a run, as (what, value): only what was logged. Its notes come last."""
     folder = Path(trainer.default_root_dir)
     rows = [("rounds", str(trainer.current_epoch))]
     best, at = metrics.best("val/acc")
@@ -105,7 +105,7 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer, module: pl.LightningMod
     rows.append(("results in", str(folder)))
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows.append(("curves", f"tensorboard --logdir {folder}"))
-    return rows + [("note", note) for note in getattr(module, "notes", [])]
+    return rows + [("note", note) for note in getattr(trainer.lightning_module, "notes", [])]
 
 
 def _csv(trainer: pl.Trainer) -> Path | None:
@@ -121,7 +121,8 @@ def _short(count: float) -> str:
     return f"{count:.0f} "
 
 
-def _card(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+def _card(trainer: pl.Trainer) -> str:
+    module = trainer.lightning_module
     describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
     head = describe() if describe is not None else type(module).__name__
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it

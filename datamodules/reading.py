@@ -79,7 +79,7 @@ class AheadReader:
         return {"read": self.read, "workers": self.workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # processes and locks are not copied
+        AheadReader.__init__(self, **state)  # processes and locks are not copied
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Any]:
         """The batches asked for, in this order."""
@@ -93,7 +93,7 @@ class AheadReader:
                     return
                 batch = waiting.popleft().result(self.workers.timeout or None)
                 if isinstance(batch, ExceptionWrapper):
-                    batch.reraise()  # type: ignore[no-untyped-call]  # torch's
+                    batch.reraise()
                 yield batch
         except BrokenProcessPool as error:
             self.close()
@@ -162,7 +162,7 @@ def _answer(request: Request) -> Any:
     try:
         return _read(positions)
     except Exception:  # told in the run's process, where not every exception can be made again
-        return ExceptionWrapper(where="in a worker process that reads ahead")  # type: ignore[no-untyped-call]  # torch's
+        return ExceptionWrapper(where="in a worker process that reads ahead")
 
 
 def own_generator(dataset: Any) -> str:

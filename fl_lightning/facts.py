@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fl_lightning.lightning import rank_zero_warn
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import Schedule, decay_text
 from fl_lightning.storage.apart import is_plain
 
 Facts = dict[str, str | int | float | bool]
@@ -53,6 +53,15 @@ def of_run(run: Any, trainer: Any) -> Facts:
     facts.update({f"machine/{name.replace(' ', '_')}": _value(v) for name, v in run.plan.facts().items()})
     facts["machine/processes"] = trainer.world_size
     return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
+
+
+def in_one_line(run: Any, cohort: Any) -> str:
+    """What a run that is set up does: methods, cohort, optimizers, engine."""
+    rate = f"{run.clients.param_groups[0]['lr']:g}{decay_text(run.settings.lr_decay)}"
+    scheduled = "" if run.schedule is None else f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
+    clients = f"{type(run.clients).__name__} {rate}{scheduled}"
+    server = f"server {type(run.server).__name__} {run.server_rates[0]:g}"
+    return " · ".join(filter(None, [run.methods.title(), cohort.describe(), clients, server, str(run.plan or "")]))
 
 
 def log_to(loggers: list[Any], facts: Facts) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchmetrics import Metric
 
-from fl_lightning.learner import SHIMS, lightning_modules, overrides
+from fl_lightning.learner import SHIMS, TRANSFER, lightning_modules, overrides
 from fl_lightning.lightning import LightningOptimizer, extract_batch_size, pl
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.global_model import GlobalModel
@@ -48,7 +48,6 @@ WHERE_OVERRIDDEN = [  # Lightning does something else where a module has none of
     "test_dataloader",
     "predict_dataloader",
 ]
-TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STEPS = ("validation_step", "test_step", "predict_step")
 
 
@@ -99,12 +98,13 @@ class LearnerHooks(pl.LightningModule):
 
     def adopt(self, learner: Any) -> None:
         """Hide steps that the learner does not have, so that Lightning skips their loops; take hooks that it has."""
+        self.learner = learner
         for step in STEPS[:2]:
             if not overrides(learner, step):
                 self._put(step, getattr(pl.LightningModule, step))
-        self.transfers = [hook for hook in TRANSFER if overrides(learner, hook)]
-        for hook in self.transfers:
-            self._put(hook, _transfer(hook))
+        for hook in TRANSFER:
+            if overrides(learner, hook):
+                self._put(hook, _transfer(hook))
         for hook in WHERE_OVERRIDDEN:
             if overrides(learner, hook):
                 self._put(hook, _forwarded(hook))
@@ -132,8 +132,7 @@ class LearnerHooks(pl.LightningModule):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
-        self.learner = self.global_model.learner
-        self.adopt(self.learner)
+        self.adopt(self.global_model.learner)
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer, and log here what they log in evaluation."""

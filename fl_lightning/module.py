@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks
-from fl_lightning.callback import FederatedCallback
-from fl_lightning.devices import prepare_process
+from fl_lightning import checkpoint, checks, facts
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
-from fl_lightning.methods import Methods
 from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
 from fl_lightning.settings import OptimizerFactory, Settings
-from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
 from fl_lightning.storage.rows import ClientRows
 
 
@@ -34,8 +30,7 @@ class FederatedModule(LearnerHooks):
         learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``: ``training_step`` gives the
             local loss; evaluation and its hooks run on the global model, as if it were trained by itself.
         participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at least one).
-        sampling: ``"uniform"`` (a fixed number, without replacement); a coin for each client: ``"poisson"``, or
-            ``"bernoulli"``, which takes one client where all coins say no.
+        sampling: ``"uniform"`` (a fixed number); a coin for each client: ``"poisson"``, ``"bernoulli"`` (at least one).
         local_epochs: of each client in a round, may be fractional; 5 where neither it nor ``local_steps`` is given.
         local_steps: of each client in a round; overrides ``local_epochs``.
         client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.
@@ -44,8 +39,7 @@ class FederatedModule(LearnerHooks):
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
         keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every round.
-        server_optimizer: ``params -> optimizer`` over the global vector; its gradient is minus the aggregated update;
-            None: SGD with learning rate 1.
+        server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None: SGD with rate 1.
         server_lr_decay: as ``lr_decay``, for the server.
         weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
         buffers: ``"average"`` (floating-point buffers weighted by p_i, integer ones the maximum), ``"keep"`` (the
@@ -92,18 +86,11 @@ class FederatedModule(LearnerHooks):
         seed: int | None = None,
         strict_resume: bool = True,
     ) -> None:
+        given = locals()
         super().__init__()
         self.automatic_optimization = False
         checks.check_learner(learner)
-        self.settings = Settings(
-            participation=participation, sampling=sampling, local_epochs=local_epochs, local_steps=local_steps,
-            client_optimizer=client_optimizer, client_scheduler=client_scheduler, lr_decay=lr_decay,
-            clip_norm=clip_norm, keep_optimizer_state=keep_optimizer_state, server_optimizer=server_optimizer,
-            server_lr_decay=server_lr_decay, weighting=weighting, buffers=buffers, on_nonfinite=on_nonfinite,
-            init_from=init_from, engine=engine, clients_at_once=clients_at_once, workers=workers, capture=capture,
-            seed=seed, strict_resume=strict_resume,
-        )  # fmt: skip
-        self.learner: Any = learner
+        self.settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self.adopt(learner)
         self.global_model = GlobalModel(learner)
         self.run = FederatedRun(self.settings, self.global_model)
@@ -170,7 +157,7 @@ class FederatedModule(LearnerHooks):
 
     def describe(self) -> str:
         """What runs, in one line."""
-        return self.run.describe(self.cohort)
+        return facts.in_one_line(self.run, self.cohort)
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -179,15 +166,14 @@ class FederatedModule(LearnerHooks):
     def export(self, path: str | Path | None = None, client: int | None = None) -> Any:
         """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint.
 
-        Args:
-            client: whose personal model to take in their place; to be called in every process.
+        ``client``: whose personal model to take in their place; to be called in every process.
         """
-        model = None if client is None else personal.of_client(self, client)
+        model = None if client is None else personal.of_client(self.run, self.cohort.data, client)
         return self.global_model.export(path, self._trainer, model)
 
     def evaluator(self) -> Evaluator:
         """Measures losses and gradients of clients' samples at any vector, on a copy of the learner as it is now."""
-        return Evaluator.of_run(self)
+        return Evaluator.of_run(self.run, self.trainer)
 
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
@@ -197,14 +183,8 @@ class FederatedModule(LearnerHooks):
         return self.learner.configure_callbacks()
 
     def setup(self, stage: str) -> None:
-        trainer: Any = self.trainer
         if stage == "fit":
-            self.run.held = None  # of a fit that did not come to its start
-            checks.check_data(trainer.datamodule)
-            checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
-            self.run.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
-            use_atomic_checkpoints(trainer)
-            self.run.claim(trainer, begins=False)
+            self.run.set_up(self.trainer)
         self.connect_learner()
         self.learner.setup(stage)
 
@@ -229,10 +209,9 @@ class FederatedModule(LearnerHooks):
     def on_fit_start(self) -> None:
         checks.check_fixed_parameters(self.trainer)
         self.global_model.build(again=True)
-        prepare_process(self.global_model.w.device)
         self.run.restore(self.trainer)
         self.learner.on_fit_start()
-        self.run.begin(self.trainer, self.optimizers(), self.participants, self.transfers)
+        self.run.begin(self.trainer, self.optimizers())
 
     def on_train_start(self) -> None:
         self.run.claim(self.trainer, begins=True)
@@ -250,13 +229,12 @@ class FederatedModule(LearnerHooks):
         return self.run.outputs()
 
     def on_validation_start(self) -> None:
-        self._validation_began = time.perf_counter()
+        self.run.validation_starts()
         self.learner.on_validation_start()
 
     def on_validation_end(self) -> None:
         self.learner.on_validation_end()
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            self.run.report({"time/validation": time.perf_counter() - self._validation_began}, self.current_epoch)
+        self.run.validation_ends(self.trainer)
 
     def on_train_end(self) -> None:
         self.learner.on_train_end()

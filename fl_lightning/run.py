@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from fl_lightning import checkpoint, checks, facts, sampling
 from fl_lightning.aggregation import gathering
 from fl_lightning.aggregation.server_update import ServerStep
-from fl_lightning.callback import RunFacts
+from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
+from fl_lightning.devices import prepare_process
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
 from fl_lightning.engines.choice.plan import EnginePlan
@@ -33,8 +35,9 @@ from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
-from fl_lightning.schedules import decay_factor, decay_text
+from fl_lightning.schedules import decay_factor
 from fl_lightning.settings import Settings
+from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
 from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
@@ -64,7 +67,7 @@ class FederatedRun:
         self.lock: RunLock | None = None
         self.notes: list[str] = []
         self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
-        self._server_rates: list[float] = []
+        self.server_rates: list[float] = []
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
@@ -76,7 +79,7 @@ class FederatedRun:
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["settings"], state["model"])  # type: ignore[misc]  # a new object
+        FederatedRun.__init__(self, state["settings"], state["model"])
         vars(self).update(state)
 
     def note(self, text: str) -> None:
@@ -84,6 +87,15 @@ class FederatedRun:
         if text not in self.notes:
             self.notes.append(text)
             rank_zero_warn(text)
+
+    def set_up(self, trainer: Any) -> None:
+        """Refuse data that cannot work, and find this fit's methods."""
+        self.held = None  # of a fit that did not come to its start
+        checks.check_data(trainer.datamodule)
+        checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
+        self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
+        use_atomic_checkpoints(trainer)
+        self.claim(trainer, begins=False)
 
     def seed(self, trainer: Any) -> int:
         """The seed from which all random numbers follow; ``trainer`` None: outside of a fit."""
@@ -105,15 +117,6 @@ class FederatedRun:
         if self.methods.owner("select") is None:
             return cohort.participants(t)
         return self.state.chosen_in(t, (-1, ()) if self.loop is None else self.loop.present)
-
-    def describe(self, cohort: Cohort) -> str:
-        """What runs, in one line."""
-        rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
-        scheduled = "" if self.schedule is None else f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
-        clients = f"{type(self.clients).__name__} {rate}{scheduled}"
-        server = f"server {type(self.server).__name__} {self._server_rates[0]:g}"
-        facts = [self.methods.title(), cohort.describe(), clients, server, str(self.plan or "")]
-        return " · ".join(filter(None, facts))
 
     def clients_now(self, t: int) -> Optimizer | None:
         """The clients' optimizer over the learner's parameters at the rates of round t, to look at; None: no fit."""
@@ -144,7 +147,7 @@ class FederatedRun:
         before = self.server if self.goes_on(trainer) else None
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         checks.check_optimizer("server_optimizer", server)
-        self._server_rates = [float(group["lr"]) for group in server.param_groups]
+        self.server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
         given, scheduler = self.settings.client_optimizer, self.settings.client_scheduler
         self.clients, self.schedule = configured_optimizer.of_clients(given, self.model.learner, scheduler, self.note)
@@ -161,6 +164,7 @@ class FederatedRun:
 
     def restore(self, trainer: Any) -> None:
         """Set the state from which rounds go on: this run's so far, a checkpoint's, or a new one."""
+        prepare_process(self.model.w.device)
         for part, training in self._modes:  # an exception in validation leaves them as validation has them
             part.training = training
         if self.goes_on(trainer):
@@ -177,20 +181,8 @@ class FederatedRun:
             self.identity(trainer).check_same(held)
         self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
 
-    def begin(
-        self,
-        trainer: Any,
-        server_optimizer: Any,
-        participants: Callable[[int], tuple[int, ...]],
-        transfers: list[str],
-    ) -> None:
-        """Choose the engine and make the loop; before the first round.
-
-        Args:
-            server_optimizer: in Lightning's wrapper.
-            participants: t → who is sampled in round t, ascending.
-            transfers: names of the hooks by which the learner transfers its batches.
-        """
+    def begin(self, trainer: Any, server_optimizer: Any) -> None:
+        """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
         facts = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
@@ -199,11 +191,8 @@ class FederatedRun:
         if who := self.methods.gathering:
             self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
-        work.evaluate = ClientEvaluation(trainer.lightning_module)
-        of_data = getattr(cohort.data, "transfer_hooks", ())  # as Lightning has it, the data module's win
-        own = [hook for hook in transfers if hook not in of_data]
-        clients = self.clients, self.schedule
-        setting = setting_of(trainer, settings, model, *clients, work, cohort, cohort.tried, own)
+        work.evaluate = ClientEvaluation(self, trainer)
+        setting = setting_of(trainer, settings, model, self.clients, self.schedule, work, cohort)
         reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         setting = replace(setting, keeps_loss=reads_loss)
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
@@ -222,10 +211,10 @@ class FederatedRun:
             methods=self.methods,
             state=self.state,
             engine=self.engine,
-            server_step=ServerStep(server_optimizer, self._server_rates, progress),
+            server_step=ServerStep(server_optimizer, self.server_rates, progress),
             client_rates=rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
-            participants=participants,
+            participants=partial(self.participants, cohort=cohort),
             report=self.report,
             tell=self._tell,
             note=self.note,
@@ -301,6 +290,14 @@ class FederatedRun:
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=t)
+
+    def validation_starts(self) -> None:
+        self._validation_began = time.perf_counter()
+
+    def validation_ends(self, trainer: Any) -> None:
+        """Log how long it took, where it belongs to a fit."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.report({"time/validation": time.perf_counter() - self._validation_began}, trainer.current_epoch)
 
     def claim(self, trainer: Any, begins: bool) -> None:
         """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make it, to write there.

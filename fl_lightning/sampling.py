@@ -43,9 +43,9 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
         raise ValueError(f"at most three counters, got {counters}")
     if type(seed) is not int or not 0 <= seed < 2**63:
         seed = check_seed("seed", seed)
-    words = np.array([0, *counters, *[0] * (3 - len(counters))], np.uint64)
-    key = _Key(seed, zlib.crc32(purpose.encode()))
-    return np.random.Generator(np.random.Philox(key, counter=words))  # type: ignore[arg-type]  # numpy's types lack it
+    words: Any = np.array([0, *counters, *[0] * (3 - len(counters))], np.uint64)
+    key: Any = _Key(seed, zlib.crc32(purpose.encode()))
+    return np.random.Generator(np.random.Philox(key, counter=words))
 
 
 def given_seed(seed: int | None) -> int | None:
@@ -59,14 +59,14 @@ def fresh_seed() -> int:
     return secrets.randbelow(2**31)
 
 
-def check_seed(name: str, seed: object) -> int:
+def check_seed(name: str, seed: Any) -> int:
     """The seed as an integer; refuse what would be taken for another one.
 
     Raises:
         UserError: no integer, negative, or from 2**63 on (those would all draw the same).
     """
     try:
-        value = -1 if isinstance(seed, bool) else operator.index(seed)  # type: ignore[arg-type]  # that is the question
+        value = -1 if isinstance(seed, bool) else operator.index(seed)
     except TypeError:
         value = -1
     if not 0 <= value < 2**63:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_lightning import UserError
 from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
 from fl_lightning.checks import REFUSED_HOOKS
-from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
+from tests.helpers.learners import Lit, Normed, as_batches, blobs, federated, trainer
 
 REFUSED = {*REFUSED_HOOKS, "optimizer_zero_grad"}  # the latter where it does something else than Lightning's
 NOT_CALLED = {
@@ -40,7 +40,7 @@ def recording(called: set[str]) -> Lit:
     def noting(name: str) -> Any:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
             called.add(name)
-            return getattr(super(learner, self), name)(*args, **kwargs)  # type: ignore[arg-type, misc]
+            return getattr(Lit, name)(self, *args, **kwargs)
 
         return hook
 
@@ -51,8 +51,8 @@ def recording(called: set[str]) -> Lit:
     loaders = [name for name in hooks() if name.endswith("dataloader")]
     names = hooks() - REFUSED - {"training_step", "validation_step", "test_step", "predict_step", *loaders}
     body = {name: noting(name) for name in names}
-    learner: Any = type("Recording", (Lit,), {**body, "training_step": step})
-    return learner().double()  # type: ignore[no-any-return]
+    learner: type[Lit] = type("Recording", (Lit,), {**body, "training_step": step})
+    return learner().double()
 
 
 def all_stages(module: Any, run: Any, data: Any, folder: Any) -> None:
@@ -67,7 +67,7 @@ def test_every_hook_of_lightning_is_called_on_the_learner_or_known_not_to_be(tmp
     plainly, here = set[str](), set[str]()
     data = blobs()
     data.setup("fit")
-    batches = torch.utils.data.DataLoader([b for b, _ in data.full_batches(0)], batch_size=None)  # type: ignore[arg-type]
+    batches = as_batches([b for b, _ in data.full_batches(0)])
     plain = pl.LightningDataModule()
     for name in ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"):
         setattr(plain, name, lambda: batches)
@@ -103,7 +103,7 @@ def test_the_modes_that_a_learner_sets_for_evaluation_are_its_own(tmp_path: Any)
 def test_loaders_of_the_learner_are_used_without_a_data_module() -> None:
     class Loading(Lit):
         def test_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader([(torch.zeros(2, 20).double(), torch.zeros(2).long())], batch_size=None)  # type: ignore[arg-type]
+            return as_batches([(torch.zeros(2, 20).double(), torch.zeros(2).long())])
 
     (scores,) = trainer(1).test(federated(Loading()), verbose=False)
     assert "test/acc" in scores
@@ -139,7 +139,7 @@ def test_hooks_of_gradients_do_what_they_do_alone(engine: str, momentum: float) 
     run, data = trainer(1), blobs(clients=1)
     run.fit(module, data)
     plain = trainer(1, limit_val_batches=0)
-    plain.fit(alone, torch.utils.data.DataLoader(list(data.client_batches(0, 0, 3)), batch_size=None))  # type: ignore[arg-type]
+    plain.fit(alone, as_batches(list(data.client_batches(0, 0, 3))))
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
     assert run.callback_metrics["norm"] <= 0.3 + 1e-6 and run.callback_metrics["after"] < 0

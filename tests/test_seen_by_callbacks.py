@@ -64,12 +64,14 @@ class Looking(Lit):
         optimizer: Any = self.optimizers()
         assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in self.parameters()}
         self.log("rate", optimizer.param_groups[0]["lr"])
-        if (scheduler := self.lr_schedulers()) is not None:
-            self.log("last", scheduler.get_last_lr()[0])  # type: ignore[union-attr]
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:
+            self.log("last", scheduler.get_last_lr()[0])
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_start(self) -> None:
-        self.log("between", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        optimizer: Any = self.optimizers()
+        self.log("between", optimizer.param_groups[0]["lr"])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -90,8 +92,9 @@ def test_the_learners_optimizer_is_the_clients(engine: str) -> None:
 
 
 def test_a_compiled_learner_is_refused_with_the_way_out() -> None:
+    compiled: Any = torch.compile(Lit())
     with pytest.raises(UserError, match=r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"):
-        FederatedModule(torch.compile(Lit()))  # type: ignore[arg-type]
+        FederatedModule(compiled)
     with pytest.raises(UserError, match="ImageClassifier"):
         FederatedModule(nn.Linear(2, 2))
 

@@ -36,7 +36,6 @@ class Opened:
     learner: Any
     data: Any
     trainer: Any
-    transfers: list[str]
 
     @cached_property
     def layout(self) -> Layout:
@@ -54,8 +53,7 @@ class Opened:
     def evaluator(self, exact: bool) -> Evaluator:
         """Of the learner on the data; ``exact``: in full precision, else in the run's."""
         device = self.trainer.strategy.root_device
-        own = [hook for hook in self.transfers if hook not in getattr(self.data, "transfer_hooks", ())]
-        convert = conversion(self.trainer.precision_plugin, device, own)
+        convert = conversion(self.trainer, self.learner, self.data)
         context = torch.enable_grad if exact else forward_context(self.trainer, device)
         return Evaluator(self.learner, self.layout, self.data, self.seed, context, convert)
 
@@ -91,7 +89,4 @@ def opened(path: Path) -> Opened:
     for part in lightning_modules(learner):
         part._trainer = built.trainer
     seed = int(held.get("seed", 0))
-    return Opened(
-        folder, run.checkpoint_path, int(held.get("rounds", 0)), seed, learner, run.data, built.trainer,
-        list(built.model.transfers),
-    )  # fmt: skip
+    return Opened(folder, run.checkpoint_path, int(held.get("rounds", 0)), seed, learner, run.data, built.trainer)

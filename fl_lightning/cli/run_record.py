@@ -91,22 +91,23 @@ class RunRecord(pl.Callback):
         self._path = Path(trainer.default_root_dir) / "run.json"
         before = _read(self._path)
         self.arm, self.claims_hash = self.arm or before.get("arm"), self.claims_hash or before.get("claims_hash")
-        self._write("running", trainer, pl_module)
+        self._write("running", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         rounds = trainer.max_epochs
         all_done = rounds is not None and 0 <= rounds <= trainer.current_epoch
         asked = getattr(pl_module, "stop_requested", False) or _out_of_time(trainer)
-        self._write("stopped" if asked and not all_done else "done", trainer, pl_module)
+        self._write("stopped" if asked and not all_done else "done", trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Diverged):
             status = "diverged"
         else:
             status = "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
-        self._write(status, trainer, pl_module)
+        self._write(status, trainer)
 
-    def _write(self, status: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _write(self, status: str, trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
         if self._path is None or not trainer.is_global_zero:
             return
         describe: Callable[[], str] | None = getattr(module, "describe", None)

@@ -20,6 +20,7 @@ from fl_lightning.contracts import snapshots
 from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
+from fl_lightning.learner import Layout
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import ClientRates, Round
@@ -33,9 +34,8 @@ Call = Callable[[str, Callable[[], Any]], Any]  # (name of the hook, the call) -
 class Stage:
     """A round with filled state, on which hooks are called."""
 
-    def __init__(self, callback: FederatedCallback, module: Any, m: int) -> None:
+    def __init__(self, callback: FederatedCallback, w: Tensor, layout: Layout, m: int) -> None:
         self.callback, self.methods = callback, Methods([callback])
-        w = module.global_vector.detach()
         self.curvature = 0.5 + self._random(1, m, w.numel())
         self.centre = self._random(2, m, w.numel()) - 0.5
         states = {k: d for k, d in self.methods.declared.items() if isinstance(d, State)}
@@ -52,7 +52,7 @@ class Stage:
             w0=w - 0.1,
             evaluated=w,
             buffers={},
-            layout=module.layout,
+            layout=layout,
             rates=ClientRates(1.0, torch.tensor(0.1, dtype=torch.float64)),
             read=lambda key, client: self.rows[key][client] if key in self.rows else None,
             steps_of=lambda client, epochs: 1 + client % 2,
@@ -165,7 +165,7 @@ def groups(method: Method) -> None:
         "are .sum(1, keepdim=True), and no client's row enters another's"
     )
     for n in (1, 3, size):
-        stage = Stage(callback, module, size)
+        stage = Stage(callback, module.global_vector.detach(), module.layout, size)
         single = [stage.rehearse(stage.clients([i]), _plainly) for i in range(n)]
         try:
             for hook, ours in stage.rehearse(stage.clients(range(n)), _plainly):
@@ -191,7 +191,7 @@ def untouched_self(method: Method) -> None:
             )
         return returned
 
-    stage = Stage(callback, module, 3)
+    stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
     for _ in stage.rehearse(stage.clients(range(3)), guard):
         pass
 
@@ -199,7 +199,7 @@ def untouched_self(method: Method) -> None:
 def traceable(method: Method) -> None:
     """Call hooks on tensors without data: whatever reads a value, or branches on one, fails."""
     callback, module = method.used
-    stage = Stage(callback, module, 3)
+    stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
     clients = stage.clients(range(3))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.from_tensor

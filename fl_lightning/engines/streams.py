@@ -23,7 +23,7 @@ WORTH = 8  # steps of a client from which on capturing one saves more than it co
 
 def own_stream(x: Tensor) -> torch.cuda.Stream | None:
     """A stream on the GPU where x lies; None on a CPU."""
-    return torch.cuda.Stream(x.device) if x.is_cuda else None  # type: ignore[no-untyped-call]  # torch has no types there
+    return torch.cuda.Stream(x.device) if x.is_cuda else None
 
 
 class Streams:

@@ -92,14 +92,12 @@ class Evaluator:
         self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
 
     @classmethod
-    def of_run(cls, module: Any, draws: bool = True, exact: bool = False) -> Evaluator:
-        """Of a FederatedModule that a Trainer has, with the batches that clients get; ``exact``: without autocast."""
-        trainer, learner = module.trainer, module.learner
-        data, device = trainer.datamodule, trainer.strategy.root_device
-        transfers = [hook for hook in module.transfers if hook not in getattr(data, "transfer_hooks", ())]
-        convert = conversion(trainer.precision_plugin, device, transfers)
+    def of_run(cls, run: Any, trainer: Any, draws: bool = True, exact: bool = False) -> Evaluator:
+        """Of a FederatedRun and its Trainer, with the batches that clients get; ``exact``: without autocast."""
+        model, data, device = run.model, trainer.datamodule, trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
-        return cls(learner, module.layout, data, module.run_seed, context, convert, draws)
+        convert = conversion(trainer, model.learner, data)
+        return cls(model.learner, model.layout, data, run.seed(trainer), context, convert, draws)
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""

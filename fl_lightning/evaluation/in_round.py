@@ -38,11 +38,11 @@ class ClientEvaluation:
     """Evaluates clients' own samples, a group at a time, on one copy of the learner, made when it is first asked for.
 
     Args:
-        module: the FederatedModule that trains, with its Trainer.
+        run: that trains, a FederatedRun; ``trainer``: the Trainer that fits it.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._lock = module, threading.Lock()  # of engines with threads
+    def __init__(self, run: Any, trainer: Any) -> None:
+        self._run, self._trainer, self._lock = run, trainer, threading.Lock()  # of engines with threads
         self._evaluator: Evaluator | None = None
         self._round: Round | None = None
 
@@ -50,7 +50,7 @@ class ClientEvaluation:
         """As :meth:`Clients.evaluate`."""
         if what not in ("train", "test"):
             raise ValueError(f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'")
-        data, learner = self._module.trainer.datamodule, self._module.learner
+        data, learner = self._trainer.datamodule, self._run.model.learner
         indices = data.client_indices if what == "train" else data.client_test_indices
         step = "validation_step" if overrides(learner, "validation_step") else "training_step"
         found: list[dict[str, float]] = []
@@ -71,10 +71,10 @@ class ClientEvaluation:
 
     def _of_round(self, round: Round) -> Evaluator:
         """The evaluator, with the round's buffers and what the learner's hooks changed since the last one."""
-        learner = self._module.learner
+        learner = self._run.model.learner
         if self._evaluator is None:
             with _shims_put_aside(learner):
-                self._evaluator = Evaluator.of_run(self._module)
+                self._evaluator = Evaluator.of_run(self._run, self._trainer)
         if self._round is not round:
             self._evaluator.follow(learner, round.buffers)
             self._round = round

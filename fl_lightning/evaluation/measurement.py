@@ -44,13 +44,13 @@ class Measurement(FederatedCallback):
         self._ended = t = trainer.current_epoch
         every = self.every_n_rounds
         if (every and (t + 1) % every == 0) or t + 1 == trainer.max_epochs:
-            self._measure(pl_module, t)
+            self._measure(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The last round, where only now it is known to be that: after an early stop, say."""
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
-            self._measure(pl_module, self._ended)
+            self._measure(trainer)
 
-    def _measure(self, module: Any, t: int) -> None:
-        self._measured = t
-        module.run.report(self.measure(module), t)
+    def _measure(self, trainer: Any) -> None:
+        self._measured, module = self._ended, trainer.lightning_module
+        module.run.report(self.measure(module), self._measured)

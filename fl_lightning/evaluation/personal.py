@@ -16,6 +16,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.processes import gathered, world_size
 from fl_lightning.round.clients import Clients
@@ -68,13 +69,11 @@ class PersonalModels:
         return x[0], round.buffers_of(client)
 
 
-def of_run(module: Any) -> PersonalModels:
-    """Those of a run after its rounds so far, in each process of the clients whose rows live there."""
-    run = module.run
+def of_run(run: Any, data: Any) -> PersonalModels:
+    """Those of a FederatedRun after its rounds so far, in each process of the clients whose rows live there."""
     if run.loop is None:
         raise UserError("personal models are there once a run has begun: after trainer.fit, or in its callbacks.")
-    sizes = Sizes(module.trainer.datamodule)
-    return PersonalModels(replace(run.loop.facts(max(run.state.rounds - 1, 0)), sizes=sizes), run.methods)
+    return PersonalModels(replace(run.loop.facts(max(run.state.rounds - 1, 0)), sizes=Sizes(data)), run.methods)
 
 
 def of_checkpoint(saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str) -> PersonalModels:
@@ -105,26 +104,32 @@ def check_client(client: int, m: int) -> None:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
 
-def of_client(module: Any, client: int) -> Model:
-    """One client's, in every process of a run."""
-    check_client(client, int(module.trainer.datamodule.num_clients))
+def of_client(run: Any, data: Any, client: int) -> Model:
+    """One client's, in every process of a FederatedRun."""
+    check_client(client, int(data.num_clients))
     world, rank = place()
-    own = of_run(module).of(client) if client % world == rank else None
+    own = of_run(run, data).of(client) if client % world == rank else None
     (found,) = (model for model in gathered(own) if model is not None)
     return found
 
 
-def measured(module: Any, ids: Sequence[int], finetune_epochs: float = 0) -> dict[int, dict[str, dict[str, float]]]:
+def measured(
+    run: Any, trainer: Any, ids: Sequence[int], finetune_epochs: float = 0
+) -> dict[int, dict[str, dict[str, float]]]:
     """By client, what each one's personal model does on its own test samples; called in every process.
+
+    Args:
+        run: a FederatedRun; ``trainer``: the Trainer that fits it.
+        finetune_epochs: local epochs of fine-tuning before a second measurement.
 
     Returns:
         ``{client: {"": values, "_finetuned": values}}``: ``samples``, ``loss`` (of ``training_step`` in evaluation
         mode) and what ``validation_step`` logs, under its names; of a client without test samples, empty. The second
         is there where ``finetune_epochs`` is above 0.
     """
-    data, (world, rank) = module.trainer.datamodule, place()
-    models, evaluator = of_run(module), module.evaluator()
-    tuned = FineTuning(module, finetune_epochs) if finetune_epochs else None
+    data, (world, rank) = trainer.datamodule, place()
+    models, evaluator = of_run(run, data), Evaluator.of_run(run, trainer)
+    tuned = FineTuning(run, trainer, finetune_epochs) if finetune_epochs else None
     own: dict[int, dict[str, dict[str, float]]] = {}
     for client in ids:
         if client % world != rank:
@@ -148,15 +153,12 @@ class FineTuning:
     clipping. Batches, and what a step draws, are functions of (seed, round, client), others than the round's.
     """
 
-    def __init__(self, module: Any, epochs: float) -> None:
-        run, trainer = module.run, module.trainer
+    def __init__(self, run: Any, trainer: Any, epochs: float) -> None:
         self.epochs, self.settings, self.loop = epochs, run.settings, run.loop
         self.cohort = run.cohort(trainer)
         data, seed = OtherBatches(trainer.datamodule), int(generator(self.cohort.seed, "finetune").integers(2**63))
-        own = [hook for hook in module.transfers if hook not in getattr(trainer.datamodule, "transfer_hooks", ())]
         work = Work(data, Methods([]), seed)
-        clients = run.clients, run.schedule
-        setting = setting_of(trainer, run.settings, run.model, *clients, work, self.cohort, module.participants, own)
+        setting = setting_of(trainer, run.settings, run.model, run.clients, run.schedule, work, self.cohort)
         workshop = Workshop(setting)
         workshop.treat_as_buffers(run.model.written)
         if run.plan is not None and run.plan.channels_last:

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -72,11 +72,11 @@ def look(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
-def plain(axes: Axes, grid: str = "y") -> None:
+def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
     """Grid lines along one axis only ("": none)."""
     axes.grid(False)
     if grid:
-        axes.grid(True, axis=grid)  # type: ignore[arg-type]  # a Literal of x, y, both
+        axes.grid(True, axis=grid)
     axes.tick_params(length=3)
 
 

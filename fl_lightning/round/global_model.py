@@ -159,7 +159,7 @@ class GlobalModel:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["learner"])  # type: ignore[misc]  # a new object
+        GlobalModel.__init__(self, state["learner"])
         self.config = state["config"]
         if state["w"] is not None:
             self.move_to(state["w"], state["evaluated"], {})

@@ -81,7 +81,7 @@ class ClientStore:
             return {**own, "rows": rows, "placed": placed, "home": self._home, "number": self._number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["budget_bytes"], state["rank"], state["world_size"])  # type: ignore[misc]  # a new object
+        ClientStore.__init__(self, state["budget_bytes"], state["rank"], state["world_size"])
         self._dirty, self._where = state["rows"], {name: of for name, of in state["placed"].items() if len(of[0])}
         self._dirty_bytes = sum(row.nbytes for row in self._dirty.values())
         self._home, self._number = state["home"], state["number"]

@@ -20,6 +20,7 @@ from fl_lightning.models import ImageClassifier
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 from tests.helpers.processes import launched
 
+FRACTION: Any = 2.5
 LOGGERS = (c.GlobalLossLogger, c.HessianLogger, c.ConsensusDistanceLogger, c.DriftLogger, c.CommunicationLogger)
 
 
@@ -181,7 +182,7 @@ def test_two_processes_log_the_same(tmp_path: Path) -> None:
         lambda: c.GlobalLossLogger(samples=-1),
         lambda: c.HessianLogger(tolerance=0.0),
         lambda: c.HessianLogger(probes=1),
-        lambda: c.HessianLogger(every_n_rounds=2.5),  # type: ignore[arg-type]
+        lambda: c.HessianLogger(every_n_rounds=FRACTION),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(made: Any) -> None:

@@ -212,9 +212,10 @@ def test_regression_and_metrics_of_the_learners_own() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_before_training() -> None:
+    arguments: dict[str, Any]
     for arguments in ({"clients": "some"}, {"clients": 0}, {"finetune_epochs": -1}, {"every_n_rounds": 0}):
         with pytest.raises(UserError, match=f"PerClientEvaluation: {next(iter(arguments))}"):
-            c.PerClientEvaluation(**arguments)  # type: ignore[arg-type]  # which is the point
+            c.PerClientEvaluation(**arguments)
     with pytest.raises(UserError, match="client_test_fraction"):
         run(c.PerClientEvaluation(), federation=data(fraction=0.0))
     with pytest.raises(UserError, match="numbered from 0 to 9"):

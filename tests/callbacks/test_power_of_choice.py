@@ -52,9 +52,10 @@ def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: in
 
 
 def test_a_number_of_candidates_that_is_none_is_refused() -> None:
+    wrong: Any
     for wrong in (0, 2.5, True):
         with pytest.raises(UserError, match="candidates"):
-            PowerOfChoice(wrong)  # type: ignore[arg-type]  # that is the question
+            PowerOfChoice(wrong)
 
 
 def test_everybody_comes_once_before_anybody_comes_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_twin_is_as_it_was_planned(name: str) -> None:
         len(twin["grid"]["seed_everything"]),
     )  # fmt: skip
     assert found == PLAN[name.removeprefix("experiment/")]
-    folder = packaged()[name].parent  # type: ignore[attr-defined]  # Traversable has none; files of a folder do
+    folder = Path(str(packaged()[name])).parent
     for claim in read_claims(folder / twin["claims"], []).claims:
         assert claim.score == "last10", claim
         assert claim.margin == MARGINS.get(claim.metric) or claim.metric.startswith("divergence/"), claim
@@ -85,7 +86,7 @@ def test_a_twin_has_what_a_sweep_needs_and_claims_about_its_own_arms(name: str) 
     seeds = twin["grid"]["seed_everything"]
     assert len(seeds) >= 3 and not set(seeds) & set(twin["select"]["seeds"]), "rates are chosen with other seeds"
     assert twin["select"]["val_fraction"] > 0, "on data that are not the test set"
-    folder = packaged()[name].parent  # type: ignore[attr-defined]  # Traversable has none; files of a folder do
+    folder = Path(str(packaged()[name])).parent
     claims = read_claims(folder / twin["claims"], []).claims
     assert claims and {arm for claim in claims for arm in (claim.a, claim.b)} <= {
         arm.name for arm in arms(read_spec(name))

@@ -63,9 +63,10 @@ def test_sizes_that_differ_beyond_all_bounds_are_still_sizes() -> None:
 def test_a_number_that_has_to_be_positive_is_not_zero() -> None:
     check_number(IID(), "alpha", 1e-300)
     check_number(IID(), "alpha", 0, zero=True)
+    value: Any
     for value in (0, -1.0, float("nan"), float("inf"), "1"):
         with pytest.raises(UserError, match="give a number above 0"):
-            check_number(IID(), "alpha", value)  # type: ignore[arg-type]  # what users give
+            check_number(IID(), "alpha", value)
 
 
 def test_groups_are_clients_in_ascending_order() -> None:

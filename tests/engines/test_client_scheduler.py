@@ -67,7 +67,7 @@ def stepped(weights: Any, data: Any, momentum: float, rate_of: Any) -> nn.Module
         for k, (x, y) in enumerate(data.client_batches(0, t, 3)):
             optimizer.param_groups[0]["lr"] = rate_of(t, k)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(learner.net(x), y).backward()  # type: ignore[no-untyped-call]
+            nn.functional.cross_entropy(learner.net(x), y).backward()
             optimizer.step()
     return learner
 
@@ -99,7 +99,7 @@ def test_a_scheduler_that_cycles_momentum_cycles_it_from_none_too(engine: str) -
     (optimizer, scheduler) = (given := alone.configure_optimizers())["optimizer"], given["lr_scheduler"]["scheduler"]
     for x, y in data.client_batches(0, 0, 6):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(alone.net(x), y).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(alone.net(x), y).backward()
         optimizer.step()
         scheduler.step()
     for name, value in alone.state_dict().items():

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
 from tests.helpers.processes import launched
 
 ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurrent", "workers": k} for k in (1, 2))]
@@ -25,7 +25,7 @@ class Measured(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = nn.ModuleDict(
+        self.own: Any = nn.ModuleDict(
             {
                 "accuracy": torchmetrics.Accuracy(average="macro", **FOUR),
                 "label": torchmetrics.MeanMetric(),
@@ -71,7 +71,7 @@ class Collected(Measured):
     def __init__(self) -> None:
         super().__init__()
         kinds = {k.__name__: k(average="macro", **FOUR) for k in (torchmetrics.Precision, torchmetrics.Recall)}
-        self.own = torchmetrics.MetricCollection(kinds)  # type: ignore[assignment]
+        self.own = torchmetrics.MetricCollection(kinds)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.own.update(self.net(batch[0]).detach(), batch[1])
@@ -92,7 +92,7 @@ def of_plain_lightning(learner: type[Lit]) -> dict[str, Tensor]:
     data.setup("fit")
     batches = [batch for client in range(10) for batch, _ in data.full_batches(client)]
     run = trainer(1, limit_val_batches=0)
-    run.fit(made(learner), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    run.fit(made(learner), as_batches(batches))
     return {name: value for name, value in run.callback_metrics.items() if "/" not in name}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from fl_lightning import FederatedModule, InMemoryDataModule
 
@@ -84,6 +85,11 @@ def blobs(clients: int = 10, per_client: int = 24, batch_size: int = 8, dtype: t
     x = centres[y] + torch.randn(len(y), 20, generator=generator, dtype=dtype)
     own = [np.arange(i * per_client, (i + 1) * per_client - 2 * (i % 5)) for i in range(clients)]
     return InMemoryDataModule((x, y), test=(x, y), clients=own, batch_size=batch_size)
+
+
+def as_batches(batches: Any) -> DataLoader[Any]:
+    """Batches that are there already, for a Trainer of plain Lightning."""
+    return DataLoader(batches, batch_size=None)
 
 
 def trainer(rounds: int = 2, callbacks: Any = (), **settings: Any) -> pl.Trainer:

@@ -88,7 +88,7 @@ def test_the_first_ten_of_twelve_layers_are_the_extractor() -> None:
     layout = Layout(CausalLanguageModel(config=opt(layers=12)))
     ((mask, period),) = PartialAveraging(extractor="*.layers.[0-9].*").parts(layout)
     assert int(mask.sum()) == 10 * opt_layer() and period == 10
-    kept = {re.search(r"layers\.(\d+)\.", n)[1] for n, (where, _) in layout.items() if mask[where].any()}  # type: ignore[index]
+    kept = {k for n, (where, _) in layout.items() if mask[where].any() for k in re.findall(r"layers\.(\d+)\.", n)}
     assert kept == {str(k) for k in range(10)}, "by the pattern none but layers have it"
 
 
@@ -191,7 +191,7 @@ def test_without_the_libraries_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
 def test_data_that_do_not_fit_the_network_are_refused_before_training(tmp_path: Path) -> None:
     text_file(tmp_path)
     multinli_files(tmp_path)
-    pairs = {"length": 24, "batch_size": 8}
+    pairs: dict[str, Any] = {"length": 24, "batch_size": 8}
     cases = [
         (CausalLanguageModel(config=opt(vocab_size=200)), LanguageModelling(tmp_path), "has 200 tokens, but LanguageM"),
         (
@@ -199,7 +199,7 @@ def test_data_that_do_not_fit_the_network_are_refused_before_training(tmp_path: 
             LanguageModelling(tmp_path, length=65),
             "length is 65, .* at most 64 token",
         ),
-        (TextClassifier(2, config=opt()), TextClassification(tmp_path, **pairs), "num_classes is 2, but .* 3 classes"),  # type: ignore[arg-type]
+        (TextClassifier(2, config=opt()), TextClassification(tmp_path, **pairs), "num_classes is 2, but .* 3 classes"),
         (TextClassifier(2, config=opt()), LanguageModelling(tmp_path), "LanguageModelling has no classes"),
     ]
     for learner, data, says in cases:

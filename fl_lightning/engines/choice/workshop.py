@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.worker import Worker
-from fl_lightning.learner import Layout, check_trainable
+from fl_lightning.learner import TRANSFER, Layout, check_trainable, overrides
 from fl_lightning.lightning import Precision
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
@@ -136,10 +136,8 @@ def setting_of(
     schedule: ClientSchedule | None,
     work: Work,
     cohort: Cohort,
-    participants: Callable[[int], tuple[int, ...]],
-    transfers: Sequence[str],
 ) -> Setting:
-    """The setting of a Trainer's run; ``transfers``: names of the hooks by which the learner transfers its batches."""
+    """The setting of a Trainer's run."""
     check_trainable(model.learner, model.layout)
     return Setting(
         engine=settings.engine,
@@ -155,13 +153,13 @@ def setting_of(
         schedule=schedule,
         work=work,
         cohort=cohort,
-        participants=participants,
+        participants=cohort.tried,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or int(trainer.num_devices),
         broadcast=trainer.strategy.broadcast,
         forward_context=forward_context(trainer, model.w.device),
-        convert=conversion(trainer.precision_plugin, trainer.strategy.root_device, transfers),
+        convert=conversion(trainer, model.learner, trainer.datamodule),
         hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
         rounds=-1 if trainer.max_epochs is None else trainer.max_epochs,
         skips_nonfinite=settings.on_nonfinite == "skip",
@@ -190,8 +188,14 @@ def in_bfloat16(device: str) -> AbstractContextManager[Any]:
     return stack
 
 
-def conversion(precision: Any, device: torch.device, transfers: Sequence[str]) -> Convert | None:
-    """How a client's batch becomes what the learner gets: its own transfer hooks, the Trainer's precision."""
+def conversion(trainer: Any, learner: Any, data: Any) -> Convert | None:
+    """How a client's batch becomes what the learner gets: its own transfer hooks, the Trainer's precision.
+
+    Where the data module has such a hook too, that is called in its place, as Lightning does.
+    """
+    precision, device = trainer.precision_plugin, trainer.strategy.root_device
+    of_data = getattr(data, "transfer_hooks", ())
+    transfers = [hook for hook in TRANSFER if overrides(learner, hook) and hook not in of_data]
     if not transfers and type(precision).convert_input is Precision.convert_input:
         return None
 
