@@ -4,7 +4,8 @@ D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learn
 (ICML 2018), arXiv:1803.01498 (median, trimmed mean). P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer: Machine
 Learning with Adversaries: Byzantine Tolerant Gradient Descent (NeurIPS 2017), arXiv:1703.02757 (Krum, multi-Krum).
 K. Pillutla, S. M. Kakade, Z. Harchaoui: Robust Aggregation for Federated Learning (IEEE TSP 2022), arXiv:1912.13445
-(geometric median).
+(geometric median). Y. Allouah, S. Farhadkhani, R. Guerraoui, N. Gupta, R. Pinot, J. Stephan: Fixing by Mixing: A Recipe
+for Optimal Byzantine ML under Heterogeneity (AISTATS 2023), arXiv:2302.01772 (``mixing``: Algorithm 2).
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ class RobustAggregation(FederatedCallback):
     ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim · n⌋ largest and
     smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2 smallest ‖u_i - u_j‖²; ``"multi_krum"``:
     the mean of the ``keep`` least. ``"geometric_median"``: the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration.
-    The weights p_i play no part.
+    The weights p_i play no part. With ``mixing`` each u_i is first replaced by the mean of the n - f updates nearest to
+    it, itself among them: for clients whose data differ much, where the rules alone leave honest updates out.
     Sent and kept: nothing more than by FedAvg. The server holds all updates of a round at once.
 
     Args:
         rule: one of those.
         trim: τ of the trimmed mean, from 0 to below 0.5.
-        byzantine: f, how many clients of a round Krum stands; it needs n ≥ 2 f + 3, and stands fewer in a round with
-            fewer clients.
+        byzantine: f, how many clients of a round Krum and mixing stand; they need n ≥ 2 f + 3, and stand fewer in a
+            round with fewer clients.
         keep: k of multi-Krum; None: n - f.
+        mixing: mix with the nearest neighbours before the rule.
 
     Raises:
         UserError: another rule, or a number outside these bounds; too few participants for ``byzantine`` or ``keep``.
@@ -70,6 +73,7 @@ class RobustAggregation(FederatedCallback):
         trim: float = 0.1,
         byzantine: int = 1,
         keep: int | None = None,
+        mixing: bool = False,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -82,30 +86,42 @@ class RobustAggregation(FederatedCallback):
             raise UserError(f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from 0.")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UserError(f"{name}: keep={keep!r} is not accepted; it is a number of clients from 1, or null.")
-        self.rule, self.trim, self.byzantine, self.keep = rule, trim, byzantine, keep
+        if not isinstance(mixing, bool):
+            raise UserError(f"{name}: mixing={mixing!r} is not accepted; it is true or false.")
+        self.rule, self.trim, self.byzantine, self.keep, self.mixing = rule, trim, byzantine, keep, mixing
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         n, f = pl_module.cohort.n, self.byzantine
-        if self.rule in ("krum", "multi_krum") and n < 2 * f + 3:
+        if self.counts and n < 2 * f + 3:
+            what = "mixing" if self.mixing else f"rule={self.rule!r}"
             raise UserError(
-                f"RobustAggregation: rule={self.rule!r} with byzantine={f} needs 2 · {f} + 3 = {2 * f + 3} clients a "
+                f"RobustAggregation: {what} with byzantine={f} needs 2 · {f} + 3 = {2 * f + 3} clients a "
                 f"round, and participation gives {n}. Let more take part, or lower byzantine."
             )
         if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
             raise UserError(f"RobustAggregation: keep={self.keep} is more than the {n} clients of a round.")
 
+    @property
+    def counts(self) -> bool:
+        """Whether f plays a part."""
+        return self.mixing or self.rule in ("krum", "multi_krum")
+
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
         u = u if server.averaged is None else u * server.averaged
+        f = min(self.byzantine, (len(u) - 3) // 2)
+        if self.counts and f < 0:
+            return median(u)
+        if self.counts and f < self.byzantine:
+            server.note(f"RobustAggregation: a round of {len(u)} clients stands byzantine={f}, not {self.byzantine}.")
+        if self.mixing:
+            u = mixed(u, f)
+        if self.rule == "median":
+            return median(u)
         if self.rule == "trimmed_mean":
             return trimmed_mean(u, math.floor(Fraction(str(self.trim)) * len(u)))
         if self.rule == "geometric_median":
             return geometric_median(u)
-        f = min(self.byzantine, (len(u) - 3) // 2)
-        if self.rule == "median" or f < 0:
-            return median(u)
-        if f < self.byzantine:
-            server.note(f"RobustAggregation: a round of {len(u)} clients stands byzantine={f}, not {self.byzantine}.")
         k = 1 if self.rule == "krum" else min(self.keep or len(u) - f, len(u))
         return u[krum_scores(u, f).argsort(stable=True)[:k]].mean(0)
 
@@ -121,11 +137,21 @@ def trimmed_mean(u: Tensor, k: int) -> Tensor:
     return u.sort(0).values[k : len(u) - k].mean(0)
 
 
+def squared_distances(u: Tensor) -> Tensor:
+    """``(n, n)``: of each row to each."""
+    return torch.stack([(u - row).square().sum(1) for row in u])
+
+
 def krum_scores(u: Tensor, f: int) -> Tensor:
     """``(n,)``: the sum of each row's n - f - 2 smallest squared distances to the others."""
-    away = torch.stack([(u - row).square().sum(1) for row in u])
-    away.fill_diagonal_(torch.inf)
+    away = squared_distances(u).fill_diagonal_(torch.inf)
     return away.sort(1).values[:, : len(u) - f - 2].sum(1)
+
+
+def mixed(u: Tensor, f: int) -> Tensor:
+    """``(n, D)``: each row's mean with its n - f - 1 nearest others; of equally near ones the first."""
+    nearest = squared_distances(u).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : len(u) - f]
+    return torch.stack([u[rows].mean(0) for rows in nearest])
 
 
 def geometric_median(u: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.gathering import memory
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.contracts.federation import Outcome, fit, in_processes, outcome, quiet, require_same
@@ -107,6 +108,21 @@ def test_parts_that_are_not_averaged_stay_whatever_the_rule() -> None:
     run = tiny_run(Median(), PartialAveraging({"first.*": "never"}), rounds=2)
     first = run.layout["first.weight"][0]
     assert torch.equal(run.global_vector[first], type(run.learner)().first.weight.detach().flatten())
+
+
+@pytest.mark.parametrize(
+    ("most", "numbers", "kind", "says"),
+    [
+        (10, 3, torch.float32, "10 × 3 numbers, 120 bytes of"),
+        (128, 2, torch.float32, "128 × 2 numbers, 1 KiB of"),
+        (1000, 1000, torch.float32, "1,000 × 1,000 numbers, 3.81 MiB of"),
+        (1000, 1000, torch.float64, "7.63 MiB of"),
+        (1000, 1000, torch.bfloat16, "3.81 MiB of"),
+        (2**10, 2**18, torch.float32, "1 GiB of"),
+    ],
+)
+def test_the_memory_is_told_in_units_of_its_size(most: int, numbers: int, kind: torch.dtype, says: str) -> None:
+    assert says in memory("Median", most, torch.empty(numbers, dtype=kind, device="meta"))
 
 
 def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error() -> None:

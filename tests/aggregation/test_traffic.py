@@ -71,3 +71,23 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
 
 def test_a_round_in_which_nobody_took_part_sends_nothing() -> None:
     assert set(traffic.of_round(Ledger(a_round()), Methods([])).values()) == {0}
+
+
+def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here() -> None:
+    ledger = Ledger(a_round())
+    assert traffic.kept_vectors(ledger) == 0.0, "nobody was trained here"
+    ledger.rows = {
+        "M.whole": {5: torch.zeros(D), 3: torch.zeros(2 * D)},
+        "M.half": {5: torch.zeros(D // 2)},
+        "M.seldom": {3: torch.zeros(D)},
+        "DriftLogger.own": {5: torch.zeros(D)},
+    }
+    ledger.finished = [2, 5, 3]  # 2 was trained elsewhere
+    assert traffic.kept_vectors(ledger) == 1.5
+
+
+def test_gradients_of_a_round_are_the_participants_together() -> None:
+    ledger = Ledger(a_round())
+    assert traffic.gradients(ledger) == 0
+    ledger.total = {"traffic": torch.tensor([8, 2, 11, 90, 64, 12])}
+    assert traffic.gradients(ledger) == 12

@@ -36,6 +36,10 @@ RULES: dict[str, dict[str, Any]] = {
     "multi-Krum": {"rule": "multi_krum", "byzantine": 2},
     "multi-Krum, 3": {"rule": "multi_krum", "byzantine": 1, "keep": 3},
     "geometric": {"rule": "geometric_median"},
+    "mixed, median": {"rule": "median", "byzantine": 2, "mixing": True},
+    "mixed, trimmed": {"rule": "trimmed_mean", "trim": 0.2, "mixing": True},
+    "mixed, Krum": {"rule": "krum", "byzantine": 3, "mixing": True},
+    "mixed, geometric": {"rule": "geometric_median", "byzantine": 2, "mixing": True},
 }
 
 
@@ -48,7 +52,8 @@ def test_rules_agree_with_numpy(name: str, n: int) -> None:
     server: Any = Given(u)
     ours = RobustAggregation(**RULES[name]).aggregate(server).numpy()
     assert np.abs(ours - aggregate(u, **RULES[name])).max() < 1e-9
-    lowered = "byzantine" in RULES[name] and 3 <= n < 2 * RULES[name]["byzantine"] + 3
+    counts = "byzantine" in RULES[name] or "mixing" in RULES[name]
+    lowered = counts and 3 <= n < 2 * RULES[name].get("byzantine", 1) + 3
     assert len(server.said) == lowered
 
 
@@ -73,6 +78,18 @@ def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_r
     assert mean > 3 * robust and robust < 2 * float(clean.callback_metrics["val/loss"])
 
 
+def test_mixing_keeps_honest_clients_that_are_far_from_each_other() -> None:
+    """Of 13 rows 10 lie along axes of their own, and 3 send the opposite of the mean: no coordinate has a majority."""
+    honest = np.eye(10)
+    u = np.concatenate([honest, np.tile(-10 * honest.mean(0), (3, 1))])
+    server: Any = Given(u)
+    alone, mixed = (
+        RobustAggregation("median", byzantine=3, mixing=mixing).aggregate(server).numpy() for mixing in (False, True)
+    )
+    assert np.abs(alone).max() == 0.0, "the median of each coordinate forgets them all"
+    assert np.allclose(mixed, honest.mean(0), atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -80,6 +97,7 @@ def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_r
         ({"rule": "trimmed_mean", "trim": 0.5}, r"trim=0\.5 .* below 0\.5"),
         ({"rule": "krum", "byzantine": -1}, "byzantine=-1"),
         ({"rule": "multi_krum", "keep": 0}, "keep=0"),
+        ({"rule": "median", "mixing": 2}, "mixing=2"),
     ],
 )
 def test_what_is_not_accepted_is_said(arguments: Any, words: str) -> None:
@@ -94,6 +112,7 @@ def test_too_few_participants_are_refused_before_training() -> None:
             r"byzantine=1 needs .* = 5 clients a round, and participation gives 3",
         ),
         (RobustAggregation("multi_krum", byzantine=0, keep=4), "keep=4 is more than the 3 clients"),
+        (RobustAggregation("median", mixing=True), "mixing with byzantine=1 needs"),
     ):
         with pytest.raises(UserError, match=words):
             trainer(1, [method]).fit(federated(), blobs())

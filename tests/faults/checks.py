@@ -10,9 +10,13 @@ ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts
 ROUND = [SERVER, "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
-    "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py"],
+    "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py", "tests/engines/choice/test_batch_sizes.py"],
     "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER, BUFFERS],
-    "fl_lightning/round/partial.py": ["tests/round/test_partial.py"],
+    "fl_lightning/round/partial.py": [
+        "tests/round/test_partial.py",
+        "tests/callbacks/test_partial_averaging.py",
+        ORACLE,
+    ],
     "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER],
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],

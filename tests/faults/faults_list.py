@@ -185,7 +185,11 @@ FAULTS = [
     ),
     Fault(
         "Krum counts an update's distance to itself",
-        [("callbacks/robust_aggregation.py", "    away.fill_diagonal_(torch.inf)\n", "")],
+        [("callbacks/robust_aggregation.py", "squared_distances(u).fill_diagonal_(torch.inf)", "squared_distances(u)")],
+    ),
+    Fault(
+        "mixing leaves an update itself out",
+        [("callbacks/robust_aggregation.py", "fill_diagonal_(-1)", "fill_diagonal_(torch.inf)")],
     ),
     Fault(
         "the trimmed mean trims one side",

@@ -148,6 +148,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Krum": {"robust": {"rule": "krum", "byzantine": 0}},
     "multi-Krum": {"robust": {"rule": "multi_krum", "byzantine": 0, "keep": 2}},
     "geometric median": {"robust": {"rule": "geometric_median"}},
+    "mixing + Krum": {"robust": {"rule": "krum", "byzantine": 0, "mixing": True}},
     "median + SCAFFOLD + RI": {"robust": {"rule": "median"}, "scaffold": "displacement", "beta": 0.1},
     "Krum + FedALS": {"robust": {"rule": "krum", "byzantine": 0}, "parts": ALS},
     "flipped signs": {"attack": ("sign_flip", 0.5)},

@@ -15,11 +15,20 @@ Matrix = npt.NDArray[np.float64]
 Vector = npt.NDArray[np.float64]
 
 
-def aggregate(U: Matrix, rule: str, trim: float = 0.1, byzantine: int = 1, keep: int | None = None) -> Vector:
+def aggregate(
+    U: Matrix, rule: str, trim: float = 0.1, byzantine: int = 1, keep: int | None = None, mixing: bool = False
+) -> Vector:
     """One vector from the rows of U, whatever their weights."""
     n, D = U.shape
-    if rule in ("krum", "multi_krum") and n < 2 * byzantine + 3:
-        byzantine, rule = ((n - 3) // 2, rule) if n >= 3 else (0, "median")
+    if (mixing or rule in ("krum", "multi_krum")) and n < 2 * byzantine + 3:
+        byzantine, rule, mixing = ((n - 3) // 2, rule, mixing) if n >= 3 else (0, "median", False)
+    if mixing:
+        rows = []
+        for i in range(n):
+            others = [(float(np.sum((U[i] - U[j]) ** 2)), j) for j in range(n) if j != i]
+            near = [i, *(j for _, j in sorted(others)[: n - byzantine - 1])]
+            rows.append(sum((U[j] for j in near), np.zeros(D)) / len(near))
+        U = np.array(rows)
     if rule == "median":
         return np.array([np.median(U[:, k]) for k in range(D)])
     if rule == "trimmed_mean":

@@ -68,6 +68,23 @@ def test_bernoulli_sampling_takes_each_client_with_its_probability(participation
     assert abs(sum(len(drawn.participants(t)) for t in range(4000)) / 4000 - mean) < 4 * (mean * 0.7 / 4000) ** 0.5
 
 
+def test_poisson_sampling_may_take_nobody_and_bernoulli_takes_somebody_in_such_a_round() -> None:
+    poisson, bernoulli = (cohort(participation=0.1, sampling=kind) for kind in ("poisson", "bernoulli"))
+    sizes = [len(poisson.participants(t)) for t in range(200)]
+    assert min(sizes) == 0 < max(sizes)
+    empty = sizes.index(0)
+    assert len(bernoulli.participants(empty)) == 1
+    assert poisson.tried(empty) == (0,), "the first client's steps are tried where none was sampled"
+    taken = sizes.index(max(sizes))
+    assert poisson.tried(taken) == poisson.participants(taken)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "poisson", "bernoulli"])
+def test_as_many_are_chosen_as_would_have_been_sampled(kind: str) -> None:
+    drawn = cohort(participation=0.4, sampling=kind)
+    assert [drawn.number(t) for t in range(50)] == [len(drawn.participants(t)) for t in range(50)]
+
+
 def test_all_take_part_in_ascending_order() -> None:
     assert cohort(participation="all").participants(4) == tuple(range(10))
 

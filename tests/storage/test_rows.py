@@ -76,3 +76,13 @@ def test_what_was_never_committed_reads_as_nothing() -> None:
     assert rows.read("M.a", 0) is None and rows.names() == []
     rows.commit(rows.bring_home({}))
     assert rows.read("M.a", 0) is None
+
+
+def test_a_row_is_at_home_with_one_process_alone() -> None:
+    homes = [ClientRows(ClientStore(rank=rank, world_size=2), rank, 2) for rank in range(2)]
+    for client in (3, 4):
+        homes[client % 2].commit({"M.a": {client: torch.full((2,), float(client))}})
+    for rank, rows in enumerate(homes):
+        for client in (3, 4):
+            row = rows.at_home("M.a", client)
+            assert (None if row is None else row.tolist()) == ([client, client] if client % 2 == rank else None)

@@ -47,6 +47,7 @@ def test_a_card_tells_what_belongs_to_the_engine() -> None:
         "capture": "yes",
         "why": "measured",
     }
+    assert EnginePlan("sequential", written=("teacher.w", "queue")).facts()["as buffers"] == "teacher.w, queue"
     assert EnginePlan("concurrent", not_captured="few steps").facts()["capture"] == "no: few steps"
     stacked = EnginePlan("stacked", at_once=5, workers=2, channels_last=True).facts()
     assert (
