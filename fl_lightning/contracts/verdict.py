@@ -58,10 +58,13 @@ class CheckReport:
         failed = sum(check.verdict == "fails" for check in self.checks)
         lines = [f"{self.method}: {'all contracts hold' if self.ok else f'{failed} of {len(self.checks)} fail'}", ""]
         width = max(len(check.name) for check in self.checks)
+        told = dict[str, str]()  # reason -> the first that failed by it
         for check in self.checks:
-            aside = f"  ({check.reason})" if check.verdict == "n/a" and check.reason else ""
-            lines.append(f"  {check.verdict:<5}  {check.name:<{width}}{aside}".rstrip())
-            if check.verdict == "fails":
+            aside = check.reason if check.verdict == "n/a" else ""
+            if check.verdict == "fails" and told.setdefault(check.reason, check.name) != check.name:
+                aside = f"as {told[check.reason]!r}"
+            lines.append(f"  {check.verdict:<5}  {check.name:<{width}}{f'  ({aside})' if aside else ''}".rstrip())
+            if check.verdict == "fails" and not aside:
                 lines += _wrapped("what: ", check.reason) + (_wrapped("hint: ", check.hint) if check.hint else [])
         lines += [
             "",

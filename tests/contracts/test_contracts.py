@@ -111,6 +111,17 @@ def test_the_report_is_a_table_with_reasons_and_hints() -> None:
     assert "what: on_local_end set or changed self.latest" in str(bad) and "hint: " in str(bad)
 
 
+def test_an_error_that_fails_every_run_is_told_once() -> None:
+    class Broken(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Any) -> Any:
+            return gradient + self.nothing
+
+    report = check_method(Broken)
+    failed = [check.name for check in report.checks if check.verdict == "fails"]
+    assert str(report).count("has no attribute 'nothing'") == 1 and len(failed) > 10
+    assert str(report).count(f"(as {failed[0]!r})") == len(failed) - 1
+
+
 HOOKS = ["on_round_start", "on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end"]
 HOOKS += ["on_server_update", "on_round_end"]
 
