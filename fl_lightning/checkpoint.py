@@ -47,11 +47,12 @@ class Identity:
 
     @classmethod
     def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
-        """The identity of a run; ``arguments``: without the data's, which are added here."""
+        """The identity of a run; ``arguments``: without the data's and methods', which are added here."""
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
             "drop_last": repr(bool(getattr(data, "drop_last", False))),
+            "methods without state": methods.stateless(),
         }
         partition = str(getattr(data, "partition_hash", ""))
         return cls(seed, {**arguments, **of_data}, methods.fingerprint(), partition)

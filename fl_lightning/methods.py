@@ -32,6 +32,7 @@ SHARED = (
     "on_server_update",
     "on_round_end",
 )
+CHANGING = (*OWNED, "on_local_start", "on_local_gradient", "on_local_step_end", "on_updates")
 
 
 class Methods:
@@ -177,6 +178,15 @@ class Methods:
     def fingerprint(self) -> dict[str, str]:
         """Stateful callbacks and their plain arguments, to be compared with those of a checkpoint."""
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
+
+    def stateless(self) -> str:
+        """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``: compared as well."""
+        told = (
+            f"{type(c).__name__}({arguments(c)})"
+            for c in self.callbacks
+            if not c.declarations() and any(overrides(c, hook) for hook in CHANGING)
+        )
+        return ", ".join(sorted(told)) or "none"
 
     def title(self) -> str:
         """The methods' names, without those that only measure."""

@@ -98,10 +98,11 @@ def _finite(what: str, value: float) -> float:
 
 
 def arguments(of: object) -> str:
-    """The arguments that an object was made with and keeps, as text; functions are left out.
+    """The arguments that an object was made with and keeps, as text; what has no text but its address is left out.
 
     >>> arguments(Cosine(100))
     'rounds=100, end=0.0, scale=1.0'
     """
     own = {k: vars(of)[k] for k in inspect.signature(type(of)).parameters if k in vars(of)}
-    return ", ".join(f"{k}={v!r}" for k, v in own.items() if isinstance(v, Schedule) or not callable(v))
+    told = {k: v for k, v in own.items() if repr(v) != object.__repr__(v)}  # addresses change
+    return ", ".join(f"{k}={v!r}" for k, v in told.items() if isinstance(v, Schedule) or not callable(v))
