@@ -9,6 +9,8 @@ dp-accounting; neighbouring runs differ by one client, added or removed.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -75,16 +77,17 @@ class DifferentialPrivacy(FederatedCallback):
         delta: float = 1e-5,
     ) -> None:
         super().__init__()
-        _number("clip", clip, clip > 0 and (clip < math.inf or noise_multiplier == 0), "above 0, finite unless σ is 0")
-        _number("delta", delta, 0 < delta < 1, "above 0 and below 1")
+        most = math.inf if noise_multiplier == 0 else sys.float_info.max
+        _number("clip", clip, lambda c: 0 < c <= most, "above 0, finite unless σ is 0")
+        _number("delta", delta, lambda d: 0 < d < 1, "above 0 and below 1")
         if noise_multiplier is None and target_epsilon is None:
             raise UserError(
                 "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the two, or both."
             )
         if noise_multiplier is not None:
-            _number("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf, "from 0, finite")
+            _number("noise_multiplier", noise_multiplier, lambda s: 0 <= s < math.inf, "from 0, finite")
         if target_epsilon is not None:
-            _number("target_epsilon", target_epsilon, 0 < target_epsilon < math.inf, "above 0, finite")
+            _number("target_epsilon", target_epsilon, lambda e: 0 < e < math.inf, "above 0, finite")
         self.clip, self.noise_multiplier = clip, noise_multiplier
         self.target_epsilon, self.delta = target_epsilon, delta
         self.outside = "who takes part, and what is logged of the training"
@@ -201,8 +204,8 @@ class DifferentialPrivacy(FederatedCallback):
         trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))
 
 
-def _number(name: str, value: object, accepted: bool, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted:
+def _number(name: str, value: object, accepted: Callable[[float], bool], what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted(value):
         raise UserError(f"DifferentialPrivacy: {name}={value!r} is not accepted; it is a number {what}.")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from fl_lightning.callback import FederatedCallback, Note, Server, UserError, suggest
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+PIECE = 4096  # coordinates
 
 
 class RobustAggregation(FederatedCallback):
@@ -36,7 +37,7 @@ class RobustAggregation(FederatedCallback):
         rule: one of those.
         trim: τ of the trimmed mean, from 0 to below 0.5.
         byzantine: f, how many clients of a round Krum and mixing stand; they need n ≥ 2 f + 3, and stand fewer in a
-            round with fewer clients.
+            round with fewer clients; of one or two the median is taken.
         keep: k of multi-Krum; None: n - f.
         mixing: mix with the nearest neighbours before the rule.
 
@@ -111,6 +112,7 @@ class RobustAggregation(FederatedCallback):
         u = u if server.averaged is None else u * server.averaged
         f = min(self.byzantine, (len(u) - 3) // 2)
         if self.counts and f < 0:
+            server.note(f"RobustAggregation: of a round of {len(u)} the median is taken: too few to stand attackers.")
             return median(u)
         if self.counts and f < self.byzantine:
             server.note(f"RobustAggregation: a round of {len(u)} clients stands byzantine={f}, not {self.byzantine}.")
@@ -138,8 +140,11 @@ def trimmed_mean(u: Tensor, k: int) -> Tensor:
 
 
 def squared_distances(u: Tensor) -> Tensor:
-    """``(n, n)``: of each row to each."""
-    return torch.stack([(u - row).square().sum(1) for row in u])
+    """``(n, n)``: of each row to each; by pieces that a processor's cache holds."""
+    away = u.new_zeros(len(u), len(u))
+    for piece in u.split(PIECE, dim=1):
+        away += torch.stack([(piece - row).square().sum(1) for row in piece])
+    return away
 
 
 def krum_scores(u: Tensor, f: int) -> Tensor:
@@ -151,11 +156,12 @@ def krum_scores(u: Tensor, f: int) -> Tensor:
 def mixed(u: Tensor, f: int) -> Tensor:
     """``(n, D)``: each row's mean with its n - f - 1 nearest others; of equally near ones the first."""
     nearest = squared_distances(u).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : len(u) - f]
-    return torch.stack([u[rows].mean(0) for rows in nearest])
+    return torch.cat([torch.stack([piece[rows].mean(0) for rows in nearest]) for piece in u.split(PIECE, dim=1)], dim=1)
 
 
 def geometric_median(u: Tensor) -> Tensor:
-    """By Weiszfeld's iteration from the mean."""
+    """By Weiszfeld's iteration from the mean, of the rows of finite norm: the others are infinitely far."""
+    u = u[torch.linalg.vector_norm(u, dim=1).isfinite()]
     z = u.mean(0)
     for _ in range(1000):
         weights = 1 / torch.linalg.vector_norm(u - z, dim=1).clamp(min=1e-12)

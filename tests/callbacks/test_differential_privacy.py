@@ -220,6 +220,8 @@ class Sends(FederatedCallback):
         ({"clip": 0.0, "noise_multiplier": 1.0}, "clip=0.0"),
         ({"clip": math.inf, "noise_multiplier": 1.0}, "clip=inf"),
         ({"clip": math.nan, "noise_multiplier": 1.0}, "clip=nan"),
+        ({"clip": "1", "noise_multiplier": 1.0}, "clip='1'"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "delta": None}, "delta=None"),
         ({"clip": 1.0}, "noise_multiplier or target_epsilon"),
         ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
         ({"clip": 1.0, "target_epsilon": 0.0}, "target_epsilon=0.0"),
