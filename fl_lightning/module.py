@@ -152,7 +152,7 @@ class FederatedModule(LearnerHooks):
         return self.run.participants(t, self.cohort)
 
     def steps(self, t: int, i: int) -> int:
-        """K_i: local steps of client i in round t."""
+        """K_i: local steps of client i in round t; the same in every round."""
         return self.cohort.steps(i)
 
     def describe(self) -> str:

@@ -185,8 +185,8 @@ class FederatedRun:
         """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
-        facts = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
-        for text in [*settings.notes(), *self.methods.notes(facts)]:
+        about = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
+        for text in [*settings.notes(), *self.methods.notes(about)]:
             self.note(text)
         if who := self.methods.gathering:
             self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
