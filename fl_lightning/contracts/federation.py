@@ -22,6 +22,7 @@ from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.evaluation import personal
 from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.module import FederatedModule
+from fl_lightning.processes import place
 
 SIZES = [1, 5, 9, 4, 12, 7]  # batches of 4: a client with one sample, short last batches, different K_i
 ROUNDS = 3
@@ -175,7 +176,7 @@ def outcome(module: FederatedModule) -> Outcome:
             assert row is not None
             left[f"{name} of client {i}"] = row
     if module.run.methods.owner("personal") is not None:
-        models, (world, rank) = personal.of_run(module.run, module.cohort.data), personal.place()
+        models, (world, rank) = personal.of_run(module.run, module.cohort.data), place()
         for i in range(rank, len(SIZES), world):
             left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
