@@ -90,7 +90,7 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find this fit's methods."""
-        self.held = None  # of a fit that did not come to its start
+        self.held = None  # left by a fit that did not begin
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])

@@ -187,7 +187,7 @@ class Evaluator:
         return (tree.total if alone else sum_over_processes(tree.total)) or {}
 
     def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
-        """How many samples fit into a batch; ``graph_bytes``: into which what a backward pass keeps has to fit.
+        """How many samples fit into a batch; ``graph_bytes``: memory for what a backward pass keeps; 0: there is none.
 
         It is measured on the first two samples, so it is the same in every process.
         """
