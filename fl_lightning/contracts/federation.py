@@ -250,8 +250,8 @@ def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder
     status = 1
     try:
         torch.set_num_threads(1)
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-        os.environ.update({k: str(v) for k, v in place.items()})
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+        os.environ.update({k: str(v) for k, v in variables.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="contracts")
         torch.save(job(), folder / f"{rank}.pt")
         status = 0
