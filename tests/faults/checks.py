@@ -11,7 +11,12 @@ ROUND = [SERVER, "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py", "tests/engines/choice/test_batch_sizes.py"],
-    "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER, BUFFERS],
+    "fl_lightning/round/context.py": [
+        "tests/round/test_context.py",
+        "tests/engines/test_client_scheduler.py",
+        SERVER,
+        BUFFERS,
+    ],
     "fl_lightning/round/partial.py": [
         "tests/round/test_partial.py",
         "tests/callbacks/test_partial_averaging.py",

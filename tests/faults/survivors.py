@@ -12,6 +12,24 @@ WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
 QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
 SURVIVORS = {
     **_equal(
+        "alternating_head",
+        "self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)",
+        "equivalent: 2 is True in a mask",
+        "factor: self.of_head[clients] = self._mask(clients.layout).to(clients.x.device) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/round/cohort.py",
+        'if self.n == m and self.sampling == "uniform":',
+        "equivalent but slower: all of m are drawn, and told by their number",
+        "turned: self.sampling == 'uniform' (column 19)",
+    ),
+    **_equal(
+        "fl_lightning/round/clients.py",
+        "batches = self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0",
+        "equivalent but slower: no gradients times the batches of an epoch",
+        "and ↔ or: whole and self._round.steps_of is not None (column 45)",
+    ),
+    **_equal(
         "consensus_distance_logger",
         "moved = (clients.x - clients.w).double()",
         "equivalent: the spread around the mean does not depend on where the origin is",
