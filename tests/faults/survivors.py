@@ -60,12 +60,6 @@ SURVIVORS = {
         "factor: twice the right of 1 - rho (column 47)",
     ),
     **_equal(
-        "partial_averaging",
-        "mask[layout[name][0]] = True",
-        "equivalent: 2 is True in a mask",
-        "factor: mask[layout[name][0]] = True (column 0)",
-    ),
-    **_equal(
         "fl_lightning/schedules.py",
         "if round >= self.rounds:",
         "equivalent: half a cosine ends at its end",
@@ -162,7 +156,7 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/loop.py",
-        "self.state.rows.fetch(ids)",
+        "self.state.rows.fetch(ids)  # from here on their rows are known here, whoever owns them",
         "one process has nothing to fetch; two are tested in storage/test_rows and test_resume",
         "left out: self.state.rows.fetch(ids) (column 0)",
     ),
