@@ -26,7 +26,12 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
-    "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", *ROUND],
+    "fl_lightning/aggregation/contributions.py": [
+        "tests/aggregation/test_contributions.py",
+        BUFFERS,
+        "tests/callbacks/test_personal_methods.py",
+        *ROUND,
+    ],
     "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
     "fl_lightning/engines/local_step.py": [

@@ -12,6 +12,12 @@ WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
 QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
 SURVIVORS = {
     **_equal(
+        "fl_lightning/aggregation/contributions.py",
+        "clients.drop_scratch()",
+        "equivalent but larger: scratch rows are held until the client's sum is",
+        "left out: clients.drop_scratch() (column 0)",
+    ),
+    **_equal(
         "alternating_head",
         "self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)",
         "equivalent: 2 is True in a mask",
