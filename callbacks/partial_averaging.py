@@ -96,7 +96,7 @@ class PartialAveraging(FederatedCallback):
         self.periods, self.period, self.extractor, self.extractor_layers = periods, period, extractor, extractor_layers
         for group, title in KNOWN.items():
             if periods == {group: "never"}:
-                self.title = title  # type: ignore[misc]  # this one's
+                self.title = title  # type: ignore[misc]  # of the class, but its name depends on the arguments
 
     @property
     def longest(self) -> int:

@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fl_lightning import checks
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
+from fl_lightning.evaluation.in_round import without_prefix
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator
@@ -99,7 +101,8 @@ class PerClientEvaluation(Measurement):
             for suffix, values in kinds.items():
                 for name, value in named(values).items():
                     self.table.setdefault(name + suffix, {})[client] = value
-        self.tell(module)
+        for text in self.remarks():
+            module.note(text)
         logged = (
             (f"clients/{name}{what}", value)
             for name, values in self.table.items()
@@ -107,17 +110,17 @@ class PerClientEvaluation(Measurement):
         )
         return {name: value for name, value in logged if not math.isnan(value)}
 
-    def tell(self, module: Any) -> None:
-        """Say what the numbers do not show."""
+    def remarks(self) -> Iterator[str]:
+        """What the numbers do not show."""
         without = sum(not number for number in self.samples.values())
         if without:
-            module.note(
+            yield (
                 f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test sample (they have one "
                 "sample, which they train on), and are left out of its numbers"
             )
         unsure = [n for n in self.table if not greater_is_better(n) and not re.search("loss|err|ms?e$|mae$|perp", n)]
         if unsure:
-            module.note(
+            yield (
                 f"PerClientEvaluation: of {', '.join(unsure)} the largest values count as the worst; greater is better "
                 "for names that end in acc or accuracy alone"
             )
@@ -149,8 +152,7 @@ class PerClientEvaluation(Measurement):
 def named(values: dict[str, float]) -> dict[str, float]:
     """Metrics without the validation's prefix; its own loss in place of the training step's."""
     bare = {name: value for name, value in values.items() if name not in ("samples", "loss")}
-    bare = {re.sub(r"^(valid(ation)?|val)[/_.-]", "", name): value for name, value in bare.items()}
-    return {"loss": values["loss"], **bare}
+    return {"loss": values["loss"], **{without_prefix(name): value for name, value in bare.items()}}
 
 
 def greater_is_better(name: str) -> bool:

@@ -60,7 +60,7 @@ class FederatedProgressBar(ProgressBar):
         self._open(self._total, self._first)
 
     def on_client_end(self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int) -> None:
-        """Called by the module: ``done`` of this process's ``total`` clients of the round are ready."""
+        """Called by the run: ``done`` of this process's ``total`` clients of the round are ready."""
         if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
             self._clients = f" · clients {done}/{total}"
             self._draw(self._done + 1)

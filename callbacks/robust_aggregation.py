@@ -36,8 +36,8 @@ class RobustAggregation(FederatedCallback):
     Args:
         rule: one of those.
         trim: τ of the trimmed mean, from 0 to below 0.5.
-        byzantine: f, how many clients of a round Krum and mixing stand; they need n ≥ 2 f + 3, and stand fewer in a
-            round with fewer clients; of one or two the median is taken.
+        byzantine: f, how many clients of a round Krum and mixing withstand; they need n ≥ 2 f + 3, and withstand fewer
+            in a round with fewer clients, which is said. Of one or two clients they take the mean.
         keep: k of multi-Krum; None: n - f.
         mixing: mix with the nearest neighbours before the rule.
 
@@ -93,29 +93,30 @@ class RobustAggregation(FederatedCallback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         n, f = pl_module.cohort.n, self.byzantine
-        if self.counts and n < 2 * f + 3:
+        if self.uses_f and n < 2 * f + 3:
             what = "mixing" if self.mixing else f"rule={self.rule!r}"
             raise UserError(
-                f"RobustAggregation: {what} with byzantine={f} needs 2 · {f} + 3 = {2 * f + 3} clients a "
+                f"{type(self).__name__}: {what} with byzantine={f} needs 2 · {f} + 3 = {2 * f + 3} clients a "
                 f"round, and participation gives {n}. Let more take part, or lower byzantine."
             )
         if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
-            raise UserError(f"RobustAggregation: keep={self.keep} is more than the {n} clients of a round.")
+            raise UserError(f"{type(self).__name__}: keep={self.keep} is more than the {n} clients of a round.")
 
     @property
-    def counts(self) -> bool:
-        """Whether f plays a part."""
+    def uses_f(self) -> bool:
+        """Whether ``byzantine`` plays a part."""
         return self.mixing or self.rule in ("krum", "multi_krum")
 
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
         u = u if server.averaged is None else u * server.averaged
         f = min(self.byzantine, (len(u) - 3) // 2)
-        if self.counts and f < 0:
-            server.note(f"RobustAggregation: of a round of {len(u)} the median is taken: too few to stand attackers.")
-            return median(u)
-        if self.counts and f < self.byzantine:
-            server.note(f"RobustAggregation: a round of {len(u)} clients stands byzantine={f}, not {self.byzantine}.")
+        if self.uses_f and (most := max(f, 0)) < self.byzantine:
+            server.note(
+                f"{type(self).__name__}: a round of {len(u)} clients withstands byzantine={most}, not {self.byzantine}."
+            )
+        if self.uses_f and f < 0:  # of so few none is nearer to the others
+            return u.mean(0)
         if self.mixing:
             u = mixed(u, f)
         if self.rule == "median":

@@ -188,7 +188,7 @@ class FederatedLoop:
         return [i for i in round.ids if i not in set(diverged)]
 
     def update(self, ledger: Ledger, server: Server) -> None:
-        """``server.update``: aggregated, and changed by methods; zero where nothing is averaged, or nobody finished."""
+        """``server.update``: aggregated, and changed by methods; zero where the server takes no step."""
         if not self.counts(ledger):
             server.update = torch.zeros_like(server.w)
             return
@@ -201,7 +201,11 @@ class FederatedLoop:
         return bool(ledger.finished) or self.methods.aggregates_nobody
 
     def step(self, ledger: Ledger, server: Server) -> None:
-        """The server optimizer's step to w^{t+1}."""
+        """The server optimizer's step to w^{t+1}.
+
+        Raises:
+            Diverged: w^{t+1} is not finite.
+        """
         keep = server.averaged if self.counts(ledger) else torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, keep)
         if not all_finite(server.w):

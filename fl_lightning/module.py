@@ -49,7 +49,7 @@ class FederatedModule(LearnerHooks):
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
             thread of a CPU or one stream of a GPU, same bits whatever their number; ``"stacked"``: many as one batch of
             models, the same to rounding; ``"auto"``: the faster of the first two that a rehearsal proves to work.
-        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as fit into a gigabyte.
+        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as many as fit into a gigabyte.
         workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on a GPU up to 16.
         capture: whether the concurrent engine records a local step and replays it: same bits, without the learner's
             Python; ``"auto"``: where a trial before round 0 gives the same bits, and steps are short or on a GPU.
@@ -152,7 +152,7 @@ class FederatedModule(LearnerHooks):
         return self.run.participants(t, self.cohort)
 
     def steps(self, t: int, i: int) -> int:
-        """K_i: local steps of client i in round t."""
+        """K_i: local steps of client i in round t; the same in every round."""
         return self.cohort.steps(i)
 
     def describe(self) -> str:

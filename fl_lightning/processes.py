@@ -37,6 +37,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def place() -> tuple[int, int]:
+    """How many processes there are, and which this is."""
+    world = world_size()
+    return world, dist.get_rank() if world > 1 else 0
+
+
 def gathered(value: T) -> list[T]:
     """Every process's value, by rank, in all of them; any picklable value."""
     if world_size() == 1:

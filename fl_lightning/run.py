@@ -90,7 +90,7 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find this fit's methods."""
-        self.held = None  # of a fit that did not come to its start
+        self.held = None  # left by a fit that did not begin
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -185,8 +185,8 @@ class FederatedRun:
         """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
-        facts = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
-        for text in [*settings.notes(), *self.methods.notes(facts)]:
+        about = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
+        for text in [*settings.notes(), *self.methods.notes(about)]:
             self.note(text)
         if who := self.methods.gathering:
             self.note(gathering.memory(" and ".join(who), cohort.most, model.w))

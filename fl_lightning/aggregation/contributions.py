@@ -55,7 +55,7 @@ class Contributions:
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
             rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)})
-        gathered = values.pop("update") if self.gathers and finished else None
+        transmitted = values.pop("update") if self.gathers and finished else None
         values["traffic"] = torch.tensor(counts)
         with self._lock:
             if not finished:
@@ -64,8 +64,8 @@ class Contributions:
                 self.ledger.metrics[client] = clients.metrics
             read = self.ledger.mean_gradient_read, clients.mean_gradient_read
             self.ledger.mean_gradient_read = max(read)  # of several the same one, whoever comes first
-            if gathered is not None:
-                self.ledger.updates[client] = gathered.clone() if "update" in lent else gathered
+            if transmitted is not None:
+                self.ledger.updates[client] = transmitted.clone() if "update" in lent else transmitted
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
             self._sum.add(leaf, values, lent)

@@ -66,11 +66,7 @@ class ServerStep:
             group["lr"] = rate * factor
 
     def step(self, w: Tensor, update: Tensor, keep: Tensor | None) -> None:
-        """One step with gradient ``-update``; w and (D,)-shaped state stay where ``keep`` ``(D,)`` is False.
-
-        Raises:
-            Diverged: w is not finite.
-        """
+        """One step with gradient ``-update``; w and (D,)-shaped state stay where ``keep`` ``(D,)`` is False."""
         before = {}
         if keep is not None:
             held = {k: v.clone() for k, v in self._state(w).items() if isinstance(v, Tensor)}

@@ -22,6 +22,7 @@ from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.evaluation import personal
 from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.module import FederatedModule
+from fl_lightning.processes import place
 
 SIZES = [1, 5, 9, 4, 12, 7]  # batches of 4: a client with one sample, short last batches, different K_i
 ROUNDS = 3
@@ -175,7 +176,7 @@ def outcome(module: FederatedModule) -> Outcome:
             assert row is not None
             left[f"{name} of client {i}"] = row
     if module.run.methods.owner("personal") is not None:
-        models, (world, rank) = personal.of_run(module.run, module.cohort.data), personal.place()
+        models, (world, rank) = personal.of_run(module.run, module.cohort.data), place()
         for i in range(rank, len(SIZES), world):
             left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
@@ -249,8 +250,8 @@ def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder
     status = 1
     try:
         torch.set_num_threads(1)
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-        os.environ.update({k: str(v) for k, v in place.items()})
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+        os.environ.update({k: str(v) for k, v in variables.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="contracts")
         torch.save(job(), folder / f"{rank}.pt")
         status = 0

@@ -111,11 +111,11 @@ def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         add(self, param_group)
         made.append((self.param_groups[-1], dict(self.param_groups[-1])))
 
-    Optimizer.add_param_group = noting  # type: ignore[method-assign]  # no hook of torch tells
+    Optimizer.add_param_group = noting  # type: ignore[method-assign]  # torch has no hook that tells
     try:
         yield made
     finally:
-        Optimizer.add_param_group = add  # type: ignore[method-assign]  # put back
+        Optimizer.add_param_group = add  # type: ignore[method-assign]  # torch's own, put back
 
 
 def without_scheduler(group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:

@@ -21,12 +21,13 @@ class Engine(Protocol):
         """Train the clients of ``leaves`` (position in the sum, client), each from the round's model and buffers.
 
         Args:
-            collect: takes each trained client, as a group of one; called in the thread that trained it.
+            collect: takes each trained client, as a group of one after ``on_local_end``, with its ``buffers``, and
+                ``metrics`` and ``optimizer_rows`` where it has any; called in any thread, before its memory is reused.
             tell: called in the caller's thread after each client.
         """
 
     def close(self) -> None:
-        """The run is over."""
+        """The run is over, or a round failed: release what is held. It may be called again."""
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Worker:
         """
         work, copy, optimizer = self.work, self.copy, self.optimizer
         clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
-        batches = Counted(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
+        batches = NumberedBatches(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
         try:
             copy.load(round, client)
             if work.draws:
@@ -135,7 +135,7 @@ class Stopped(Exception):
     """Another client of the round failed, or the run was interrupted."""
 
 
-class Counted:
+class NumberedBatches:
     """Batches, with the present one's number in ``step``; raises :class:`Stopped` once ``stop`` is set."""
 
     def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:

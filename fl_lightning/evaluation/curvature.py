@@ -142,7 +142,7 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
     start /= np.linalg.norm(start)
     if not product(start).any():
         return 0.0, start
-    operator = LinearOperator((n, n), matvec=product, dtype=np.float64)  # type: ignore[call-arg,unused-ignore]  # by version
+    operator = LinearOperator((n, n), matvec=product, dtype=np.float64)  # type: ignore[call-arg,unused-ignore]  # as SciPy's types have it by version
     kept = 20 if n <= 10**6 else 10  # vectors
     for allowed in (tolerance, 10 * tolerance, 100 * tolerance, 1.0):
         try:

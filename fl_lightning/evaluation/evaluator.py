@@ -24,7 +24,7 @@ from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.learner import Layout, flatten
-from fl_lightning.processes import gathered, world_size
+from fl_lightning.processes import gathered, place
 
 Share = Callable[[], list[Counted]]
 Term = Callable[[Any, int, int], Leaf]  # (batch, its samples, its number) -> what it adds to a sum over samples
@@ -57,7 +57,6 @@ class Evaluator:
         learner: any LightningModule; ``layout``: of its trainable parameters.
         data: a federated data module.
         context: around each forward pass; ``convert``: ``(learner, batch) -> batch``, None: as it is.
-        draws: whether the learner or the data may draw from the process's generators, which are then kept and seeded.
 
     Example:
         >>> from fl_lightning.evaluation.samples import samples_of
@@ -77,7 +76,6 @@ class Evaluator:
         seed: int = 0,
         context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
         convert: Convert | None = None,
-        draws: bool = True,
     ) -> None:
         parameter = next(p for p in learner.parameters() if p.requires_grad)
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
@@ -86,18 +84,18 @@ class Evaluator:
         for part in self.copy.learner.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False  # a sparse gradient cannot be differentiated, and the values are the same
-        self.data, self.seed, self.draws = data, seed, draws
+        self.data, self.seed = data, seed
         self.buffers: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
         self._forward, self.copy.forward_context = self.copy.forward_context, self._context
         self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
 
     @classmethod
-    def of_run(cls, run: Any, trainer: Any, draws: bool = True, exact: bool = False) -> Evaluator:
+    def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:
         """Of a FederatedRun and its Trainer, with the batches that clients get; ``exact``: without autocast."""
         model, data, device = run.model, trainer.datamodule, trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
-        return cls(model.learner, model.layout, data, run.seed(trainer), context, convert, draws)
+        return cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
@@ -138,7 +136,7 @@ class Evaluator:
             x: ``(D,)``, or one a client ``(n, D)``.
             step: as in :meth:`mean`. NaN for clients without samples, or for which the learner logged nothing.
         """
-        world, rank = _place()
+        world, rank = place()
         own = {
             j: self.client(x if x.ndim == 1 else x[j], client, indices, step)
             for j, (client, indices) in enumerate(samples.items())
@@ -171,13 +169,13 @@ class Evaluator:
         A batch takes the next samples in the order of the clients: small clients share one where tensors allow it.
         ``keep``: read now, for many passes over the same samples.
         """
-        world, rank = (1, 0) if alone else _place()
+        world, rank = (1, 0) if alone else place()
         shares: list[Share] = [partial(self._read, own) for own in pieces(samples, size)[rank::world]]
         return [partial(copies, share()) for share in shares] if keep else shares
 
     def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
         """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one); empty without any."""
-        world, rank = (1, 0) if alone else _place()
+        world, rank = (1, 0) if alone else place()
         tree = TreeSum(len(shares))
         with self._at(x):
             for j in visiting_order(len(shares)):
@@ -189,7 +187,7 @@ class Evaluator:
         return (tree.total if alone else sum_over_processes(tree.total)) or {}
 
     def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
-        """How many samples fit into a batch; ``graph_bytes``: into which what a backward pass keeps has to fit.
+        """How many samples fit into a batch; ``graph_bytes``: memory for what a backward pass keeps; 0: there is none.
 
         It is measured on the first two samples, so it is the same in every process.
         """
@@ -258,8 +256,7 @@ class Evaluator:
         """A term, from the server's buffers; what it draws depends on the batch's number alone."""
         self.copy.logged = {}
         self.copy.load_buffers(self.buffers)
-        if self.draws:
-            seed_client(self.seed, 0, index, "evaluate")
+        seed_client(self.seed, 0, index, "evaluate")
         try:
             if self.copy.convert is not None:
                 batch = self.copy.convert(self.copy.learner, batch)
@@ -273,9 +270,6 @@ class Evaluator:
         self.copy.reset()
         with torch.no_grad():
             self.copy.x.copy_(x.detach().view(1, -1))
-        if not self.draws:
-            yield
-            return
         with random_state_kept(self.copy.x):
             yield
 
@@ -293,9 +287,3 @@ class Evaluator:
 def _means(total: Leaf) -> dict[str, float]:
     names = [key[4:] for key in total if key.startswith("sum:")]
     return {name: float(total["sum:" + name] / total["num:" + name]) for name in names}
-
-
-def _place() -> tuple[int, int]:
-    """How many processes there are, and which this is."""
-    world = world_size()
-    return world, torch.distributed.get_rank() if world > 1 else 0

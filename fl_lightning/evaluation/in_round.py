@@ -17,7 +17,10 @@ from fl_lightning.learner import SHIMS, lightning_modules, overrides
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
-PREFIX = re.compile(r"^(validation|valid|val)[/_.]")
+
+def without_prefix(name: str) -> str:
+    """A metric's name without what says that it is of validation: ``val/acc`` → ``acc``."""
+    return re.sub(r"^(validation|valid|val)[/_.-]", "", name)
 
 
 class OwnMetrics(dict[str, Tensor]):
@@ -58,7 +61,7 @@ class ClientEvaluation:
             evaluator = self._of_round(clients._round)
             for row, client in enumerate(clients.client_ids):
                 own = evaluator.client(x if x.ndim == 1 else x[row], client, indices(client), step)
-                logged = {PREFIX.sub("", name): value for name, value in own.items()} if step[0] == "v" else {}
+                logged = {without_prefix(name): value for name, value in own.items()} if step[0] == "v" else {}
                 found.append({**logged, "loss": own["loss"], "samples": own["samples"]})
         empty = not any(own.pop("samples") for own in found)
         names = dict.fromkeys(name for own in found for name in own)

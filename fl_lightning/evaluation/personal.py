@@ -18,7 +18,7 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.processes import gathered, world_size
+from fl_lightning.processes import gathered, place
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER, ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -70,7 +70,7 @@ class PersonalModels:
 
 
 def of_run(run: Any, data: Any) -> PersonalModels:
-    """Those of a FederatedRun after its rounds so far, in each process of the clients whose rows live there."""
+    """Those of a FederatedRun after its rounds so far; each process has them for the clients whose rows live there."""
     if run.loop is None:
         raise UserError("personal models are there once a run has begun: after trainer.fit, or in its callbacks.")
     return PersonalModels(replace(run.loop.facts(max(run.state.rounds - 1, 0)), sizes=Sizes(data)), run.methods)
@@ -105,7 +105,7 @@ def check_client(client: int, m: int) -> None:
 
 
 def of_client(run: Any, data: Any, client: int) -> Model:
-    """One client's, in every process of a FederatedRun."""
+    """One client's, the same in every process of a FederatedRun."""
     check_client(client, int(data.num_clients))
     world, rank = place()
     own = of_run(run, data).of(client) if client % world == rank else None
@@ -188,9 +188,3 @@ class OtherBatches:
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Any:
         return self.data.client_batches(client, round, steps, device, purpose="finetune")
-
-
-def place() -> tuple[int, int]:
-    """How many processes there are, and which this is."""
-    world = world_size()
-    return world, torch.distributed.get_rank() if world > 1 else 0

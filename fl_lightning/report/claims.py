@@ -16,7 +16,6 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES
 
-VERDICTS = ("reproduced", "contradicted", "not reproduced", "inconclusive")
 _CHOICES = {"score": SCORES, "direction": ("greater", "less"), "scale": ("difference", "log_ratio")}
 _REQUIRED = ("id", "a", "b", "metric", "direction", "margin")
 _KNOWN = (*_REQUIRED, "score", "scale", "text")

@@ -100,7 +100,7 @@ def _verdicts(summary: Summary) -> str:
 def _card(summary: Summary, said: Verdict) -> str:
     pair, found = said.pair, said.pair.interval
     shown = Unit() if pair.scale == "log_ratio" else unit_of(summary, pair.metric)
-    claimed = said.claim.text or sentence(summary, pair, said.claim.direction)
+    claimed = said.claim.text or sentence(pair, said.claim.direction)
     if found.low is not None:
         numbers = f"{shown.difference(found.mean)} {shown.of_difference}".strip()
         numbers += f", 95 % interval {shown.difference(found.low)} to {shown.difference(found.high)}, n = {found.n}"

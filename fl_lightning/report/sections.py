@@ -42,7 +42,7 @@ def claims(summary: Summary) -> Table:
         run = next((r for r in summary.found.runs if r.arm in (claim.a, claim.b)), None)
         rounds = "" if run is None else f"{run.record.get('rounds') or run.rounds_done} rounds"
         table.add(
-            f"{claim.id}: {sentence(summary, said.pair, claim.direction)}",
+            f"{claim.id}: {sentence(said.pair, claim.direction)}",
             Cell(said.verdict, mark="verdict " + said.verdict.replace(" ", "-")),
             Cell(shown.difference(found.mean), found.mean),
             _interval(shown, said.pair),
@@ -61,7 +61,7 @@ def claims(summary: Summary) -> Table:
     return table
 
 
-def sentence(summary: Summary, pair: Pair, direction: str) -> str:
+def sentence(pair: Pair, direction: str) -> str:
     """A claim in words: ``fedinit-0.1 > fedavg in val/acc (mean of last 10)``."""
     ratio = ", log ratio" if pair.scale == "log_ratio" else ""
     sign = ">" if direction == "greater" else "<"

@@ -22,7 +22,7 @@ from fl_lightning.errors import UserError
 try:
     import fcntl
 except ImportError:  # a system without them: the mark is all there is
-    fcntl = None  # type: ignore[assignment]  # no module there
+    fcntl = None  # type: ignore[assignment]  # where a module is expected
 
 NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.tree_sum import Leaf
+from fl_lightning.callback import Clients, FederatedCallback, Upload
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.methods import Methods
+from fl_lightning.round.ledger import Ledger
 from tests.helpers.learners import InPlace, Lit, Normed, blobs, federated, fitted, trainer
+from tests.helpers.rounds import D, a_round, some_clients
 
 
 def test_buffers_are_averaged_or_kept() -> None:
@@ -99,3 +105,58 @@ def test_a_buffer_that_counts_far_is_not_cut_short() -> None:
 
     module, _ = fitted(Counting, 1, engine="sequential", local_steps=1)
     assert int(module.learner.passes) == 300
+
+
+class Sends(FederatedCallback):
+    """Sends and uploads tensors that it goes on using."""
+
+    norms = Upload(shape=(1,))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.uploaded = torch.ones(1, D, dtype=torch.float64), torch.ones(1, 1)
+
+    def transmit(self, clients: Clients, update: Tensor) -> Tensor:
+        self.norms[clients] = self.uploaded
+        return self.sent
+
+
+class Together(FederatedCallback):
+    gathers = True
+
+
+def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributions, Leaf]:
+    """What two clients that took a step of 1 contribute; ``marks``: set on the second."""
+    ledger = Ledger(a_round(weights={3: 1.0, 5: 1.0}, buffers={"mean": torch.zeros(3)}))
+    contributions = Contributions(ledger, Methods(list(methods)), 2, average_buffers=True)
+    for leaf, client in enumerate((3, 5)):
+        clients = some_clients(ledger.round, [client])
+        clients.x += 1
+        clients.log("seen", torch.tensor([float(client)]))
+        clients.buffers = {"mean": torch.full((3,), float(client))}
+        for name, value in marks.items() if client == 5 else ():
+            setattr(clients, name, value)
+        contributions.add(leaf, clients)
+    return contributions, contributions.total()[0]
+
+
+def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
+    contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_read="SCAFFOLD")
+    assert float(total["log:seen"]) == 8.0 and float(total["num:seen"]) == 2.0
+    assert contributions.ledger.metrics == {5: {"seen": 2}} and contributions.ledger.mean_gradient_read == "SCAFFOLD"
+    assert total["buffer:mean"].tolist() == [8.0] * 3 and contributions.diverged == []
+
+
+def test_one_value_of_a_buffer_that_is_not_finite_is_enough() -> None:
+    contributions, total = brought_home(buffers={"mean": torch.tensor([0.0, torch.inf, 0.0])})
+    assert contributions.diverged == [5] and total["buffer:mean"].tolist() == [3.0] * 3
+
+
+def test_tensors_that_a_method_goes_on_using_stay_its_own() -> None:
+    method = Sends()
+    _, total = brought_home(method)
+    assert total["weighted"].tolist() == [2.0] * D and total["sum:Sends.norms"].tolist() == [2.0]
+    assert method.sent.tolist() == [[1.0] * D] and method.uploaded.tolist() == [[1.0]]
+    gathered, _ = brought_home(method, Together())
+    method.sent.zero_()
+    assert all(update.tolist() == [1.0] * D for update in gathered.ledger.updates.values())

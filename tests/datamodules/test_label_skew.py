@@ -68,7 +68,15 @@ def test_classes_are_drawn_for_each_client_in_equal_proportions() -> None:
     assert len(all_of_it) == 6
 
 
-@pytest.mark.parametrize(("given", "sizes"), [({}, [6] * 16), ({"samples_per_client": 2}, [2] * 16)])
+@pytest.mark.parametrize("seed", range(20))
+def test_who_finds_its_only_class_used_up_is_dealt_the_rest_from_what_is_left(seed: int) -> None:
+    labels = np.repeat([0, 1], [3, 5])
+    clients = Pathological(1).split(labels, 4, seed)
+    assert [len(client) for client in clients] == [2] * 4
+    assert sorted(np.concatenate(clients)) == list(range(8)), "each sample once"
+
+
+@pytest.mark.parametrize(("given", "sizes"), [({}, [6] * 16), ({"samples_per_client": 1}, [1] * 16)])
 def test_sizes_are_an_equal_share_or_those_asked_for(given: Any, sizes: list[int]) -> None:
     for replacement in (True, False):
         assert [len(c) for c in Dirichlet(1.0, replacement=replacement, **given).split(LABELS, 16, 0)] == sizes

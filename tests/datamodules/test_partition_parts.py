@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_lightning.datamodules import IID, ByGroup, InMemoryDataModule, Partition, QuantitySkew, Saved, SortedShards
+from fl_lightning.datamodules import (
+    IID,
+    ByGroup,
+    Contiguous,
+    InMemoryDataModule,
+    Partition,
+    QuantitySkew,
+    Saved,
+    SortedShards,
+)
 from fl_lightning.datamodules.partitions import LazyClients, check_client, check_number
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
@@ -47,13 +56,17 @@ def test_as_many_clients_as_samples_have_one_each_and_no_sigma_is_equal() -> Non
     assert [len(c) for c in QuantitySkew(0).split(np.zeros(12), 4, 0)] == [3] * 4
 
 
-@pytest.mark.parametrize("partition", [IID(), SortedShards(), QuantitySkew(1.0)])
+@pytest.mark.parametrize("partition", [IID(), Contiguous(), SortedShards(), QuantitySkew(1.0)])
 def test_each_client_needs_a_sample_of_its_own(partition: Partition) -> None:
     assert [len(c) for c in partition.split(np.arange(7), 1, 0)] == [7]
     assert sum(len(c) for c in partition.split(np.arange(7), 3, 0)) == 7
     for clients in (0, 8):
         with pytest.raises(UserError, match=f"num_clients is {clients}, but there are 7 training samples"):
             partition.split(np.arange(7), clients, 0)
+
+
+def test_pieces_of_a_text_follow_each_other() -> None:
+    assert [client.tolist() for client in Contiguous().split(np.zeros(5), 2, 7)] == [[0, 1, 2], [3, 4]]
 
 
 def test_sizes_that_differ_beyond_all_bounds_are_still_sizes() -> None:

@@ -11,7 +11,12 @@ ROUND = [SERVER, "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py", "tests/engines/choice/test_batch_sizes.py"],
-    "fl_lightning/round/context.py": ["tests/round/test_context.py", SERVER, BUFFERS],
+    "fl_lightning/round/context.py": [
+        "tests/round/test_context.py",
+        "tests/engines/test_client_scheduler.py",
+        SERVER,
+        BUFFERS,
+    ],
     "fl_lightning/round/partial.py": [
         "tests/round/test_partial.py",
         "tests/callbacks/test_partial_averaging.py",
@@ -21,7 +26,12 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
-    "fl_lightning/aggregation/contributions.py": ["tests/aggregation/test_contributions.py", *ROUND],
+    "fl_lightning/aggregation/contributions.py": [
+        "tests/aggregation/test_contributions.py",
+        BUFFERS,
+        "tests/callbacks/test_personal_methods.py",
+        *ROUND,
+    ],
     "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py", *ROUND],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
     "fl_lightning/engines/local_step.py": [

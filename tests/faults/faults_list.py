@@ -82,7 +82,7 @@ FAULTS = [
     Fault(
         "buffers of the last client are kept",
         [
-            ("fl_lightning/engines/sequential.py", "            copy.load_buffers(round.buffers)\n", ""),
+            ("fl_lightning/engines/sequential.py", "copy.load_buffers(round.buffers)", "pass"),
             (
                 "fl_lightning/round/global_model.py",
                 "    for name, buffer in learner.named_buffers():\n        if",

@@ -12,6 +12,30 @@ WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
 QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
 SURVIVORS = {
     **_equal(
+        "fl_lightning/aggregation/contributions.py",
+        "clients.drop_scratch()",
+        "equivalent but larger: scratch rows are held until the client's sum is",
+        "left out: clients.drop_scratch() (column 0)",
+    ),
+    **_equal(
+        "alternating_head",
+        "self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)",
+        "equivalent: 2 is True in a mask",
+        "factor: self.of_head[clients] = self._mask(clients.layout).to(clients.x.device) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/round/cohort.py",
+        'if self.n == m and self.sampling == "uniform":',
+        "equivalent but slower: all of m are drawn, and told by their number",
+        "turned: self.sampling == 'uniform' (column 19)",
+    ),
+    **_equal(
+        "fl_lightning/round/clients.py",
+        "batches = self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0",
+        "equivalent but slower: no gradients times the batches of an epoch",
+        "and ↔ or: whole and self._round.steps_of is not None (column 45)",
+    ),
+    **_equal(
         "consensus_distance_logger",
         "moved = (clients.x - clients.w).double()",
         "equivalent: the spread around the mean does not depend on where the origin is",
@@ -40,12 +64,6 @@ SURVIVORS = {
         "sign: 1 - rho (column 47)",
         "left operand alone: 1 - rho (column 47)",
         "factor: twice the right of 1 - rho (column 47)",
-    ),
-    **_equal(
-        "partial_averaging",
-        "mask[layout[name][0]] = True",
-        "equivalent: 2 is True in a mask",
-        "factor: mask[layout[name][0]] = True (column 0)",
     ),
     **_equal(
         "fl_lightning/schedules.py",
@@ -144,7 +162,7 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/loop.py",
-        "self.state.rows.fetch(ids)",
+        "self.state.rows.fetch(ids)  # from here on their rows are known here, whoever owns them",
         "one process has nothing to fetch; two are tested in storage/test_rows and test_resume",
         "left out: self.state.rows.fetch(ids) (column 0)",
     ),

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fl_lightning.callback import ClientState, Scratch, Upload
 from fl_lightning.errors import UserError
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import ClientRates
 from tests.helpers.rounds import LAST, D, a_round, parts, some_clients
 
@@ -55,7 +56,7 @@ def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_not
 
 def test_where_rates_differ_the_rate_and_all_that_needs_it_are_refused() -> None:
     clients = some_clients(a_round(rates=ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)")))
-    for name in ("lr", "elapsed", "mean_gradient"):
+    for name in ("lr", "momentum", "weight_decay", "elapsed", "mean_gradient"):
         with pytest.raises(UserError, match="several values"):
             getattr(clients, name)
 
@@ -174,3 +175,53 @@ def test_rows_keep_their_storage_when_they_are_assigned(state: Any) -> None:
     rows = clients.rows("M.s", state)
     clients.write("M.s", state, 2 * torch.ones(2, D))
     assert clients.rows("M.s", state) is rows and rows.tolist() == [[2.0] * D] * 2
+
+
+class Step:
+    """A client's local step that is under way."""
+
+    index = 0
+
+    def __init__(self, first: bool) -> None:
+        self.first = first
+
+    def gradient_at(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_gradients_are_counted_with_those_of_the_whole_objective() -> None:
+    """Client 5 takes 4 steps, and its objective has 7 batches; once before its steps, once in each of them."""
+    round = a_round(steps_of=lambda client, epochs: int(7 * epochs))
+    clients = Clients(round, [5], ONES.view(1, -1).clone(), full_gradient=lambda clients, x: x)
+    assert clients.gradients(5) == 4
+    clients.gradients_a_step = 2
+    clients.full_gradient(clients.x)
+    assert clients.gradients(5) == 4 * 2 + 7
+    for first in (True, False, False):
+        clients.local_step = Step(first)
+        clients.full_gradient(clients.x)
+    assert clients.gradients(5) == 4 * 2 + 7 + 4 * 7, "what the first step asks for, every step does"
+
+
+def test_the_loss_of_local_steps_is_a_column_where_it_was_gathered() -> None:
+    clients = some_clients(a_round())
+    with pytest.raises(RuntimeError, match="reads_loss = True"):
+        _ = clients.loss
+    clients.log(LOSS, torch.tensor([0.5, 2.0]))
+    assert clients.loss.tolist() == [[0.5], [2.0]]
+
+
+def test_whoever_trains_the_clients_evaluates_them() -> None:
+    def evaluated(clients: Any, x: Tensor, what: str) -> dict[str, Tensor]:
+        return {what: x.sum(1, keepdim=True)}
+
+    clients = Clients(a_round(), [3, 5], torch.stack([ONES, 2 * ONES]), evaluate=evaluated)
+    assert clients.evaluate(clients.x, "test")["test"].tolist() == [[4.0], [8.0]]
+
+
+def test_scratch_is_forgotten_once_nobody_reads_it_and_states_are_not() -> None:
+    clients = some_clients(a_round())
+    clients.write("M.kept", ClientState(), torch.ones(2, D))
+    clients.write("M.scratch", Scratch(), torch.ones(2, D))
+    clients.drop_scratch()
+    assert {"M.kept", "M.scratch"} & set(clients.step_tensors()) == {"M.kept"}

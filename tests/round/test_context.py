@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError
 from fl_lightning.round.context import ClientRates
 from tests.helpers.rounds import LAST, D, a_round, parts
@@ -39,3 +40,25 @@ def test_all_is_averaged_unless_there_are_parts() -> None:
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_sums_are_at_least_of_single_precision(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert a_round(w=torch.ones(D, dtype=dtype)).wide == wide
+
+
+def test_the_steps_rates_add_up() -> None:
+    rates = ClientRates(1.0, torch.tensor(0.5, dtype=torch.float32))
+    elapsed = rates.elapsed(torch.tensor([[2.0], [4.0]], dtype=torch.float64))
+    assert elapsed.tolist() == [[1.0], [2.0]] and elapsed.dtype == torch.float64
+
+
+def test_a_refusal_names_the_method_that_asked() -> None:
+    rates = ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)")
+
+    class Needy(FederatedCallback):
+        def asks(self) -> None:
+            self.through(1)
+
+        def through(self, depth: int) -> None:
+            rates.require_constant() if depth == 0 else self.through(depth - 1)
+
+    with pytest.raises(UserError, match="and Needy takes one"):
+        Needy().asks()
+    with pytest.raises(UserError, match="and a method of this run takes one"):
+        rates.require_one()

@@ -35,7 +35,7 @@ def check_batch_sizes(workshop: Workshop, failed: bool = False) -> str:
         UserError: it fails, and would in a round to come.
     """
     setting = workshop.setting
-    smallest, first = setting.cohort.smallest_batch(), setting.participants(0)[0]
+    smallest, first = setting.cohort.smallest_batch(), setting.cohort.tried(0)[0]
     if smallest is None:
         return ""
     data, sizes = setting.work.data, setting.cohort.data.client_sizes()
@@ -72,7 +72,7 @@ def first_met(setting: Setting, fewest: int) -> Met:
     found = Met(2**63, 0)
     rounds = MOST_ROUNDS if setting.rounds < 0 else min(setting.rounds, MOST_ROUNDS)
     for t in range(max(1, rounds)):
-        of_round = setting.cohort.smallest_batch(setting.participants(t))
+        of_round = setting.cohort.smallest_batch(setting.cohort.tried(t))
         if of_round is not None and of_round[0] < found.samples:
             found = Met(*of_round, t)
             if found.samples <= fewest:

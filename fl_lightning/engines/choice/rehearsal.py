@@ -59,7 +59,7 @@ def rehearse(workshop: Workshop) -> Rehearsal:
             parameter's ``data``.
         Exception: from the learner or the data, with a note that says where.
     """
-    setting, client = workshop.setting, workshop.setting.participants(0)[0]
+    setting, client = workshop.setting, workshop.setting.cohort.tried(0)[0]
     name = type(setting.learner).__name__
     try:
         trial = Trial(workshop)
@@ -97,7 +97,7 @@ def rehearse(workshop: Workshop) -> Rehearsal:
 def unproven(workshop: Workshop) -> Obstacle | None:
     """What speaks against training clients side by side, over a client's steps on two copies; None: nothing does."""
     setting = workshop.setting
-    ids = setting.participants(0)
+    ids = setting.cohort.tried(0)
     client, other = ids[0], ids[-1] if len(ids) > 1 else (ids[0] + 1) % setting.cohort.m
     one, two = Trial(workshop, 0), Trial(workshop, 1)
     steps, before = real_steps(workshop, client), RandomState(setting.w)

@@ -120,7 +120,7 @@ class Trial:
 def one_step(workshop: Workshop) -> float:
     """Seconds of a local step on one thread, without the time in which others had the processor; measured once."""
     if workshop.step_seconds is None:
-        trial, client = Trial(workshop), workshop.setting.participants(0)[0]
+        trial, client = Trial(workshop), workshop.setting.cohort.tried(0)[0]
         by_clock, of_calls, waits = Settled(), Settled(), []
         small = torch.ones(8)
 
@@ -220,7 +220,7 @@ def why_not_stacked(workshop: Workshop) -> str:
     if (hooks := workshop.original.hooks) is not None:
         return f"its {hooks.names[0]} takes one client's batch"
     before = RandomState(setting.w)
-    ids = setting.participants(0)
+    ids = setting.cohort.tried(0)
     try:
         copy = workshop.original.another(aliased=False)  # so that the learner keeps its attributes
         stack = Stack(copy, 2)
@@ -254,7 +254,7 @@ def images_ratio(workshop: Workshop, captured: bool, clearly: float) -> float:
     setting, once = workshop.setting, one_step(workshop)
     if not setting.convolutions:
         return 1.0
-    client, trial = setting.participants(0)[0], Trial(workshop)
+    client, trial = setting.cohort.tried(0)[0], Trial(workshop)
     plain = trial.copy.convert
     formats = {"": plain, CHANNELS_LAST: channels_last(plain)}
     recorders = {name: Capture(lambda why: None) if captured else None for name in formats}

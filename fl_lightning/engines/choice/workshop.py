@@ -42,7 +42,7 @@ class Setting:
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
-        hooks_first: whether hooks that run later, at the start of training or of a round, may ready the learner.
+        hooks_first: whether hooks that run later, at the start of training or of a round, may prepare the learner.
         schedule: the learner's lr scheduler, where it is stepped.
         keeps_loss: whether a callback asks for the mean loss of local steps.
         rounds: how many the run has; -1: no end.
@@ -59,7 +59,6 @@ class Setting:
     optimizer: Optimizer
     work: Work
     cohort: Cohort
-    participants: Callable[[int], tuple[int, ...]]
     rank: int
     world_size: int
     processes_here: int
@@ -85,7 +84,7 @@ class Setting:
 
     @property
     def most_beside(self) -> int:
-        """The most clients side by side: the process's cores; on a GPU, as fit into its memory, up to ``STREAMS``."""
+        """The most clients side by side: the process's cores; on a GPU as many as fit, up to ``STREAMS``."""
         device = self.w.device
         if device.type == "cpu":
             return self.usable_cores
@@ -100,11 +99,11 @@ class Setting:
 
     def lengths(self) -> list[int]:
         """K_i of the clients that one process trains in round 0."""
-        return [self.cohort.steps(i) for i in self.participants(0)[:: self.world_size]]
+        return [self.cohort.steps(i) for i in self.cohort.tried(0)[:: self.world_size]]
 
     def largest(self) -> int:
         """The client of round 0 with the most batches."""
-        return max(self.participants(0), key=self.cohort.data.batches_per_epoch)
+        return max(self.cohort.tried(0), key=self.cohort.data.batches_per_epoch)
 
     def round(self, steps: Mapping[int, int], buffers: Mapping[str, Tensor]) -> Round:
         """A round 0 for trials: these clients, each with its number of steps, and no state."""
@@ -153,7 +152,6 @@ def setting_of(
         schedule=schedule,
         work=work,
         cohort=cohort,
-        participants=cohort.tried,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or int(trainer.num_devices),
