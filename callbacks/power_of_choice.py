@@ -45,7 +45,7 @@ class PowerOfChoice(FederatedCallback):
         super().__init__()
         whole = isinstance(candidates, int) and not isinstance(candidates, bool)
         if candidates is not None and not (whole and candidates > 0):
-            raise UserError(f"PowerOfChoice: candidates={candidates!r} is not accepted; it is a number of clients from 1, or null.")
+            raise UserError(f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, or null.")
         self.candidates = candidates
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor:
