@@ -277,8 +277,9 @@ class FederatedRun:
                 "a run of several processes cannot save a checkpoint as an exception passes: the other processes are "
                 "elsewhere. Resume from the last checkpoint of a round."
             )
-        if not self.state.settle(self.loop.present[0]):
-            server_update.undo_in(saved, self.model)
+        if self.state.settle(self.loop.present[0]):
+            self.model.found = None
+        server_update.undo_in(saved, self.model)
         self.disk = self.disk or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
         saved[checkpoint.KEY] = checkpoint.content(
