@@ -1,4 +1,4 @@
-"""A checkpoint that is saved anywhere in a round, as SLURM's signal has it, resumes to the bits of an undisturbed run."""
+"""A checkpoint saved anywhere in a round, as by SLURM's signal, resumes to the bits of an undisturbed run."""
 
 from __future__ import annotations
 
