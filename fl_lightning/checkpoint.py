@@ -87,16 +87,16 @@ def content(
 ) -> dict[str, Any]:
     """What lies under :data:`KEY` in a checkpoint; called in every process, because each writes its rows.
 
-    Args:
-        named: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
+    ``named``: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
     """
+    committed = model.committed()
     return {
         "version": VERSION,
         "seed": identity.seed,
         **state.progress(),
-        "w": None if model.evaluates_w else model.w.detach().clone(),
+        "w": None if committed.evaluated is None else committed.w.clone(),
         "w0": state.initial_vector,
-        "buffers": {name: value for name, value in model.buffers().items() if name not in named},
+        "buffers": {name: value for name, value in committed.buffers.items() if name not in named},
         "server": {key: value.clone() for key, value in state.server.items()},
         **disk.flushed(state.rows),  # "clients": where rows lie, and "folders": in which
         "arguments": identity.arguments,

@@ -7,6 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.schedules import Schedule, decay_text
 from fl_lightning.storage.apart import is_plain
@@ -55,13 +56,21 @@ def of_run(run: Any, trainer: Any) -> Facts:
     return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
 
 
-def in_one_line(run: Any, cohort: Any) -> str:
-    """What a run that is set up does: methods, cohort, optimizers, engine."""
+def in_one_line(run: Any) -> str:
+    """What a run does: methods, cohort, optimizers, engine.
+
+    Raises:
+        UserError: it has not begun.
+    """
+    if run.loop is None:
+        raise UserError("describe(): what runs is known once a run has begun: after trainer.fit, or in its callbacks.")
     rate = f"{run.clients.param_groups[0]['lr']:g}{decay_text(run.settings.lr_decay)}"
     scheduled = "" if run.schedule is None else f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
     clients = f"{type(run.clients).__name__} {rate}{scheduled}"
     server = f"server {type(run.server).__name__} {run.server_rates[0]:g}"
-    return " · ".join(filter(None, [run.methods.title(), cohort.describe(), clients, server, str(run.plan or "")]))
+    return " · ".join(
+        filter(None, [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")])
+    )
 
 
 def log_to(loggers: list[Any], facts: Facts) -> None:

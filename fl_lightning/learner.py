@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from fl_lightning.errors import UserError, suggest
 
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
-TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Methods of a LightningModule that a run puts others in place of, on the learner and on modules inside it."""
+
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks by which a learner transfers its batches, in the order of their calls."""
 
 LAYERS = (
     nn.modules.conv._ConvNd,

@@ -92,6 +92,10 @@ class LearnerHooks(pl.LightningModule):
             self.connect_learner()
             self.learner.prepare_data()
 
+    def configure_model(self) -> None:
+        self.learner.configure_model()
+        self.adopt(self.learner)  # with hooks that its setup has put on it
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         strict = strict and self.learner.strict_loading
         return self.learner.load_state_dict(state_dict, strict=strict)

@@ -30,6 +30,7 @@ from fl_lightning.settings import Settings
 from fl_lightning.storage.run_state import RunState
 
 Metrics = dict[str, float]
+Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
 
 
 @dataclass
@@ -38,7 +39,7 @@ class FederatedLoop:
 
     Args:
         client_rates: the client optimizer's settings before any decay.
-        participants: t → who is sampled in round t, ascending.
+        participants: who is sampled in a round.
         report: takes a round's metrics, before it is committed.
         tell: called after each client with how many are done, of how many of this process.
         note: takes what the user should know.
@@ -56,7 +57,7 @@ class FederatedLoop:
     server_step: ServerStep
     client_rates: ClientRates
     parts: Parts | None
-    participants: Callable[[int], tuple[int, ...]]
+    participants: Participants
     report: Callable[[Metrics, int], None]
     tell: Callable[[int, int], None]
     note: Callable[[str], None]
@@ -77,7 +78,7 @@ class FederatedLoop:
         ledger.finished = self.finished(round, diverged)
 
         server = Server(round, ledger)
-        server.w_before, undo = self.server_step.undoing(self.model, round)
+        server.w_before, undo = self.server_step.undoing(self.model)
         try:
             with ledger.server_hooks():
                 self.update(ledger, server)
@@ -122,6 +123,7 @@ class FederatedLoop:
             ),
         )
         self.present = t, tuple(ids)
+        self.model.hold(ledger.round.buffers)
         return ledger
 
     def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:

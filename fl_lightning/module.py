@@ -157,7 +157,7 @@ class FederatedModule(LearnerHooks):
 
     def describe(self) -> str:
         """What runs, in one line."""
-        return facts.in_one_line(self.run, self.cohort)
+        return facts.in_one_line(self.run)
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -168,7 +168,7 @@ class FederatedModule(LearnerHooks):
 
         ``client``: whose personal model to take in their place; to be called in every process.
         """
-        model = None if client is None else personal.of_client(self.run, self.cohort.data, client)
+        model = None if client is None else personal.of_client(self.run, client)
         return self.global_model.export(path, self._trainer, model)
 
     def evaluator(self) -> Evaluator:
@@ -189,7 +189,7 @@ class FederatedModule(LearnerHooks):
         self.learner.setup(stage)
 
     def configure_model(self) -> None:
-        self.learner.configure_model()
+        super().configure_model()
         self.global_model.build()
         if self.trainer.state.fn == "fit":
             self.run.load_start(self.trainer)
@@ -211,7 +211,7 @@ class FederatedModule(LearnerHooks):
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
         self.learner.on_fit_start()
-        self.run.begin(self.trainer, self.optimizers())
+        self.run.begin(self.trainer, self.optimizers(), self.participants)
 
     def on_train_start(self) -> None:
         self.run.claim(self.trainer, begins=True)

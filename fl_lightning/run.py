@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks, facts, sampling
-from fl_lightning.aggregation import gathering
+from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
@@ -29,7 +28,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
-from fl_lightning.loop import FederatedLoop, Metrics
+from fl_lightning.loop import FederatedLoop, Metrics, Participants
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
@@ -181,7 +180,7 @@ class FederatedRun:
             self.identity(trainer).check_same(held)
         self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
 
-    def begin(self, trainer: Any, server_optimizer: Any) -> None:
+    def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
         """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
@@ -214,7 +213,7 @@ class FederatedRun:
             server_step=ServerStep(server_optimizer, self.server_rates, progress),
             client_rates=rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
-            participants=partial(self.participants, cohort=cohort),
+            participants=participants,
             report=self.report,
             tell=self._tell,
             note=self.note,
@@ -260,6 +259,8 @@ class FederatedRun:
             if self.engine is not None:
                 self.engine.close()  # Lightning calls no teardown after an exception
             raise
+        finally:
+            self.model.found = None
 
     def outputs(self) -> dict[str, torch.Tensor] | None:
         """What callbacks get of the latest round: ``{"loss": …}``; None where nobody asks."""
@@ -276,6 +277,9 @@ class FederatedRun:
                 "a run of several processes cannot save a checkpoint as an exception passes: the other processes are "
                 "elsewhere. Resume from the last checkpoint of a round."
             )
+        if self.state.settle(self.loop.present[0]):
+            self.model.found = None
+        server_update.undo_in(saved, self.model)
         self.disk = self.disk or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
         saved[checkpoint.KEY] = checkpoint.content(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import FederatedModule
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.storage.store import ClientStore
 from tests.helpers.learners import Normed, blobs, client_rows, federated, momentum, trainer
@@ -70,9 +72,70 @@ class Copying(pl.Callback):
 
 def test_a_module_can_be_pickled_while_it_trains() -> None:
     module, copying = federated(), Copying()
-    trainer(2, [copying]).fit(module, blobs())
+    trainer(2, [ControlVariates(), copying]).fit(module, blobs())
     assert torch.equal(copying.twin.global_vector, module.global_vector)
     assert len(pickle.dumps(module)) < 60_000  # each weight once, not once a parameter
+
+
+IN_A_ROUND = ("on_round_start", "on_local_end", "on_server_update", "on_round_end")
+
+
+class Within(FederatedCallback):
+    """Does something in the middle of round 1, once."""
+
+    def __init__(self, place: str, what: Callable[[], Any]) -> None:
+        super().__init__()
+        self._place, self._what, self._lock, self.found = place, what, threading.Lock(), list[Any]()
+
+    def at(self, place: str, t: int) -> None:
+        with self._lock:
+            if place == self._place and t == 1 and not self.found:
+                self.found.append(self._what())
+
+
+def _at(place: str) -> Callable[..., None]:
+    def hook(self: Within, given: Any) -> None:
+        self.at(place, given.round)
+
+    return hook
+
+
+for _place in IN_A_ROUND:
+    setattr(Within, _place, _at(_place))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+@pytest.mark.parametrize("place", IN_A_ROUND)
+def test_a_copy_made_in_a_round_is_of_the_rounds_before(place: str, engine: str) -> None:
+    def made() -> FederatedModule:
+        torch.manual_seed(0)
+        given = {"client_optimizer": momentum, "keep_optimizer_state": True, "engine": engine}
+        return federated(Normed(), participation=0.5, **given)
+
+    one, module = made(), made()
+    trainer(1, [ControlVariates()]).fit(one, blobs())
+    copying = Within(place, lambda: copy.deepcopy(module))
+    trainer(2, [ControlVariates(), copying]).fit(module, blobs())
+    expected, found = state(one), state(copying.found[0])
+    assert {key for key, value in expected.items() if not torch.equal(found[key], value)} == set()
+
+
+def test_copies_made_while_other_threads_train_take_nothing_from_them() -> None:
+    class Looking(Normed):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            _ = self.trainer.max_epochs
+            return super().training_step(batch, batch_idx)
+
+    class Exporting(FederatedCallback):
+        def on_local_start(self, clients: Any) -> None:
+            module.export()
+
+    given: dict[str, Any] = {"engine": "concurrent", "workers": 4, "participation": "all", "capture": False}
+    module, alone = federated(Looking(), **given), federated(Looking(), **given)
+    alone.learner.load_state_dict(module.learner.state_dict())
+    trainer(2, [Exporting()]).fit(module, blobs())
+    trainer(2).fit(alone, blobs())
+    assert torch.equal(module.global_vector, alone.global_vector)
 
 
 def test_a_copied_store_reads_rows_wherever_they_lie(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -216,14 +217,20 @@ def test_the_learners_transfer_hooks_see_its_batches_in_training_and_in_evaluati
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             super().validation_step((2 * batch[0], batch[1]), batch_idx)
 
+    class Late(Lit):  # on the instance, and only from setup on
+        def setup(self, stage: str) -> None:
+            hook = Transferring.on_after_batch_transfer
+            object.__setattr__(self, "on_after_batch_transfer", types.MethodType(hook, self))
+
     found = []
-    for learner in (Scaled, Transferring):
+    for learner in (Scaled, Transferring, Late):
         torch.manual_seed(3)
         module, run = federated(learner(), engine=engine), trainer(2)
         run.fit(module, blobs())
         assert module.engine_facts["engine"] == engine
         found.append((module.global_vector.detach(), run.callback_metrics["val/loss"]))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    for w, loss in found[1:]:
+        assert torch.equal(found[0][0], w) and torch.equal(found[0][1], loss)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent"])

@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -142,3 +142,30 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     fresh = federated(exported)
     scaffold(2).fit(fresh, blobs())
     assert torch.equal(whole.global_vector, fresh.global_vector)
+
+
+def test_who_takes_part_can_be_a_subclass_s_own() -> None:
+    class Own(FederatedModule):
+        def __init__(self, learner: Any, ids: tuple[int, ...], **arguments: Any) -> None:
+            super().__init__(learner, **arguments)
+            self.ids = ids
+
+        def participants(self, t: int) -> tuple[int, ...]:
+            return self.ids
+
+    module = Own(Lit().double(), (1, 4), participation=2, local_epochs=1, seed=1)
+    trainer(1, [ControlVariates()]).fit(module, blobs())
+    assert module.client_rows.store.clients("ControlVariates.c_i").tolist() == [1, 4]
+
+
+def test_what_runs_is_told_once_it_has_begun_and_from_then_on() -> None:
+    module, elsewhere = federated(), trainer(1)
+    elsewhere.validate(module, blobs(), verbose=False)
+    for asked in (module.describe, lambda: module.export(client=7)):
+        with pytest.raises(UserError, match="once a run has begun"):
+            asked()
+    trainer(1).fit(module, blobs())
+    told, weights = module.describe(), module.export(client=7).net[0].weight
+    elsewhere.validate(module, blobs(clients=4), verbose=False)  # which has no client 7
+    assert module.describe() == told and "3 of 10 clients" in told
+    assert torch.equal(module.export(client=7).net[0].weight, weights)

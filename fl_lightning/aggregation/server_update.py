@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,15 +88,18 @@ class ServerStep:
         state: dict[str, Any] = self.optimizer.state.get(w, {})
         return state
 
-    def undoing(self, model: GlobalModel, round: Round) -> tuple[Tensor, Callable[[], None]]:
+    def undoing(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
         """w^t ``(D,)``, a copy; and what takes w, and all that goes with it, back to how the round found them."""
-        w, evaluated = model.w.detach().clone(), None if model.evaluates_w else model.evaluated
+        found = model.committed()
+        w = found.w.clone()
         state = {of: {k: _copied(v) for k, v in values.items()} for of, values in self.optimizer.state.items()}
         groups = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        counted = self.progress.state_dict()
+        counted = copy.deepcopy(self.progress.state_dict())
+        named = {"state": dict(enumerate(state.values())), "param_groups": [{**g, "params": [0]} for g in groups]}
+        model.found = replace(found, w=w, optimizer=named, steps=counted)
 
         def undo() -> None:
-            model.move_to(w, evaluated, round.buffers)
+            model.move_to(w, found.evaluated, found.buffers)
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
             for group, before in zip(self.optimizer.param_groups, groups, strict=True):
@@ -103,6 +107,18 @@ class ServerStep:
             self.progress.load_state_dict(counted)
 
         return w, undo
+
+
+def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
+    """Let a checkpoint that is saved in the middle of a round hold what the round found."""
+    found = model.found
+    if found is None:
+        return
+    evaluated = found.w if found.evaluated is None else found.evaluated
+    saved["state_dict"] = model.export(model=(evaluated, found.buffers)).state_dict()
+    if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
+        saved["optimizer_states"], saved["global_step"] = [found.optimizer], found.steps["total"]["completed"]
+        saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"] = found.steps
 
 
 def _copied(value: Any) -> Any:

@@ -176,7 +176,7 @@ def outcome(module: FederatedModule) -> Outcome:
             assert row is not None
             left[f"{name} of client {i}"] = row
     if module.run.methods.owner("personal") is not None:
-        models, (world, rank) = personal.of_run(module.run, module.cohort.data), place()
+        models, (world, rank) = personal.of_run(module.run), place()
         for i in range(rank, len(SIZES), world):
             left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():

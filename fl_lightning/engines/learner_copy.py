@@ -100,21 +100,16 @@ class LearnerCopy:
                 memo[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
         for parameter, _ in self._written.values():
             memo.pop(id(parameter), None)
-        trainers = [(part, part._trainer) for part in lightning_modules(learner)]
-        for part, _ in trainers:
-            part._trainer = None
-        try:
-            copied = copy.deepcopy(learner, memo)
-        finally:
-            for part, trainer in trainers:
-                part._trainer = trainer
+        trainers = [part._trainer for part in lightning_modules(learner)]
+        memo.update({id(trainer): trainer for trainer in trainers})
+        copied = copy.deepcopy(learner, memo)
         another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
         another.treat_as_buffers(self._written)
         another.keeps_loss = self.keeps_loss
         another.attach()
         if aliased:
             another.follow(learner)
-        for part, (_, trainer) in zip(lightning_modules(copied), trainers, strict=True):
+        for part, trainer in zip(lightning_modules(copied), trainers, strict=True):
             part._trainer = trainer
         return another
 

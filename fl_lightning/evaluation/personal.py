@@ -69,11 +69,12 @@ class PersonalModels:
         return x[0], round.buffers_of(client)
 
 
-def of_run(run: Any, data: Any) -> PersonalModels:
+def of_run(run: Any) -> PersonalModels:
     """Those of a FederatedRun after its rounds so far; each process has them for the clients whose rows live there."""
     if run.loop is None:
         raise UserError("personal models are there once a run has begun: after trainer.fit, or in its callbacks.")
-    return PersonalModels(replace(run.loop.facts(max(run.state.rounds - 1, 0)), sizes=Sizes(data)), run.methods)
+    facts = run.loop.facts(max(run.state.rounds - 1, 0))
+    return PersonalModels(replace(facts, sizes=Sizes(run.loop.cohort.data)), run.methods)
 
 
 def of_checkpoint(saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str) -> PersonalModels:
@@ -104,11 +105,12 @@ def check_client(client: int, m: int) -> None:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
 
-def of_client(run: Any, data: Any, client: int) -> Model:
+def of_client(run: Any, client: int) -> Model:
     """One client's, the same in every process of a FederatedRun."""
-    check_client(client, int(data.num_clients))
+    models = of_run(run)
+    check_client(client, models.round.num_clients)
     world, rank = place()
-    own = of_run(run, data).of(client) if client % world == rank else None
+    own = models.of(client) if client % world == rank else None
     (found,) = (model for model in gathered(own) if model is not None)
     return found
 
@@ -128,7 +130,7 @@ def measured(
         is there where ``finetune_epochs`` is above 0.
     """
     data, (world, rank) = trainer.datamodule, place()
-    models, evaluator = of_run(run, data), Evaluator.of_run(run, trainer)
+    models, evaluator = of_run(run), Evaluator.of_run(run, trainer)
     tuned = FineTuning(run, trainer, finetune_epochs) if finetune_epochs else None
     own: dict[int, dict[str, dict[str, float]]] = {}
     for client in ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,28 @@ from fl_lightning.learner import (
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a round found that is not committed yet.
+
+    Args:
+        w: ``(D,)``; ``evaluated``: what is evaluated, None: w; ``buffers``: the server's.
+        optimizer: the server optimizer's state; None: as it is, since it took no step.
+        steps: Lightning's count of its steps.
+    """
+
+    w: Tensor
+    evaluated: Tensor | None
+    buffers: Mapping[str, Tensor]
+    optimizer: dict[str, Any] | None = None
+    steps: dict[str, Any] | None = None
+
+
 class GlobalModel:
     """The learner, whose parameters are views into one vector: the one that is evaluated and saved.
 
     ``written``: frozen parameters that the learner's steps write, which are buffers to the run.
+    ``found``: how the present round found it; None between rounds.
     ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own hyper-parameters.
     """
 
@@ -36,6 +55,7 @@ class GlobalModel:
         self.learner: Any = learner
         self.config: dict[str, Any] = {}
         self.written: tuple[str, ...] = ()
+        self.found: Found | None = None
         self._layout: Layout | None = None
         self._w: Tensor | None = None
         self._evaluated: Tensor | None = None
@@ -59,10 +79,13 @@ class GlobalModel:
         """What is evaluated and exported ``(D,)``: w itself, except under partial averaging."""
         return self.w if self._evaluated is None else self._evaluated
 
-    @property
-    def evaluates_w(self) -> bool:
-        """Whether what is evaluated is w."""
-        return self._evaluated is None
+    def hold(self, buffers: Mapping[str, Tensor]) -> None:
+        """A round begins, which may change what it finds; ``buffers``: copies of them."""
+        self.found = Found(self.w.detach(), self._evaluated, buffers)
+
+    def committed(self) -> Found:
+        """As the rounds that are over left it."""
+        return self.found or Found(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
         """Lay the learner's parameters out in one vector and tie them to it; ``again``: they may lie elsewhere now."""
@@ -152,9 +175,12 @@ class GlobalModel:
     def __getstate__(self) -> dict[str, Any]:
         """A copy's learner, w and what is evaluated, each in memory of its own."""
         vectors = {"w": self._w, "evaluated": self._evaluated}
+        if self.found is not None:
+            vectors = {"w": self.found.w, "evaluated": self.found.evaluated}
         return {
             "learner": self.copied_learner(),
             "config": self.config,
+            "buffers": {} if self.found is None else dict(self.found.buffers),
             **{name: None if vector is None else vector.detach().clone() for name, vector in vectors.items()},
         }
 
@@ -162,12 +188,12 @@ class GlobalModel:
         GlobalModel.__init__(self, state["learner"])
         self.config = state["config"]
         if state["w"] is not None:
-            self.move_to(state["w"], state["evaluated"], {})
+            self.move_to(state["w"], state["evaluated"], state["buffers"])
 
     def copied_learner(self) -> Any:
         """A copy that knows no Trainer and shares no memory."""
-        with _attached(self.learner, None):
-            learner = copy.deepcopy(self.learner)
+        trainers = {id(part._trainer): None for part in lightning_modules(self.learner) if part._trainer is not None}
+        learner = copy.deepcopy(self.learner, trainers)
         for part in lightning_modules(learner):
             for name in SHIMS:
                 part.__dict__.pop(name, None)

@@ -52,8 +52,11 @@ class Fuse:
 
     def at(self, place: str) -> None:
         if place == self.place and self.now == self.round and not self.blown:
-            self.blown = True
-            raise self.kind(place)
+            self.blow()
+
+    def blow(self) -> None:
+        self.blown = True
+        raise self.kind(self.place)
 
 
 class Interrupt(Fuse):
@@ -80,9 +83,8 @@ class Interrupt(Fuse):
         if event == "line" and not self.blown:
             self.line -= 1
             if self.line == 0:
-                self.blown = True
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                self.blow()
         return self._trace
 
 
