@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,12 +58,14 @@ class ClientOptimizer:
             parameter.grad = gradient.view(-1)
             options = {k: v for k, v in group.items() if k not in ("params", "initial_lr")}
             build: Any = type(optimizer)
-            self.optimizer: Optimizer = build([{"params": [parameter], **options}], lr=group["lr"])
+            taken = {k: v for k, v in options.items() if k in inspect.signature(build).parameters}
+            self.optimizer: Optimizer = build([{"params": [parameter], **options}], **taken)
+            self._fresh = {p: copy.deepcopy(made) for p, made in self.optimizer.state.items()}
         else:
             names = {id(p): name for name, p in trainable(learner)}
             views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
             gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
-            groups, self._of_groups = [], []
+            groups, self._of_groups, self._fresh = [], [], {}
             for j, g in enumerate(optimizer.param_groups):
                 mine = []
                 for p in g["params"]:
@@ -71,6 +74,8 @@ class ClientOptimizer:
                     parameter = nn.Parameter(views[names[id(p)]], requires_grad=False)
                     parameter.grad = gradients[names[id(p)]]
                     mine.append(parameter)
+                    if p in optimizer.state:
+                        self._fresh[parameter] = optimizer.state[p]
                 if mine:
                     groups.append({**g, "params": mine})
                     self._of_groups.append(j)
@@ -98,6 +103,8 @@ class ClientOptimizer:
             self.rates = [base * rates.factor for base in self.base]
         else:
             self.optimizer.state.clear()
+            for parameter, made in self._fresh.items():  # some are made with state: Adagrad, say
+                self.optimizer.state[parameter] = {name: copy.deepcopy(value) for name, value in made.items()}
             for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
                 group.update(copy.deepcopy(options))
                 group["lr"] = base * rates.factor

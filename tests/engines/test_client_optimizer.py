@@ -13,9 +13,27 @@ from fl_lightning import FederatedModule
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
+class Counted(torch.optim.Optimizer):
+    """Made with its state, as some are: the k-th step is k times as long."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"scale": torch.ones_like(p)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            scale = self.state[p]["scale"]
+            p.sub_(self.param_groups[0]["lr"] * scale * p.grad)
+            scale += 1
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
+        lambda p: Counted(p, lr=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
         lambda p: torch.optim.AdamW([{"params": list(p)[:2], "lr": 0.02}, {"params": []}], lr=0.01),

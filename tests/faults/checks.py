@@ -7,7 +7,7 @@ HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
 BUFFERS = "tests/callbacks/test_personal_buffers.py"
 STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
-ROUND = [SERVER, "tests/test_loop.py", ORACLE]
+ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py", "tests/engines/choice/test_batch_sizes.py"],
