@@ -76,6 +76,8 @@ def test_a_round_in_which_nobody_took_part_sends_nothing() -> None:
 def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here() -> None:
     ledger = Ledger(a_round())
     assert traffic.kept_vectors(ledger) == 0.0, "nobody was trained here"
+    ledger.rows = {"M.whole": {1: torch.zeros(D)}}
+    assert traffic.kept_vectors(ledger) == 0.0, "nobody finished"
     ledger.rows = {
         "M.whole": {5: torch.zeros(D), 3: torch.zeros(2 * D)},
         "M.half": {5: torch.zeros(D // 2)},

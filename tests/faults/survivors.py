@@ -30,6 +30,12 @@ SURVIVORS = {
         "turned: self.sampling == 'uniform' (column 19)",
     ),
     **_equal(
+        "fl_lightning/round/cohort.py",
+        "if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # no client's whole epoch, then",
+        "equivalent but slower: of one epoch, the steps of each client are an epoch",
+        "boundary: self.local_epochs < 1 (column 55)",
+    ),
+    **_equal(
         "fl_lightning/round/clients.py",
         "batches = self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0",
         "equivalent but slower: no gradients times the batches of an epoch",
