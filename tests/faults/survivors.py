@@ -31,7 +31,7 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/round/cohort.py",
-        "if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # no client's whole epoch, then",
+        "if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # of no client a whole epoch",
         "equivalent but slower: of one epoch, the steps of each client are an epoch",
         "boundary: self.local_epochs < 1 (column 55)",
     ),
