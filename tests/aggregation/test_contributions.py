@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.contributions import FINISHED, Contributions
 from fl_lightning.aggregation.tree_sum import Leaf
 from fl_lightning.callback import Clients, FederatedCallback, Upload
 from fl_lightning.errors import Diverged, UserError
@@ -114,7 +114,7 @@ class Sends(FederatedCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent, self.uploaded = torch.ones(1, D, dtype=torch.float64), torch.ones(1, 1)
+        self.sent, self.uploaded = (torch.ones(1, n, dtype=torch.float64) for n in (D, 1))
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         self.norms[clients] = self.uploaded
@@ -147,8 +147,9 @@ def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
     assert total["buffer:mean"].tolist() == [8.0] * 3 and contributions.diverged == []
 
 
-def test_one_value_of_a_buffer_that_is_not_finite_is_enough() -> None:
-    contributions, total = brought_home(buffers={"mean": torch.tensor([0.0, torch.inf, 0.0])})
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_one_value_of_a_buffer_that_is_not_finite_is_enough(value: float) -> None:
+    contributions, total = brought_home(buffers={"mean": torch.tensor([0.0, value, 0.0])})
     assert contributions.diverged == [5] and total["buffer:mean"].tolist() == [3.0] * 3
 
 
@@ -160,3 +161,13 @@ def test_tensors_that_a_method_goes_on_using_stay_its_own() -> None:
     gathered, _ = brought_home(method, Together())
     method.sent.zero_()
     assert all(update.tolist() == [1.0] * D for update in gathered.ledger.updates.values())
+
+
+def test_the_latest_round_of_a_client_is_kept_where_a_method_has_personal_models() -> None:
+    class Own(FederatedCallback):
+        def personal(self, clients: Clients, x: Tensor) -> Tensor:
+            return x
+
+    assert brought_home()[0].ledger.rows == {}
+    rows = brought_home(Own())[0].ledger.rows
+    assert rows.keys() == {FINISHED} and {i: int(t) for i, t in rows[FINISHED].items()} == {3: 0, 5: 0}

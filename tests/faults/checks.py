@@ -28,11 +28,17 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
     "fl_lightning/aggregation/contributions.py": [
         "tests/aggregation/test_contributions.py",
+        "tests/engines/test_learner_metrics.py",
         BUFFERS,
         "tests/callbacks/test_personal_methods.py",
         *ROUND,
     ],
-    "fl_lightning/aggregation/server_update.py": [SERVER, "tests/aggregation/test_contributions.py", *ROUND],
+    "fl_lightning/aggregation/server_update.py": [
+        *ROUND,
+        "tests/aggregation/test_gathering.py",
+        "tests/callbacks/test_partial_averaging.py",
+        "tests/callbacks/test_differential_privacy.py",
+    ],
     "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
     "fl_lightning/engines/local_step.py": [
         "tests/engines/test_local_step.py",
