@@ -44,6 +44,8 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_local_step.py",
         HOOKS,
         STEPS,
+        "tests/engines/test_client_scheduler.py",
+        "tests/test_learner_hooks.py",
         "tests/callbacks/test_byzantine_clients.py",
     ],
     "fl_lightning/aggregation/gathering.py": ["tests/aggregation/test_gathering.py"],
