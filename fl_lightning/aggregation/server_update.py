@@ -94,7 +94,7 @@ class ServerStep:
         w = found.w.clone()
         state = {of: {k: _copied(v) for k, v in values.items()} for of, values in self.optimizer.state.items()}
         groups = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        counted = copy.deepcopy(self.progress.state_dict())
+        counted = self.progress.state_dict()  # a copy
         named = {"state": dict(enumerate(state.values())), "param_groups": [{**g, "params": [0]} for g in groups]}
         model.found = replace(found, w=w, optimizer=named, steps=counted)
 
