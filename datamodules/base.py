@@ -109,7 +109,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def load(self) -> None:
         """Set ``train_set``, ``val_set``, ``test_set`` and ``groups``; called once."""
-        raise NotImplementedError  # each dataset loads itself
+        raise NotImplementedError  # abstract: where its samples lie, each dataset knows alone
 
     @property
     def run_seed(self) -> int:

@@ -28,7 +28,7 @@ class Bias:
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         """One client's pixels x ``(n, channels, …)`` in [0, 1], with labels y ``(n,)``, changed."""
-        raise NotImplementedError  # each bias has its own rule
+        raise NotImplementedError  # abstract: how pixels change is what a bias is
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(std={self.std})"

@@ -51,11 +51,11 @@ class ImageDataModule(FederatedDataModule):
 
     def _open(self, train: bool, download: bool = False) -> Any:
         """The torchvision dataset."""
-        raise NotImplementedError  # each dataset has its own files
+        raise NotImplementedError  # abstract: each torchvision class takes other arguments
 
     def _broken(self) -> str | None:
         """The first damaged file, or None."""
-        raise NotImplementedError  # each dataset has its own files
+        raise NotImplementedError  # abstract: each dataset has files and checksums of its own
 
     def _samples(self, dataset: Any) -> TensorSamples:
         return TensorSamples(dataset.data, dataset.targets, self.scale, self.mean, self.std)

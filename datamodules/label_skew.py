@@ -21,7 +21,7 @@ class _LabelSkew(Partition):
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
         """One client's class proportions ``(C,)``, given the data's class counts; subclasses differ in this."""
-        raise NotImplementedError  # each subclass has its own law
+        raise NotImplementedError  # abstract: Dirichlet and Pathological differ in this alone
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if num_clients < 1:

@@ -78,7 +78,7 @@ class Partition:
         Raises:
             UserError: a client would be left without samples.
         """
-        raise NotImplementedError  # each partition has its own rule
+        raise NotImplementedError  # abstract: who gets which samples is what a partition is
 
     def restrict(self, kept: Indices) -> Partition:
         """The partition of only the samples ``kept`` (the rest is held out for validation)."""

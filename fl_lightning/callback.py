@@ -192,7 +192,7 @@ class FederatedCallback(pl.Callback):
 
     def local_batch(self, client: int, batch: Any) -> Any:
         """One owner. What a client trains on, in local steps and full gradients, in place of a batch of its own."""
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
         """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending, int64, in any order.
@@ -200,7 +200,7 @@ class FederatedCallback(pl.Callback):
         Called in every process with the same values, before all else of a round; what it draws comes from
         ``server.generator``. Choices are checkpointed.
         """
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client trains."""
@@ -213,7 +213,7 @@ class FederatedCallback(pl.Callback):
 
         ``gradient`` may be changed and returned; its memory is reused, so keep a copy of what is needed later.
         """
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
         """One owner. Mix the gradient of the loss ``(n, D)`` with others: in place, or return the new one."""
@@ -229,7 +229,7 @@ class FederatedCallback(pl.Callback):
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         """One owner. What the clients send ``(n, D)`` instead of x_{i,K} - w."""
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_updates(self, server: Server) -> None:
         """``server.updates`` ``(n, D)``, what was transmitted: change or assign it. The mean uses it, too."""
@@ -239,7 +239,7 @@ class FederatedCallback(pl.Callback):
 
         With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's, ascending by client.
         """
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_server_update(self, server: Server) -> None:
         """``server.update`` ``(D,)`` is the aggregated update; add to it. Then the server optimizer steps."""
@@ -249,7 +249,7 @@ class FederatedCallback(pl.Callback):
 
     def parts(self, layout: Layout) -> list[Part]:
         """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds (None: never)."""
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def personal(self, clients: Clients) -> Tensor:
         """One owner. What a client uses itself ``(n, D)``, after a round; without it w with its own kept parts.
@@ -257,4 +257,4 @@ class FederatedCallback(pl.Callback):
         Asked for clients that have finished a round, the others use w. There are ``ids``, ``w``, ``x`` (w with the
         client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """
-        raise NotImplementedError  # never called where a callback does not define it
+        raise NotImplementedError  # one owner: called only on a callback that overrides it

@@ -52,10 +52,10 @@ class Identity:
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
             "drop_last": repr(bool(getattr(data, "drop_last", False))),
-            "methods without state": methods.stateless(),
         }
         partition = str(getattr(data, "partition_hash", ""))
-        return cls(seed, {**arguments, **of_data}, methods.fingerprint(), partition)
+        compared = {**arguments, **of_data, "methods without state": methods.stateless()}
+        return cls(seed, compared, methods.fingerprint(), partition)
 
     def check_same(self, held: dict[str, Any]) -> None:
         """Refuse a checkpoint of a run with other settings.

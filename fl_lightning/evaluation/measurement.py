@@ -27,7 +27,7 @@ class Measurement(FederatedCallback):
 
     def measure(self, module: Any) -> dict[str, float]:
         """What to log of this FederatedModule; called in every process."""
-        raise NotImplementedError  # each logger has its own
+        raise NotImplementedError  # abstract: what is measured is what a logger is
 
     def validated(self, t: int) -> bool:
         """Whether the model of round t was validated."""

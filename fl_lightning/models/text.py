@@ -69,7 +69,7 @@ class TextLearner(pl.LightningModule):
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``, -1 where nothing counts."""
-        raise NotImplementedError  # each learner predicts something else
+        raise NotImplementedError  # abstract: a class of the text, or each next token
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, right, _ = _measured(*self.scores(batch))
