@@ -176,9 +176,8 @@ class DifferentialPrivacy(FederatedCallback):
     def clipped(self, update: Tensor) -> Tensor:
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
         norm = torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float64)
-        of_products, of_norm = 4 * torch.finfo(update.dtype).eps, 64 * torch.finfo(torch.float64).eps
-        factor = self.clip / norm * (1 - of_products - of_norm)  # rounding
-        return torch.where(norm > self.clip, update * factor.to(update.dtype), update)
+        exact = update.double() / norm * (self.clip * (1 - 64 * torch.finfo(torch.float64).eps))  # the norm is rounded
+        return torch.where(norm > self.clip, _towards_zero(exact, update.dtype), update)
 
     def aggregate(self, server: Server) -> Tensor:
         d = server.mean_change.double() * server.n
@@ -202,6 +201,14 @@ class DifferentialPrivacy(FederatedCallback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         kept = pl_module.server_states.get(self.declarations()["sigma"].key(self), self.noise_multiplier)
         trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))
+
+
+def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded so that no magnitude grows, in the smallest numbers of a short type too."""
+    rounded = values.to(dtype)
+    grown = rounded.double().abs() > values.abs()
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
+    return (rounded.view(whole) - grown.to(whole)).view(dtype)  # as a whole number, the next one below
 
 
 def _number(name: str, value: object, accepted: Callable[[float], bool], what: str) -> None:

@@ -84,11 +84,13 @@ CORE: dict[str, list[str]] = {
     "datamodules/partitions.py": ["tests/datamodules/test_partition_parts.py", "tests/datamodules/test_partitions.py"],
     "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],
 }
+LOGGERS, DISTANCES = "tests/callbacks/test_model_loggers.py", "tests/callbacks/test_distance_loggers.py"
 METHODS = [
     ORACLE,
     "tests/callbacks/test_properties.py",
     "tests/callbacks/test_partial_averaging.py",
-    "tests/callbacks/test_distance_loggers.py",
+    LOGGERS,
+    DISTANCES,
     "tests/callbacks/test_arguments_and_notes.py",
     "tests/callbacks/test_robust_aggregation.py",
     "tests/callbacks/test_byzantine_clients.py",
@@ -98,6 +100,23 @@ METHODS = [
     "tests/callbacks/test_per_client_evaluation.py",
     CONTRACTS,
 ]
+OWN = {  # of callbacks that the oracle does not know, and whose tests are not named like them
+    "communication_logger": LOGGERS,
+    "consensus_distance_logger": DISTANCES,
+    "drift_logger": DISTANCES,
+    "global_loss_logger": LOGGERS,
+    "hessian_logger": LOGGERS,
+}
+
+
+def of_method(file: str) -> list[str]:
+    """The tests that a fault in a callback meets: its own first, which are the oracle's where it has none by name."""
+    name = file.rpartition("/")[2].removesuffix(".py")
+    named = f"tests/callbacks/test_{name}.py"
+    own = OWN.get(name, named if named in METHODS else ORACLE)
+    return [own, *(check for check in METHODS if check != own)]
+
+
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
     "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],

@@ -2,10 +2,10 @@
 
 First the faults that public implementations of these methods have (FAULTS); then the methods' arithmetic and the
 core's decisions are made wrong in one place at a time. Each fault runs the tests that call what was changed (CORE,
-METHODS), the file's own first, until one fails; those that failed are run again without a fault. A NAME is a part of a
-fault's name or of a file's path, or path:line; files run in the order of their names. Exit status 1: a fault of the
-list was not caught, fewer than 97 % of the mutants were, one survived without a reason in SURVIVORS, one could not be
-planted, or a test failed without a fault.
+METHODS), the file's own first, until one fails, and those alone where SURVIVORS says why no test can tell it; tests
+that failed are run again without a fault. A NAME is a part of a fault's name or of a file's path, or path:line; files
+run in the order of their names. Exit status 1: a fault of the list was not caught, fewer than 97 % of the mutants were,
+one survived without a reason in SURVIVORS, one could not be planted, or a test failed without a fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
-from tests.faults.checks import CORE, METHODS, OTHERS
+from tests.faults.checks import CORE, OTHERS, of_method
 from tests.faults.faults_list import FAULTS, Fault
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
@@ -136,12 +136,14 @@ class Tally:
 
 def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
     """Each mutant that is alive in a child of its own; against the file's own tests, or against all."""
-    if not tally.alive:
+    known = [] if own else [mutant for mutant in tally.alive if mutant.key in SURVIVORS]
+    tried = [mutant for mutant in tally.alive if mutant not in known]
+    if not tried:
         return
     planted.see(file, own)
-    began, catchers, tried = time.monotonic(), set[str](), tally.alive
+    began, catchers = time.monotonic(), set[str]()
     jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(tried)]
-    tally.alive = []
+    tally.alive = known
     for done, (k, answer) in enumerate(in_children(jobs), 1):
         mutant = tried[int(k)]
         if not answer:
@@ -202,7 +204,7 @@ def main(names: list[str]) -> int:
     if not involved:
         raise SystemExit(f"nothing here is named like {', '.join(names)}")
     began = time.monotonic()
-    planted = Planted({file: {**CORE, **OTHERS}.get(file, METHODS) for file in sorted(involved)})
+    planted = Planted({file: {**CORE, **OTHERS}.get(file) or of_method(file) for file in sorted(involved)})
     print("fault → caught by" if faults else "", flush=True)
     not_seen = missed(faults, planted)
 

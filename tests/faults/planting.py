@@ -6,6 +6,7 @@ import ast
 import builtins
 import gc
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -26,6 +27,7 @@ WORKERS = int(os.environ.get("WORKERS", 2))  # children at once
 TOGETHER = 16  # tests that a child runs to see what they call
 SLACK = 20, 4  # seconds of the processor, and times what its tests take here and now, until a fault is given up
 WAITING = 90  # seconds of the clock, in place of 20
+MEMORY = 6 << 30  # bytes that a fault may take, above what is there: a test of its child fails by a MemoryError
 ENDLESS, DIED = "it does not end", "the process died"  # what a fault may do in place of failing a test
 FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
 Function = tuple[str, int]  # file, its first line
@@ -190,6 +192,8 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
         try:
             os.setpgid(0, 0)
             torch.set_num_threads(1)
+            there = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.RLIM_INFINITY))
             for timer in (signal.SIGALRM, signal.SIGPROF):
                 signal.signal(timer, lambda *_: _end(answer, ENDLESS))
             text = job()
