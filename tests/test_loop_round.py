@@ -103,6 +103,18 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
     assert 0 < float(logged["time/round"]) < 600 and float(logged["client_lr"]) == pytest.approx(0.1)
 
 
+def test_what_a_hook_of_the_server_notes_is_a_warning_once() -> None:
+    class Noting(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            server.note("half of them were asleep")
+
+    module = federated()
+    with pytest.warns(UserWarning, match="half of them were asleep") as warned:
+        trainer(3, [Noting()]).fit(module, sized())
+    assert sum("asleep" in str(warning.message) for warning in warned) == 1
+    assert [note for note in module.notes if "asleep" in note] == ["half of them were asleep"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -181,6 +181,23 @@ def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
+def test_without_any_client_the_mean_update_is_zero_where_a_method_steps_all_the_same() -> None:
+    class Drifting(FederatedCallback):
+        requires = {"sampling": "poisson"}
+        aggregates_nobody = True
+
+        def aggregate(self, server: Any) -> Tensor:
+            seen.append((server.n, server.update.clone()))
+            return server.update + 1
+
+    seen: list[tuple[int, Tensor]] = []
+    module = federated(sampling="poisson", participation=1e-9)
+    start = module.global_vector.clone()
+    trainer(2, [Drifting()]).fit(module, blobs())
+    assert [n for n, _ in seen] == [0, 0] and not any(update.any() for _, update in seen)
+    torch.testing.assert_close(module.global_vector, start + 2)
+
+
 def test_a_part_that_is_not_averaged_stays_at_the_server_and_is_evaluated_as_the_clients_mean() -> None:
     watching = Watching()
     module = federated(server_optimizer=lambda p: torch.optim.SGD(p, 0.5, momentum=0.9))

@@ -14,8 +14,9 @@ from fl_lightning import FederatedCallback, UserError
 from fl_lightning.callbacks import ByzantineClients, ControlVariates, RunCard
 from fl_lightning.callbacks.byzantine_clients import hiding
 from fl_lightning.contracts.federation import Outcome, fit, in_processes, outcome, quiet, require_same
+from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.testing import check_method, tiny_run
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 @pytest.mark.parametrize("attack", ["sign_flip", "noise", "label_flip", "alie"])
@@ -59,6 +60,31 @@ def test_flipped_labels_are_flipped_in_full_gradients_too_and_honest_clients_kee
     attacked, found = found, {}
     tiny_run(Whole(), rounds=1, participation="all")
     assert {i for i in found if not torch.equal(found[i], attacked[i])} == set(attack.attackers) != set()
+
+
+def test_labels_are_the_last_of_a_batch_and_the_data_have_to_have_them() -> None:
+    attack = ByzantineClients("label_flip", 0.4)
+    attack.attackers, attack.classes = (2,), 4
+    x, groups, y = torch.rand(3, 2), torch.tensor([7, 8, 9]), torch.tensor([0, 1, 3])
+    for batch in ((x, groups, y), [x, y]):
+        *others, flipped = attack.flipped(2, batch)
+        assert flipped.tolist() == [3, 2, 0] and all(a is b for a, b in zip(others, batch, strict=False))
+        assert attack.flipped(1, batch) is batch
+    for wrong in ((x, y, x), (y, None), x):
+        with pytest.raises(UserError, match=r"batches \(x, y\) with integer labels y.*client 2"):
+            attack.flipped(2, wrong)
+
+
+def test_data_without_labels_have_none_to_flip() -> None:
+    class Squared(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.net(batch[0]).mean(1) - batch[1]).square().mean()
+
+    x = torch.randn(20, 20, dtype=torch.float64)
+    data = InMemoryDataModule((x, x.sum(1)), num_clients=5)
+    with pytest.raises(UserError, match="needs class labels, and the data have none"):
+        trainer(1, [ByzantineClients("label_flip")]).fit(federated(Squared()), data)
+    trainer(1, [ByzantineClients("sign_flip")]).fit(federated(Squared()), data)
 
 
 def test_how_far_an_attack_hides() -> None:

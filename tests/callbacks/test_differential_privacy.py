@@ -168,13 +168,13 @@ def test_it_is_logged_each_round_and_the_run_stops_at_the_target():
 def test_a_target_alone_chooses_the_noise_and_a_resumed_run_keeps_it(tmp_path):
     def half(rounds, resume=False):
         with quiet():
-            method = DifferentialPrivacy(0.5, target_epsilon=8.0)
+            method = DifferentialPrivacy(0.5, target_epsilon=2.0)
             return outcome(fit([method], rounds, folder=str(tmp_path), resume=resume, **COINS))
 
     left = half(6)
     sigma = float(left["server state DifferentialPrivacy.sigma"])
-    assert sigma == calibrated(8.0, 0.4, 6, 1e-5)
-    assert 7.9 < epsilon(sigma, 0.4, 6, 1e-5) <= 8.0
+    assert sigma == calibrated(2.0, 0.4, 6, 1e-5)
+    assert 1.99 < epsilon(sigma, 0.4, 6, 1e-5) <= 2.0
     with pytest.raises(UserError, match=r"round 6 would bring ε to"):
         half(9, resume=True)
 

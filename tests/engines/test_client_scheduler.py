@@ -89,6 +89,26 @@ def test_a_scheduler_is_stepped_as_asked(engine: str, unit: str, momentum: float
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_rates_reach_to_the_last_step_of_the_client_with_most_steps(engine: str) -> None:
+    data = blobs(clients=5)  # 3, 3, 3, 3 and 2 batches
+    settings: dict[str, Any] = {"client_scheduler": "local_steps", "local_epochs": 2, "weighting": "uniform"}
+    module = federated(Scheduled(), **settings, participation=1.0, engine=engine)
+    weights, start = copy.deepcopy(module.learner.state_dict()), module.global_vector.clone()
+    trainer(1).fit(module, data)
+    ends = list[torch.Tensor]()
+    for client, steps in enumerate((6, 6, 6, 6, 4)):
+        learner = Lit().double()
+        learner.load_state_dict(weights)
+        for k, (x, y) in enumerate(data.client_batches(client, 0, steps)):
+            optimizer = torch.optim.SGD(learner.parameters(), lr=0.1 * RATES[k])
+            nn.functional.cross_entropy(learner.net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(nn.utils.parameters_to_vector(learner.parameters()).detach())
+    torch.testing.assert_close(module.global_vector - start, torch.stack(ends).mean(0) - start, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_scheduler_that_cycles_momentum_cycles_it_from_none_too(engine: str) -> None:
     data = blobs(clients=1)
     module = federated(Scheduled(one_cycle), client_scheduler="local_steps", local_steps=6, participation=1.0,

@@ -65,6 +65,32 @@ def test_the_gradient_at_x_is_that_of_the_loss_and_leaves_no_trace(learner: type
     assert all(torch.equal(buffers[name], others[name]) for name in buffers)
 
 
+@pytest.mark.parametrize("learner", [Dropping, InPlace, Normed])
+def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradient_is_taken(learner: type[Lit]) -> None:
+    draws = list[list[float]]()
+
+    class Elsewhere(FederatedCallback):
+        asks = False
+
+        def on_loss_gradient(self, clients: Any, gradient: Tensor) -> None:
+            before = float(torch.rand(()))
+            if self.asks:
+                clients.gradient_at(clients.x + 1)
+            draws[-1] += [before, float(torch.rand(()))]
+
+    found = []
+    for asks in (False, True):
+        draws.append([])
+        torch.manual_seed(3)
+        module = federated(learner(), engine="sequential", capture=False, local_epochs=2)
+        method = Elsewhere()
+        method.asks = asks
+        trainer(2, [method]).fit(module, blobs())
+        found.append({"w": module.global_vector, **dict(module.learner.named_buffers())})
+    assert draws[0] == draws[1] and len(set(draws[0])) == len(draws[0]) > 20
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_engines_agree() -> None:
     reference = trained(([Second()], {}), "sequential", local_epochs=2.5, **CLIPPED)
     same_bits(trained(([Second()], {}), "concurrent", workers=2, local_epochs=2.5, **CLIPPED), reference)

@@ -265,14 +265,12 @@ def _row(test: str) -> str:
 def fitting(uses: Uses, checks: list[str], called: set[Function], caught: Counter[str]) -> list[str]:
     """The tests of these checks that call one of these functions, as many as end in time.
 
-    First those that caught most like it, and the quickest. Of the first check, which is the file's own, also those that
-    start processes, last.
+    First those that caught most like it, and the quickest; last, those that start processes, which may call them too.
     """
     mine = [
         (not use.called & called, use.seconds / (1 + caught[test]), test)
         for test, use in uses.items()
-        if any(within(test, check) for check in checks)
-        and (use.called & called or (FORKED in use.called and within(test, checks[0])))
+        if any(within(test, check) for check in checks) and (use.called & called or FORKED in use.called)
     ]
     taken, total = list[str](), 0.0
     for _, _, test in sorted(mine):

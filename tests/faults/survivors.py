@@ -162,6 +162,12 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/loop.py",
+        "server.update = torch.zeros_like(server.w)",
+        "equivalent: where the server takes no step, no coordinate keeps anything of it",
+        "left out: server.update = torch.zeros_like(server.w) (column 0)",
+    ),
+    **_equal(
+        "fl_lightning/loop.py",
         "ledger.rows = {}  # the store has them, in memory or on disk",
         "equivalent, but memory is given back later",
         "left out: ledger.rows = {} (column 0)",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
-from fl_lightning.contracts.federation import Outcome, fit, in_processes, outcome, quiet, require_same
+from fl_lightning.contracts.federation import Failed, Outcome, fit, in_processes, outcome, quiet, require_same
 from fl_lightning.storage.run_state import packed, unpacked
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
@@ -63,6 +63,18 @@ def test_one_two_and_four_processes_choose_alike_and_leave_the_same_bits() -> No
         plain = {**outcome(alone), "chosen": torch.tensor(chosen(alone, 4))}
         for world in (2, 4):
             require_same(plain, in_processes(world, lambda world=world: job(world)), 0.0, f"{world} processes", "")
+
+
+def test_a_choice_that_differs_between_processes_is_an_error() -> None:
+    class Uneven(FederatedCallback):
+        def select(self, server: Any, available: Tensor, n: int) -> Tensor:
+            return available[:n] if torch.distributed.get_rank() == 0 else available[-n:]
+
+    def job() -> Outcome:
+        return outcome(fit([Uneven()], trainer={"strategy": "federated", "devices": 2}))
+
+    with quiet(), pytest.raises(Failed, match=r"Uneven\.select chose other clients in another process"):
+        in_processes(2, job)
 
 
 def test_choices_are_resumed_with_the_run(tmp_path: Path) -> None:
