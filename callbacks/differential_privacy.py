@@ -176,7 +176,8 @@ class DifferentialPrivacy(FederatedCallback):
     def clipped(self, update: Tensor) -> Tensor:
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
         norm = torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float64)
-        exact = update.double() / norm * (self.clip * (1 - 64 * torch.finfo(torch.float64).eps))  # the norm is rounded
+        c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)  # the norm is rounded
+        exact = update.to(torch.float64, copy=True).div_(norm).mul_(c)
         return torch.where(norm > self.clip, _towards_zero(exact, update.dtype), update)
 
     def aggregate(self, server: Server) -> Tensor:
@@ -204,11 +205,12 @@ class DifferentialPrivacy(FederatedCallback):
 
 
 def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded so that no magnitude grows, in the smallest numbers of a short type too."""
-    rounded = values.to(dtype)
-    grown = rounded.double().abs() > values.abs()
+    """Rounded so that no magnitude grows, in the smallest numbers of a short type too; ``values`` are lost."""
+    rounded = values.to(dtype, copy=True)
+    grown = rounded.abs() > values.abs_()
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
-    return (rounded.view(whole) - grown.to(whole)).view(dtype)  # as a whole number, the next one below
+    rounded.view(whole).sub_(grown.view(torch.int8))  # as a whole number, the next one below
+    return rounded
 
 
 def _number(name: str, value: object, accepted: Callable[[float], bool], what: str) -> None:
