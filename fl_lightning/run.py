@@ -166,7 +166,8 @@ class FederatedRun:
         prepare_process(self.model.w.device)
         for part, training in self._modes:  # an exception in validation leaves them as validation has them
             part.training = training
-        if self.goes_on(trainer):
+        if self.goes_on(trainer) and self.loop is not None:
+            self.state.check_same_clients(self.loop.cohort.data, trainer.datamodule)
             fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
@@ -192,8 +193,7 @@ class FederatedRun:
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
         work.evaluate = ClientEvaluation(self, trainer)
         setting = setting_of(trainer, settings, model, self.clients, self.schedule, work, cohort)
-        reads_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
-        setting = replace(setting, keeps_loss=reads_loss)
+        setting = replace(setting, keeps_loss=self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks)))
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
@@ -281,9 +281,8 @@ class FederatedRun:
             self.model.found = None
         server_update.undo_in(saved, self.model)
         self.disk = self.disk or RowsOnDisk.of(trainer)
-        named = saved["state_dict"]
         saved[checkpoint.KEY] = checkpoint.content(
-            self.identity(trainer), self.state, self.model, named, self.plan, self.disk
+            self.identity(trainer), self.state, self.model, saved["state_dict"], self.plan, self.disk
         )
         checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
         for logger in trainer.loggers:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 
 
 def test_one_epoch_is_one_round_and_the_global_model_learns() -> None:
@@ -142,6 +142,24 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     fresh = federated(exported)
     scaffold(2).fit(fresh, blobs())
     assert torch.equal(whole.global_vector, fresh.global_vector)
+
+
+def test_what_is_kept_for_clients_is_not_handed_to_clients_of_other_data() -> None:
+    for methods, refused in (([ControlVariates()], True), ([], False)):
+        module, run = federated(), trainer(2, methods)
+        run.fit(module, blobs())
+        w, rows = module.global_vector.clone(), len(client_rows(module))
+        run.fit_loop.max_epochs = 3
+        if refused:
+            with pytest.raises(
+                UserError, match=r"kept ControlVariates\.c_i for each client, and these data have other"
+            ):
+                run.fit(module, blobs(clients=7))
+            assert torch.equal(module.global_vector, w) and len(client_rows(module)) == rows > 0
+            run.fit(module, blobs())
+        else:
+            run.fit(module, blobs(clients=7))
+        assert run.current_epoch == 3 and not torch.equal(module.global_vector, w)
 
 
 def test_who_takes_part_can_be_a_subclass_s_own() -> None:

@@ -60,6 +60,19 @@ class RunState:
         self._outcome = Outcome(t, rows, server, logged, chosen)  # from here on the round counts, whatever happens
         self.settle(t)
 
+    def check_same_clients(self, before: Any, now: Any) -> None:
+        """Refuse that another fit hands what is kept for each client to the clients of other data.
+
+        Raises:
+            UserError: with what is kept.
+        """
+        kept = ", ".join(sorted(self.rows.names()))
+        if kept and getattr(before, "partition_hash", "") != getattr(now, "partition_hash", ""):
+            raise UserError(
+                f"data: the last fit by this Trainer kept {kept} for each client, and these data have other clients. "
+                "Fit with another Trainer, which begins another run from these weights."
+            )
+
     def chosen_in(self, t: int, present: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
         """Who takes part in round t, where a method chooses; ``present``: the round that began last, and its clients.
 
