@@ -104,7 +104,7 @@ class DifferentialPrivacy(FederatedCallback):
             )
         given = settings.participation
         self._share = given if isinstance(given, float) else 1.0 if given == "all" else given / m
-        self._rounds = -1 if trainer.max_epochs is None else trainer.max_epochs
+        self._rounds = trainer.max_epochs
         if self.noise_multiplier is None and self._rounds < 0:
             raise UserError(
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, to share it."

@@ -165,6 +165,26 @@ def test_it_is_logged_each_round_and_the_run_stops_at_the_target():
     assert module.trainer.current_epoch == len(logged) == sum(e <= 5.0 for e in expected) < 12
 
 
+@pytest.mark.parametrize("participation", [3, "all", 0.5])
+def test_the_share_is_the_coin_of_each_client(participation):
+    module = run(DifferentialPrivacy(0.5, 3.0), rounds=1, participation=participation)
+    share = {"all": 1.0, 3: 3 / M}.get(participation, participation)
+    logged = float(module.trainer.callback_metrics["privacy/epsilon"])
+    assert logged == pytest.approx(epsilon(3.0, share, 1, 1e-5), rel=1e-6)
+
+
+def test_a_target_without_an_end_of_the_run_is_refused():
+    with pytest.raises(UserError, match="needs max_epochs, to share it"):
+        run(DifferentialPrivacy(0.5, target_epsilon=2.0), rounds=-1, trainer={"max_time": "00:01:00:00"})
+
+
+def test_the_least_noise_is_found_to_1_part_in_ten_thousand():
+    pytest.importorskip("dp_accounting")
+    for target in (300.0, 0.5):
+        sigma = calibrated(target, 1.0, 1, 1e-5)
+        assert epsilon(sigma, 1.0, 1, 1e-5) <= target < epsilon(sigma * (1 - 1.1e-4), 1.0, 1, 1e-5)
+
+
 def test_a_target_alone_chooses_the_noise_and_a_resumed_run_keeps_it(tmp_path):
     def half(rounds, resume=False):
         with quiet():
@@ -210,7 +230,7 @@ class Attacks(FederatedCallback):
     stands_for_clients = True
 
     def on_updates(self, server):
-        server.updates = 1000 * server.updates
+        server.updates = torch.full_like(server.updates, 1000.0)
 
 
 class Sends(FederatedCallback):
@@ -258,7 +278,8 @@ def test_what_would_reveal_clients_is_refused(others, arguments, said):
 
 def test_what_others_put_in_place_of_updates_is_clipped_wherever_their_hook_lies():
     module = run(DifferentialPrivacy(0.01, 0.0), Attacks(), rounds=1, participation=1.0)
-    assert 0 < float((module.global_vector - fit_start()).norm()) <= 0.01
+    moved = float((module.global_vector - fit_start()).norm())
+    assert moved == pytest.approx(0.01, rel=1e-9)  # the attack is the same of all
 
 
 @pytest.mark.parametrize("share", [np.float32(0.4), np.float64(0.4)])
@@ -297,4 +318,5 @@ def test_a_target_that_the_first_round_exceeds_is_refused_before_training():
 
 def test_loggers_are_named_as_outside_the_guarantee():
     module = run(DifferentialPrivacy(1.0, 1.0), callbacks.DivergenceLogger(), rounds=1)
-    assert any("DivergenceLogger measures" in note for note in module.notes)
+    outside = "who takes part, what is logged of the training, and what DivergenceLogger measures"
+    assert f"outside its guarantee: {outside}." in [note.partition(": ")[2] for note in module.notes]

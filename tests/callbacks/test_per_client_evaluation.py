@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import Clients, ClientState, FederatedCallback
+from fl_lightning.callbacks.per_client_evaluation import summary
 from tests.helpers.learners import Dropping, Lit, Normed, client_rows, federated, trainer
 from tests.helpers.processes import launched
 
@@ -202,6 +203,29 @@ class Regressor(Lit):
         away = (self.net(batch[0])[:, 0] - batch[1]).abs()
         self.log("mae", away.mean())
         self.log("val_within", (away < 1).double().mean())
+
+
+def test_the_worst_tenth_is_a_mean_and_what_is_no_longer_logged_is_no_longer_told() -> None:
+    values = {client: float(client) for client in range(20)}
+    assert summary(values, dict.fromkeys(values, 1), greater=True)["_worst10"] == 0.5
+    assert summary(values, dict.fromkeys(values, 1), greater=False)["_worst10"] == 18.5
+
+    class Early(Lit):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if self.current_epoch == 0:
+                self.log("val/early_loss", 1.0)
+
+    tables = list[set[str]]()
+
+    class Watching(c.PerClientEvaluation):
+        def measure(self, module: Any) -> dict[str, float]:
+            found = super().measure(module)
+            tables.append(set(self.table))
+            return found
+
+    run(Watching(1), learner=Early, rounds=2)
+    assert tables == [{"loss", "acc", "early_loss"}, {"loss", "acc"}]
 
 
 def test_regression_and_metrics_of_the_learners_own() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import PowerOfChoice
+from fl_lightning.callbacks import CommunicationLogger, PowerOfChoice
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import SIZES, network
 from tests.oracles.problems import TwoLayer
@@ -56,6 +56,12 @@ def test_a_number_of_candidates_that_is_none_is_refused() -> None:
     for wrong in (0, 2.5, True):
         with pytest.raises(UserError, match="candidates"):
             PowerOfChoice(wrong)
+
+
+def test_a_loss_is_sent_beside_the_update() -> None:
+    run = tiny_run(PowerOfChoice(), CommunicationLogger(), rounds=1)
+    sent = float(run.trainer.callback_metrics["communication/up_parameters"])
+    assert sent == len(run.participants(0)) * (run.layout.size + 1)
 
 
 def test_everybody_comes_once_before_anybody_comes_twice() -> None:

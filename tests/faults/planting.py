@@ -25,7 +25,7 @@ from hypothesis import Phase, settings
 ROOT = Path(__file__).parents[2]
 WORKERS = int(os.environ.get("WORKERS", 2))  # children at once
 TOGETHER = 16  # tests that a child runs to see what they call
-SLACK = 20, 4  # seconds of the processor, and times what its tests take here and now, until a fault is given up
+SLACK = 20, 4  # seconds of the processor, and times what a test takes here and now, until its fault is given up
 WAITING = 90  # seconds of the clock, in place of 20
 MEMORY = 3 << 30  # bytes that a fault may take, above what is there: a test of its child fails by a MemoryError
 ENDLESS, DIED = "it does not end", "the process died"  # what a fault may do in place of failing a test
@@ -48,9 +48,13 @@ Uses = dict[str, Use]  # by test
 
 
 class Recorder:
-    """A pytest plugin: which of the marked functions each test calls, and the first test that fails."""
+    """A pytest plugin: which of the marked functions each test calls, and the first test that fails.
 
-    def __init__(self) -> None:
+    ``known``: how long tests take without a fault; one that takes far longer ends the process.
+    """
+
+    def __init__(self, known: Uses | None = None) -> None:
+        self.known = known or {}
         self.uses: Uses = {}
         self.failed: list[str] = []
         self.collected: list[str] = []
@@ -60,6 +64,10 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        if item.nodeid in self.known:
+            usual = self.known[item.nodeid]
+            signal.setitimer(signal.ITIMER_PROF, SLACK[0] + SLACK[1] * usual.seconds)
+            signal.alarm(int(WAITING + SLACK[1] * usual.waited))
         began, waited = sum(os.times()[:4]), time.perf_counter()
         CALLED.clear()
         try:
@@ -101,8 +109,8 @@ def path_of(filename: str) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
 
 
-def run_tests(selected: list[str], *options: str) -> Recorder:
-    recorder = Recorder()
+def run_tests(selected: list[str], *options: str, known: Uses | None = None) -> Recorder:
+    recorder = Recorder(known)
     os.chdir(ROOT)
     quiet = [
         "-q",
@@ -287,8 +295,6 @@ def within(test: str, check: str) -> bool:
 
 def first_failure(tests: list[str], uses: Uses) -> str:
     for some in (tests[:FIRST], tests[FIRST:]):
-        signal.setitimer(signal.ITIMER_PROF, SLACK[0] + SLACK[1] * sum(uses[test].seconds for test in some))
-        signal.alarm(int(WAITING + SLACK[1] * sum(uses[test].waited for test in some)))
-        if some and (failed := run_tests(some, "-x").failed):
+        if some and (failed := run_tests(some, "-x", known=uses).failed):
             return failed[0]
     return ""
