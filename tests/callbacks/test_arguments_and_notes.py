@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
+from fl_lightning.methods import Methods
 from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
 from tests.helpers.federation import network
 
@@ -47,3 +48,8 @@ def test_a_mean_gradient_that_is_none_is_said_once() -> None:
     assert len(clipped) == 1 and "clipping is active" in clipped[0]
     assert len(momentum) == 1 and "ClientMomentum takes" in momentum[0] and "10 times" in momentum[0]
     assert len(weighted) == 2 and all("uniform mean over clients" in note for note in weighted)
+
+
+def test_a_checkpoint_of_before_an_argument_was_there_is_of_the_same_method() -> None:
+    assert "offset" not in Methods([c.RelaxedInitialization()]).fingerprint()["RelaxedInitialization"]
+    assert "offset='mean'" in Methods([c.RelaxedInitialization(offset="mean")]).fingerprint()["RelaxedInitialization"]

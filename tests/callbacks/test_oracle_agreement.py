@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ByzantineClients
 from fl_lightning.sampling import generator
 from tests.helpers.compositions import METHODS, methods, server, settings
@@ -62,10 +63,13 @@ def noise(t: int, client: int, size: int) -> Any:
 
 def agree(ours: Run, theirs: list[Round]) -> None:
     """Every round, every quantity that both have."""
-    record = ours.record
+    record, callbacks = ours.record, [c for c in ours.module.trainer.callbacks if isinstance(c, FederatedCallback)]
+    declared = {d.key(method) for method in callbacks for d in method.declarations().values()}
     for t, expected in enumerate(theirs):
         near(record.w[t], expected.w, f"w in round {t}")
         near(record.evaluated[t], expected.evaluated, f"evaluated in round {t}")
+        assert declared & set(CLIENT) <= set(record.rows[t]), "what is declared is kept"
+        assert declared & set(SERVER) <= set(record.server[t])
         for name, rows in record.rows[t].items():
             if name in CLIENT:
                 assert set(rows) == set(expected.clients[CLIENT[name]]), name
