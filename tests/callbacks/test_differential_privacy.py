@@ -180,7 +180,7 @@ def test_a_target_without_an_end_of_the_run_is_refused():
 
 def test_the_least_noise_is_found_to_1_part_in_ten_thousand():
     pytest.importorskip("dp_accounting")
-    for target in (300.0, 0.5):
+    for target in (2000.0, 0.5):
         sigma = calibrated(target, 1.0, 1, 1e-5)
         assert epsilon(sigma, 1.0, 1, 1e-5) <= target < epsilon(sigma * (1 - 1.1e-4), 1.0, 1, 1e-5)
 
