@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
+from fl_lightning.processes import gathered
 from fl_lightning.storage.rows import ClientRows, Rows
 
 
@@ -66,8 +67,10 @@ class RunState:
         Raises:
             UserError: with what is kept.
         """
-        kept = ", ".join(sorted(self.rows.names()))
-        if kept and getattr(before, "partition_hash", "") != getattr(now, "partition_hash", ""):
+        if getattr(before, "partition_hash", "") == getattr(now, "partition_hash", ""):
+            return
+        kept = ", ".join(sorted({name for names in gathered(self.rows.names()) for name in names}))
+        if kept:
             raise UserError(
                 f"data: the last fit by this Trainer kept {kept} for each client, and these data have other clients. "
                 "Fit with another Trainer, which begins another run from these weights."
