@@ -18,8 +18,6 @@ from fl_lightning.settings import Settings
 HOOKS = [
     "on_fit_end",
     "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_end",
     "on_validation_epoch_start",
     "on_validation_epoch_end",
     "on_validation_batch_start",
