@@ -75,7 +75,7 @@ class LearnerHooks(pl.LightningModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """The learner's, as it was made with."""
+        """The learner's, those with which it was made."""
         return self.learner.hparams_initial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -229,8 +229,8 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Round t is the first; before Lightning's own first epoch."""
-        self.state.rounds = self.state.rounds or t  # for a checkpoint that does not say
+        """Before round t, the first of this fit: tell loggers where the run goes on, and what it is."""
+        self.state.rounds = self.state.rounds or t  # for an older checkpoint, which does not say
         for logger in self._trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
