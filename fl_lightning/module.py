@@ -53,7 +53,7 @@ class FederatedModule(LearnerHooks):
         workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on a GPU up to 16.
         capture: whether the concurrent engine records a local step and replays it: same bits, without the learner's
             Python; ``"auto"``: where a trial before round 0 gives the same bits, and steps are short or on a GPU.
-        seed: None: that of ``seed_everything``; without that too, one is drawn, and kept in the checkpoint.
+        seed: None: that of ``seed_everything``; without that too, one is drawn, which a note names: a resume needs it.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
 
     Raises:
