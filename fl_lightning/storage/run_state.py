@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass
 class RunState:
-    """Only :meth:`commit` changes it, at the end of each round.
+    """Only :meth:`commit` changes it, at the end of each round; a resume from a checkpoint of before sets ``rounds``.
 
     Args:
         rows: client rows, of all processes.
