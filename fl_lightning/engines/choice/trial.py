@@ -133,9 +133,9 @@ def one_step(workshop: Workshop) -> float:
 
         with intra_op_threads(1):
             of_processor = settled(used)
-        # one that waits each time, for a disk, say: beside others it goes on meanwhile
+        # one that waits each time, for a disk, say: others go on meanwhile, and a slow machine does not stretch it
         workshop.step_seconds = by_clock.seconds if all(waits) else of_processor
-        workshop.slowness = of_calls.seconds / CALL_SECONDS
+        workshop.slowness = 1.0 if all(waits) else of_calls.seconds / CALL_SECONDS
     return workshop.step_seconds
 
 

@@ -25,7 +25,9 @@ class Waiting(Lit):
         return super().training_step(batch, batch_idx)
 
 
-def test_auto_takes_what_is_faster_and_says_why() -> None:
+@pytest.mark.parametrize("call_seconds", [2e-6, 2e-8])
+def test_auto_takes_what_is_faster_and_says_why(call_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "CALL_SECONDS", call_seconds)  # this machine, and one on which calls take a hundredth
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
     trainer(1).fit(slow, blobs())
     trainer(1).fit(tiny, blobs(clients=4))
