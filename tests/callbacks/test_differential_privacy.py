@@ -58,6 +58,20 @@ def test_no_transmitted_norm_exceeds_c(dtype, size, exponent, clip, seed):
     assert (norms[far] >= least).all(), "no shorter than rounding makes it"
 
 
+@pytest.mark.parametrize("value", [0.1, 0.3, 1.9])
+def test_nor_does_that_of_many_alike_whose_rounding_goes_one_way(value):
+    (row,) = DifferentialPrivacy(1.0, 0.0).clipped(torch.full((1, 300_000), value, dtype=torch.float64)).tolist()
+    assert 1 - 1e-13 < math.sqrt(math.fsum(x * x for x in row)) <= 1.0
+
+
+def test_what_a_client_s_tensor_holds_is_not_changed_in_place():
+    for rows in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(1, 8).expand(6, 8), torch.zeros(0, 8)):
+        update = rows.double()
+        before = update.clone()
+        DifferentialPrivacy(0.1, 0.0).clipped(update)
+        assert torch.equal(update, before)
+
+
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize("sigma", [0.0, 0.7])
 def test_the_round_is_algorithm_1(engine, sigma):
