@@ -230,6 +230,8 @@ def main(names: list[str]) -> int:
         if len(planted.checks[file]) > 1:
             try_alive(file, tally, planted, own=False)
     total = sum(tallies.values(), Tally())
+    if files and not total.planted:
+        raise SystemExit(f"no mutant is made of {', '.join(names)}")
     share = total.caught / total.planted if total.planted else 1.0
     print("\n" + "\n".join(f"{file}: {tally}" for file, tally in [*tallies.items(), ("together", total)]))
     print(f"{share:.1%}; {time.monotonic() - began:.0f} s")
