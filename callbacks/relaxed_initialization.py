@@ -90,7 +90,7 @@ class RelaxedInitialization(FederatedCallback):
         _one_of("aggregate", aggregate, ["models", "updates"])
         _one_of("offset", offset, ["own", "mean", "centred"])
         self.beta, self.rule, self.arm = beta, aggregate, offset
-        if offset != "own":  # an argument that a checkpoint of before does not have
+        if offset != "own":  # an argument that older checkpoints do not have
             self.offset = offset
         if aggregate == "updates":
             vars(self)["transmit"] = self.displacement  # this instance alone owns the hook

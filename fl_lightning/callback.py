@@ -245,7 +245,7 @@ class FederatedCallback(pl.Callback):
         """``server.update`` ``(D,)`` is the aggregated update; add to it. Then the server optimizer steps."""
 
     def on_round_end(self, server: Server) -> None:
-        """The new w is in place; staged rows can be read. Then everything is committed at once, then logged."""
+        """The new w is in place; staged rows can be read. Then the round is logged, and all of it committed at once."""
 
     def parts(self, layout: Layout) -> list[Part]:
         """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds (None: never)."""

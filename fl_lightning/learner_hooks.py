@@ -18,8 +18,6 @@ from fl_lightning.settings import Settings
 HOOKS = [
     "on_fit_end",
     "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_end",
     "on_validation_epoch_start",
     "on_validation_epoch_end",
     "on_validation_batch_start",
@@ -77,7 +75,7 @@ class LearnerHooks(pl.LightningModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """The learner's, as it was made with."""
+        """The learner's, those with which it was made."""
         return self.learner.hparams_initial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

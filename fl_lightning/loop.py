@@ -100,7 +100,7 @@ class FederatedLoop:
             if not self.state.settle(t):
                 undo()
             raise
-        self.state.rows.store.make_room()  # may fail, when the round is over
+        self.state.rows.store.make_room()  # if this fails, the round is committed all the same
         return metrics
 
     def begin(self, t: int) -> Ledger:
@@ -220,7 +220,7 @@ class FederatedLoop:
         self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
 
     def metrics(self, ledger: Ledger, server: Server) -> Metrics:
-        """What the learner, the clients' hooks and the server's hooks logged."""
+        """What the learner, clients' and server hooks logged; sets ``loss``, and says what there is to note."""
         self.warn_of_mean_gradient(ledger)
         for text in ledger.notes:
             self.note(text)

@@ -228,3 +228,9 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
     what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
     return TypeError(f"{getattr(call, '__qualname__', call)} returned {what}; it has to return {expected}")
+
+
+def reads_outputs(callback: Any) -> bool:
+    """Whether a callback may look at ``outputs["loss"]``; those of Lightning and ours do not."""
+    home = getattr(callback.on_train_batch_end, "__module__", None) or ""
+    return home.split(".")[0] not in ("pytorch_lightning", "lightning", "fl_lightning")

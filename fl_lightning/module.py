@@ -53,7 +53,7 @@ class FederatedModule(LearnerHooks):
         workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on a GPU up to 16.
         capture: whether the concurrent engine records a local step and replays it: same bits, without the learner's
             Python; ``"auto"``: where a trial before round 0 gives the same bits, and steps are short or on a GPU.
-        seed: None: that of ``seed_everything``; without that too, one is drawn, and kept in the checkpoint.
+        seed: None: that of ``seed_everything``; without that too, the checkpoint's, else one is drawn.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
 
     Raises:
@@ -200,7 +200,7 @@ class FederatedModule(LearnerHooks):
         self.learner.on_load_checkpoint(saved)
         checkpoint.check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
-            self.run.held = checkpoint.federated_part(saved)
+            self.run.take_up(checkpoint.federated_part(saved), self.trainer)
 
     def configure_optimizers(self) -> Optimizer:
         self.global_model.build(again=True)

@@ -29,7 +29,7 @@ from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics, Participants
-from fl_lightning.methods import Methods
+from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
@@ -104,8 +104,14 @@ class FederatedRun:
         if self._drawn_seed is None:
             drawn = sampling.fresh_seed()
             self._drawn_seed = drawn if trainer is None else int(trainer.strategy.broadcast(drawn))
-            self.note(f"no seed was given: seed={self._drawn_seed} was drawn; give it to repeat or resume this run")
         return self._drawn_seed
+
+    def take_up(self, held: dict[str, Any], trainer: Any) -> None:
+        """Resume what a checkpoint holds; where no seed was given, with its seed."""
+        self.held = held
+        if sampling.given_seed(self.settings.seed) is None and held["seed"] != self._drawn_seed:
+            self._drawn_seed = held["seed"]
+            trainer.datamodule.setup("fit")  # splits once more
 
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
@@ -189,6 +195,9 @@ class FederatedRun:
         about = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
         for text in [*settings.notes(), *self.methods.notes(about)]:
             self.note(text)
+        if sampling.given_seed(settings.seed) is None:
+            whose = "was drawn" if self.held is None else "is the checkpoint's"
+            self.note(f"no seed was given: seed={self.seed(trainer)} {whose}; give it to repeat this run")
         if who := self.methods.gathering:
             self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
         work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
@@ -230,8 +239,8 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Round t is the first; before Lightning's own first epoch."""
-        self.state.rounds = self.state.rounds or t  # for a checkpoint that does not say
+        """Before round t, the first of this fit: tell loggers where the run goes on, and what it is."""
+        self.state.rounds = self.state.rounds or t  # for an older checkpoint, which does not say
         for logger in self._trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
@@ -257,8 +266,7 @@ class FederatedRun:
             with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
                 return self.loop.run_round(t)
         except BaseException:
-            if self.engine is not None:
-                self.engine.close()  # Lightning calls no teardown after an exception
+            self.close_engine()  # Lightning calls no teardown after an exception
             raise
         finally:
             self.model.found = None
@@ -333,18 +341,11 @@ class FederatedRun:
             self.engine = None
 
     def _tell(self, done: int, of: int) -> None:
-        trainer = self._trainer
-        for callback in trainer.callbacks:
+        for callback in self._trainer.callbacks:
             if hasattr(callback, "on_client_end"):
-                callback.on_client_end(trainer, trainer.lightning_module, done, of)
+                callback.on_client_end(self._trainer, self._trainer.lightning_module, done, of)
 
     def _not_captured(self, why: str) -> None:
         assert self.plan is not None
         self.plan = replace(self.plan, captured=False, not_captured=why)
         self.note(NOT_CAPTURED + why)
-
-
-def reads_outputs(callback: Any) -> bool:
-    """Whether a callback may look at ``outputs["loss"]``; those of Lightning and ours do not."""
-    home = getattr(callback.on_train_batch_end, "__module__", None) or ""
-    return home.split(".")[0] not in ("pytorch_lightning", "lightning", "fl_lightning")

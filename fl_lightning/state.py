@@ -100,7 +100,6 @@ class PerClient(Declaration):
     """Read as rows, ``self.name[clients]``."""
 
     initial: Initial
-    synchronised: bool | None
 
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
@@ -126,7 +125,6 @@ class Scratch(PerClient):
     """Rows ``self.name[clients]`` that live for one round, zeros at its start; not saved, not sent."""
 
     initial: Initial = "zeros"
-    synchronised: bool | None = False
 
 
 class ServerState(State):

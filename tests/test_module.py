@@ -14,6 +14,7 @@ from torch import nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
+from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 
 
@@ -142,6 +143,26 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     fresh = federated(exported)
     scaffold(2).fit(fresh, blobs())
     assert torch.equal(whole.global_vector, fresh.global_vector)
+
+
+def test_a_run_that_drew_its_seed_resumes_with_it(tmp_path: Path) -> None:
+    """The partition follows from the seed, and is there before a checkpoint is read."""
+    x, y = torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 4
+
+    def fitted(rounds: int, seed: int | None = None, start: Path | None = None) -> Any:
+        module, run = federated(seed=seed), trainer(rounds, [ControlVariates()], default_root_dir=tmp_path)
+        run.fit(module, InMemoryDataModule((x, y), partition=Dirichlet(0.5), num_clients=10), ckpt_path=start)
+        return module
+
+    with pytest.warns(UserWarning, match=r"no seed was given: seed=\d+ was drawn"):
+        half = fitted(2)
+    half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.warns(UserWarning, match=rf"seed={half.run_seed} is the checkpoint's"):
+        resumed = fitted(4, start=tmp_path / "half.ckpt")
+    assert sum("no seed was given" in note for note in resumed.notes) == 1
+    assert torch.equal(fitted(4, seed=half.run_seed).global_vector, resumed.global_vector)
+    with pytest.raises(UserError, match=rf"seed={half.run_seed} then, 7 now"):
+        fitted(4, seed=7, start=tmp_path / "half.ckpt")
 
 
 def test_what_is_kept_for_clients_is_not_handed_to_clients_of_other_data() -> None:

@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass
 class RunState:
-    """Only :meth:`commit` changes it, at the end of each round.
+    """Only :meth:`commit` changes it, at the end of each round; a resume from a checkpoint of before sets ``rounds``.
 
     Args:
         rows: client rows, of all processes.
@@ -83,7 +83,7 @@ class RunState:
         """Who takes part in round t, where a method chooses; ``present``: the round that began last, and its clients.
 
         Raises:
-            UserError: nobody has chosen yet, or a checkpoint of before does not say.
+            UserError: nobody has chosen yet, or an older checkpoint does not say.
         """
         known = {**self.chosen, **dict([present] if present[0] >= self.rounds else [])}
         if t not in known:

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock, segments
-from fl_lightning.storage.segments import RANKS, Index, merge_indices, segment_name, segment_number
-
-__all__ = ["ClientStore", "Index", "merge_indices"]
+from fl_lightning.storage.segments import RANKS, Index, segment_name, segment_number
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 

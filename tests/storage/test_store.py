@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage.store import ClientStore, Index, merge_indices
+from fl_lightning.storage.segments import Index, merge_indices
+from fl_lightning.storage.store import ClientStore
 from tests.helpers.rows import bits, filled
 
 torch.set_num_threads(1)
