@@ -177,11 +177,10 @@ class FederatedRun:
             fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
-        rank, world, held = trainer.global_rank, trainer.world_size, self.held
+        rank, world, held, w = trainer.global_rank, trainer.world_size, self.held, self.model.w.detach()
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
-            w0 = self.model.w.detach().clone() if self.methods.start_from_w0 else None
-            self.state = RunState(rows, initial_vector=w0)
+            self.state = RunState(rows, initial_vector=w.clone() if self.methods.start_from_w0 else None)
         else:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)

@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
