@@ -101,7 +101,7 @@ def content(
         **disk.flushed(state.rows),  # "clients": where rows lie, and "folders": in which
         "arguments": identity.arguments,
         "methods": identity.methods,
-        "partition": identity.partition,
+        "partition": state.partition,  # a fit on other data that was refused saves, too
         "engine": plan.as_dict(),
     }
 

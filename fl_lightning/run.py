@@ -172,20 +172,20 @@ class FederatedRun:
         prepare_process(self.model.w.device)
         for part, training in self._modes:  # an exception in validation leaves them as validation has them
             part.training = training
-        if self.goes_on(trainer) and self.loop is not None:
-            self.state.check_same_clients(self.loop.cohort.data, trainer.datamodule)
+        if self.goes_on(trainer):
+            self.state.check_same_clients(trainer.datamodule)
             fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
-        rank, world, held = trainer.global_rank, trainer.world_size, self.held
+        rank, world, held, w = trainer.global_rank, trainer.world_size, self.held, self.model.w.detach()
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
-            w0 = self.model.w.detach().clone() if self.methods.start_from_w0 else None
-            self.state = RunState(rows, initial_vector=w0)
-            return
-        if self.settings.strict_resume:
-            self.identity(trainer).check_same(held)
-        self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
+            self.state = RunState(rows, initial_vector=w.clone() if self.methods.start_from_w0 else None)
+        else:
+            if self.settings.strict_resume:
+                self.identity(trainer).check_same(held)
+            self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
+        self.state.check_same_clients(trainer.datamodule)
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
         """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""

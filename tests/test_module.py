@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
 from fl_lightning import FederatedModule, UserError
@@ -181,6 +181,45 @@ def test_what_is_kept_for_clients_is_not_handed_to_clients_of_other_data() -> No
         else:
             run.fit(module, blobs(clients=7))
         assert run.current_epoch == 3 and not torch.equal(module.global_vector, w)
+
+
+def test_whose_rows_they_are_is_known_where_a_data_module_is_split_anew() -> None:
+    def data(seed: int | None = None) -> InMemoryDataModule:
+        x, y = torch.randn(120, 20, dtype=torch.float64), torch.arange(120) % 4
+        return InMemoryDataModule((x, y), num_clients=10, batch_size=8, seed=seed)
+
+    def began(own: InMemoryDataModule) -> tuple[FederatedModule, pl.Trainer]:
+        module, run = federated(), trainer(2, [ControlVariates()])
+        run.fit(module, own)
+        run.fit_loop.max_epochs = 3
+        return module, run
+
+    module, run = began(own := data(seed=1))
+    own.seed = 7
+    with pytest.raises(UserError, match="these data have other clients"):
+        run.fit(module, own)
+
+    module, run = began(shared := data())
+    trainer(1).fit(federated(seed=5), shared)
+    run.fit(module, data())
+    assert run.current_epoch == 3
+
+
+def test_a_checkpoint_of_a_fit_that_was_refused_says_whose_rows_it_holds(tmp_path: Path) -> None:
+    module = federated()
+    run = trainer(
+        2, [ControlVariates(), OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, default_root_dir=tmp_path
+    )
+    run.fit(module, blobs())
+    run.fit_loop.max_epochs = 3
+    with pytest.raises(UserError, match="these data have other clients"):
+        run.fit(module, blobs(clients=7))
+    (saved,) = map(str, tmp_path.glob("*.ckpt"))
+    with pytest.raises(UserError, match="data's partition"):
+        trainer(3, [ControlVariates()]).fit(federated(), blobs(clients=7), ckpt_path=saved)
+    trainer(3, [ControlVariates()]).fit(resumed := federated(), blobs(), ckpt_path=saved)
+    run.fit(module, blobs())
+    assert torch.equal(module.global_vector, resumed.global_vector)
 
 
 def test_who_takes_part_can_be_a_subclass_s_own() -> None:

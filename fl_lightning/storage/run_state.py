@@ -38,6 +38,7 @@ class RunState:
         rounds: how many are committed.
         logged: the metrics of the last of them.
         chosen: who took part, by round, where a method chose.
+        partition: the hash of whose rows these are; None: no fit has said.
     """
 
     rows: ClientRows
@@ -46,6 +47,7 @@ class RunState:
     rounds: int = 0
     logged: dict[str, float] = field(default_factory=dict)
     chosen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    partition: str | None = None
     _outcome: Outcome | None = None
 
     def commit(
@@ -61,20 +63,21 @@ class RunState:
         self._outcome = Outcome(t, rows, server, logged, chosen)  # from here on the round counts, whatever happens
         self.settle(t)
 
-    def check_same_clients(self, before: Any, now: Any) -> None:
-        """Refuse that another fit hands what is kept for each client to the clients of other data.
+    def check_same_clients(self, data: Any) -> None:
+        """Rows are of these data's clients from here on; refused where a fit on others kept some.
 
         Raises:
             UserError: with what is kept.
         """
-        if getattr(before, "partition_hash", "") == getattr(now, "partition_hash", ""):
-            return
-        kept = ", ".join(sorted({name for names in gathered(self.rows.names()) for name in names}))
-        if kept:
-            raise UserError(
-                f"data: the last fit by this Trainer kept {kept} for each client, and these data have other clients. "
-                "Fit with another Trainer, which begins another run from these weights."
-            )
+        now = str(getattr(data, "partition_hash", ""))
+        if self.partition is not None and self.partition != now:
+            kept = ", ".join(sorted({name for names in gathered(self.rows.names()) for name in names}))
+            if kept:
+                raise UserError(
+                    f"data: the last fit by this Trainer kept {kept} for each client, and these data have other "
+                    "clients. Fit with another Trainer, which begins another run from these weights."
+                )
+        self.partition = now
 
     def chosen_in(self, t: int, present: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
         """Who takes part in round t, where a method chooses; ``present``: the round that began last, and its clients.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -56,6 +57,22 @@ def test_no_transmitted_norm_exceeds_c(dtype, size, exponent, clip, seed):
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * size**0.5
     least = clip * (1 - torch.finfo(dtype).eps - 1e-13) - smallest
     assert (norms[far] >= least).all(), "no shorter than rounding makes it"
+
+
+@pytest.mark.parametrize("size", [3_000, 300_000])
+def test_nor_does_that_of_many_alike_whose_rounding_goes_one_way(size):
+    update = torch.linspace(1, 2, 10, dtype=torch.float64)[:, None].repeat(1, size)
+    for row in DifferentialPrivacy(1.0, 0.0).clipped(update):
+        (sent,) = set(row.tolist())
+        assert 1 - Fraction(1, 10**13) < size * Fraction(sent) ** 2 <= 1
+
+
+def test_what_a_client_s_tensor_holds_is_not_changed_in_place():
+    for rows in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(1, 8).expand(6, 8), torch.zeros(0, 8)):
+        update = rows.double()
+        before = update.clone()
+        DifferentialPrivacy(0.1, 0.0).clipped(update)
+        assert torch.equal(update, before)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])

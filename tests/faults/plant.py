@@ -14,7 +14,7 @@ import ast
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
@@ -74,6 +74,7 @@ class Planted:
         self.all = sorted(c for c in wanted if not any(c.startswith(other + "/") for other in wanted))
         self.tests, self.functions = prepare(self.all)
         self.uses: Uses = {}
+        self.failing: list[str] = []  # tests, without a fault
         self.now: list[str] = []  # the checks that faults meet
         self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
 
@@ -84,6 +85,7 @@ class Planted:
         mine = [test for test in self.tests if any(within(test, check) for check in self.now)]
         self.tests = [test for test in self.tests if test not in mine]
         self.uses |= measured(self.functions, self.checks, mine)
+        self.failing += [test for test in mine if test not in self.uses]
         if mine:
             print(f"{file}: {len(mine)} tests without a fault ({time.monotonic() - began:.0f} s)", flush=True)
 
@@ -107,6 +109,14 @@ class Planted:
         function = around(mutant.file, mutant.number)
         return self.caught({mutant.file: mutant.wrong()}, {function}, self.catchers[function])
 
+    def false_alarm(self, catchers: set[str]) -> bool:
+        """Whether one of the tests that failed, or did not end, does so without a fault; it is shown."""
+        unharmed = partial(first_failure, sorted(catchers), self.uses)
+        ((_, alarm),) = in_children([("without a fault", unharmed)])
+        if alarm:
+            print(f"  FALSE ALARM, without a fault: {alarm}", flush=True)
+        return bool(alarm)
+
 
 @dataclass
 class Tally:
@@ -119,6 +129,14 @@ class Tally:
     not_run: int = 0
     false_alarms: int = 0
     alive: list[Mutant] = field(default_factory=list)
+
+    def count(self, answer: str, tests: Container[str]) -> None:
+        """What the child of a mutant answered: one of the tests, what its process did, or why it was not tried."""
+        ended = answer.startswith((ENDLESS, DIED))
+        self.endless += answer.startswith(ENDLESS)
+        self.died += answer.startswith(DIED)
+        self.caught += answer in tests or ended
+        self.not_run += bool(answer) and answer not in tests and not ended
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -146,24 +164,17 @@ def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
     tally.alive = known
     for done, (k, answer) in enumerate(in_children(jobs), 1):
         mutant = tried[int(k)]
+        tally.count(answer, planted.uses)
+        catchers |= {answer.removeprefix(ENDLESS)} & planted.uses.keys()
         if not answer:
             tally.alive.append(mutant)
         elif answer in planted.uses:
-            catchers.add(answer)
             planted.catchers[around(file, mutant.number)][answer] += 1
         else:
-            tally.endless += answer.startswith(ENDLESS)
-            tally.died += answer.startswith(DIED)
-            tally.not_run += answer.startswith("ERROR")
             show(mutant, answer)
-        tally.caught += bool(answer) and not answer.startswith("ERROR")
         print(f"\r{done} of {len(tried)} mutants, {len(tally.alive)} survive", end="", file=sys.stderr, flush=True)
     print("\r", end="", file=sys.stderr)
-    unharmed = partial(first_failure, sorted(catchers), planted.uses)
-    for _, alarm in in_children([("without a fault", unharmed)]):
-        tally.false_alarms += bool(alarm)
-        if alarm:
-            print(f"  {file}: FALSE ALARM, without a fault: {alarm}")
+    tally.false_alarms += planted.false_alarm(catchers)
     for mutant in tally.alive:
         show(mutant, SURVIVORS.get(mutant.key, "NO REASON KNOWN"))
     whose = "its own" if own else "all"
@@ -175,8 +186,8 @@ def show(mutant: Mutant, what: str) -> None:
 
 
 def missed(faults: list[Fault], planted: Planted) -> int:
-    """How many faults of the list no test sees; each is shown."""
-    number = 0
+    """How many faults of the list no test sees, and how often one fails without them; each is shown."""
+    number, catchers = 0, set[str]()
     for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
         alive = {f.name: f for f in faults if f.edits[0][0] == file}
         for own in (True, False):
@@ -185,11 +196,12 @@ def missed(faults: list[Fault], planted: Planted) -> int:
             for name, caught in in_children([(n, partial(planted.by_fault, f)) for n, f in alive.items()]):
                 if caught in planted.uses:
                     print(f"  {name} → {caught}", flush=True)
+                    catchers.add(caught)
                     del alive[name]
         for name in alive:
             print(f"  {name} → NOT CAUGHT", flush=True)
         number += len(alive)
-    return number
+    return number + planted.false_alarm(catchers)
 
 
 def main(names: list[str]) -> int:
@@ -218,10 +230,12 @@ def main(names: list[str]) -> int:
         if len(planted.checks[file]) > 1:
             try_alive(file, tally, planted, own=False)
     total = sum(tallies.values(), Tally())
+    if files and not total.planted:
+        raise SystemExit(f"no mutant is made of {', '.join(names)}")
     share = total.caught / total.planted if total.planted else 1.0
     print("\n" + "\n".join(f"{file}: {tally}" for file, tally in [*tallies.items(), ("together", total)]))
     print(f"{share:.1%}; {time.monotonic() - began:.0f} s")
-    return int(share < ENOUGH or any((not_seen, total.unexplained, total.not_run, total.false_alarms)))
+    return int(share < ENOUGH or any((not_seen, total.unexplained, total.not_run, total.false_alarms, planted.failing)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ TOGETHER = 16  # tests that a child runs to see what they call
 SLACK = 20, 4  # seconds of the processor, and times what a test takes here and now, until its fault is given up
 WAITING = 90  # seconds of the clock, in place of 20
 MEMORY = 3 << 30  # bytes that a fault may take, above what is there: a test of its child fails by a MemoryError
-ENDLESS, DIED = "it does not end", "the process died"  # what a fault may do in place of failing a test
+ENDLESS, DIED = "it does not end: ", "the process died"  # what a fault may do in place of failing a test
 FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
 Function = tuple[str, int]  # file, its first line
 CALLED: set[Function] = set()
@@ -125,6 +125,8 @@ def run_tests(selected: list[str], *options: str, known: Uses | None = None) -> 
     ]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         status = pytest.main([*selected, *quiet, *options], plugins=[recorder])
+    if status == pytest.ExitCode.INTERRUPTED and recorder.uses and not recorder.failed:  # of which pytest reports none
+        recorder.failed.append(list(recorder.uses)[-1])
     if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
         raise RuntimeError(f"pytest could not run {selected[:2]}: {status!r}")
     return recorder
@@ -191,7 +193,9 @@ def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple
                 return
             child, status = os.wait()
             name, answer = running.pop(child)
-            yield name, answer.read_text("utf-8") if answer.exists() else f"{DIED} ({status})"
+            killed = status == signal.SIGKILL  # which no fault does: memory was short, or somebody was impatient
+            unsaid = "ERROR the process was killed" if killed else f"{DIED} ({status})"
+            yield name, answer.read_text("utf-8") if answer.exists() else unsaid
 
 
 def _fork(job: Callable[[], str], answer: Path) -> int:
@@ -203,7 +207,7 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
             there = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.RLIM_INFINITY))
             for timer in (signal.SIGALRM, signal.SIGPROF):
-                signal.signal(timer, lambda *_: _end(answer, ENDLESS))
+                signal.signal(timer, lambda *_: _end(answer))
             text = job()
             answer.write_text(text, "utf-8")
         except BaseException as error:
@@ -213,9 +217,9 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
     return child
 
 
-def _end(answer: Path, text: str) -> None:
-    """Write down the answer and end the child with all that it has started."""
-    answer.write_text(text, "utf-8")
+def _end(answer: Path) -> None:
+    """Write down which test does not end, and end the child with all that it has started."""
+    answer.write_text(ENDLESS + os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0], "utf-8")
     os.killpg(0, signal.SIGKILL)
 
 

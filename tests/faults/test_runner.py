@@ -1,0 +1,75 @@
+"""The runner of faults calls caught what a test or the fault itself ended, and nothing that happened to it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from tests.faults import planting
+from tests.faults.plant import Tally
+from tests.faults.planting import DIED, ENDLESS, ROOT, Use, in_children, run_tests
+
+TESTS = """
+def test_quick():
+    pass
+
+def test_endless():
+    while True:
+        pass
+
+def test_interrupted():
+    raise KeyboardInterrupt
+"""
+
+
+def test_only_a_test_an_endless_one_and_the_end_of_the_process_are_a_catch() -> None:
+    tally, tests = Tally(), {"a.py::test_a"}
+    for answer in (
+        "a.py::test_a",
+        ENDLESS + "a.py::test_a",
+        f"{DIED} (6)",
+        "",
+        "ERROR MemoryError: ",
+        "a.py (collection)",
+    ):
+        tally.count(answer, tests)
+    assert (tally.caught, tally.endless, tally.died, tally.not_run) == (3, 1, 1, 2)
+
+
+def test_children_say_what_became_of_them(tmp_path: Path) -> None:
+    """In a process of its own, which has no other children."""
+    file = tmp_path / "test_here.py"
+    file.write_text(TESTS, "utf-8")
+    command = [sys.executable, "-m", "tests.faults.test_runner", str(file)]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+    answers = ast.literal_eval(said)
+    assert answers["killed"].startswith("ERROR"), "by what else runs here"
+    assert answers["left"].startswith(DIED)
+    assert answers["test_quick"] == "[]"
+    assert answers["test_endless"].startswith(ENDLESS) and answers["test_endless"].endswith("::test_endless")
+    assert "::test_interrupted" in answers["test_interrupted"]
+
+
+def children(file: str) -> dict[str, str]:
+    """What children say that run these tests, or end otherwise."""
+    planting.SLACK = 1, 4
+    known = {test: Use(set(), 0.0, 0.0) for test in run_tests([file], "--collect-only").collected}
+
+    def failed(name: str) -> str:
+        return str(run_tests([f"{file}::{name}"], "-x", known=known).failed)
+
+    def killed() -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return "unreached"
+
+    tests = [(name, partial(failed, name)) for name in (test.rpartition("::")[2] for test in known)]
+    return dict(in_children([*tests, ("killed", killed), ("left", lambda: os._exit(3))]))
+
+
+if __name__ == "__main__":
+    print(children(sys.argv[1]))
