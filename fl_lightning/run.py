@@ -173,7 +173,7 @@ class FederatedRun:
         for part, training in self._modes:  # an exception in validation leaves them as validation has them
             part.training = training
         if self.goes_on(trainer):
-            self.state.check_same_clients(trainer.datamodule)
+            self.state.keep_rows_for(trainer.datamodule)
             fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
@@ -185,7 +185,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
-        self.state.check_same_clients(trainer.datamodule)
+        self.state.keep_rows_for(trainer.datamodule)
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
         """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""

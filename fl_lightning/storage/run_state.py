@@ -63,7 +63,7 @@ class RunState:
         self._outcome = Outcome(t, rows, server, logged, chosen)  # from here on the round counts, whatever happens
         self.settle(t)
 
-    def check_same_clients(self, data: Any) -> None:
+    def keep_rows_for(self, data: Any) -> None:
         """Rows are of these data's clients from here on; refused where a fit on others kept some.
 
         Raises:
