@@ -16,7 +16,7 @@ from fl_lightning.datamodules import batching
 from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
-from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
+from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition, check_sequence
 from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, makes_batches
 from fl_lightning.datamodules.split import Split, What, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
@@ -41,7 +41,8 @@ class FederatedDataModule(pl.LightningDataModule):
         partition: None: ``IID()``, or the data set's own clients where it has them.
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
-        val_fraction: this share of the training data is held out for validation before it is split.
+        val_fraction: this share of the training data is held out for validation before it is split; of ``clients``,
+            from each one's own list.
         client_test_fraction: each client holds this share of its samples out to test on, of each class alike.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
@@ -75,6 +76,8 @@ class FederatedDataModule(pl.LightningDataModule):
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         check_shares(val_fraction, client_test_fraction)
+        if clients is not None:
+            check_sequence("clients", clients, "each client's sample indices")
         if clients is not None and (partition is not None or num_clients not in (None, len(clients))):
             raise UserError(
                 f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
@@ -202,8 +205,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """Write the split as ``.npz``, for ``partition=Saved(path)``."""
         labels = self._train.labels
         labels = np.zeros(len(self._train), np.int64) if labels is None else labels
-        split = self._who
-        save_partition(Path(path), split.clients, labels if split.kept is None else labels[split.kept])
+        save_partition(Path(path), self._who, labels)
 
     def card(self) -> dict[str, str]:
         """Facts for a run's card."""

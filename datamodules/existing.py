@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
 from fl_lightning.datamodules.loaders import say
+from fl_lightning.datamodules.partitions import check_sequence
 from fl_lightning.datamodules.reading import Workers, check_workers, own_generator
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.datamodules.transfer import overridden
@@ -50,8 +51,8 @@ class FromDatasets(FederatedDataModule):
             )
         indices = None
         if clients is not None:
-            if val_fraction := arguments.get("val_fraction"):
-                raise UserError(f"val_fraction is {val_fraction}, but clients are given: give a val Dataset instead.")
+            check_sequence("FromDatasets' clients", clients, "each client's Dataset")
+            clients = [clients[i] for i in range(len(clients))]
             for i, one in enumerate(clients):
                 check_map_style(one, f"FromDatasets' client {i}")
             ends = np.cumsum([len(cast(Any, one)) for one in clients])
@@ -157,6 +158,12 @@ class FromDataModule(FederatedDataModule):
         facts = loader_facts(self.datamodule.train_dataloader(), type(self.datamodule).__name__)
         dataset, fetch, targets = facts.dataset, facts.fetch, self._targets
         if facts.positions is not None:
+            if self._given is not None:
+                raise UserError(
+                    f"clients are given, and the training loader of {type(self.datamodule).__name__} uses "
+                    f"{len(facts.positions)} of {len(dataset)} samples, so that clients' indices may mean either. Give "
+                    "the loader all samples and clients those of theirs, or a partition in place of clients."
+                )
             if targets is not None and len(targets) == len(dataset):
                 targets = [targets[i] for i in facts.positions]
             dataset = Subset(dataset, facts.positions.tolist())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast, overload
@@ -216,12 +216,15 @@ class ByGroup(Partition):
 class Saved(Partition):
     """A split written by ``FederatedDataModule.save_partition``: the same clients, whatever the seed."""
 
+    needs_labels = False
+
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 self._ends, self._indices = file["ends"], file["indices"]
                 self._labels = str(file["labels"])
+                self._kept = str(file["kept"]) if "kept" in file else None  # older files do not say
         except FileNotFoundError:
             raise UserError(
                 f"The partition's path is {self.path!r}, but there is no such file: give a .npz file that "
@@ -249,6 +252,14 @@ class Saved(Partition):
             )
         return np.split(self._indices, self._ends[:-1])
 
+    def restrict(self, kept: Indices) -> Partition:
+        if self._kept not in (None, digest(kept)):
+            raise UserError(
+                f"The partition in {self.path!r} was made where other samples were held out for validation: give the "
+                "val_fraction and the seed that it was made with (--data.seed), or another partition."
+            )
+        return self
+
     def __repr__(self) -> str:
         return f"Saved({self.path!r})"
 
@@ -258,9 +269,34 @@ def digest(array: NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 
 
+def positions(given: Any) -> NDArray[Any]:
+    """A client's indices as an array; a sequence that says its length is read to there and no further."""
+    is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if hasattr(given, "__array__") or isinstance(given, list | tuple | range) or not is_sequence:
+        return np.asarray(given)
+    return np.asarray([given[i] for i in range(len(given))])
+
+
+def check_sequence(name: str, clients: Any, each: str) -> None:
+    """Refuse clients that cannot be counted, or not be asked for by number.
+
+    Args:
+        each: what ``clients[i]`` has to be.
+
+    Raises:
+        UserError: names ``name`` and its type.
+    """
+    counted = hasattr(clients, "__len__") and hasattr(clients, "__getitem__")
+    if not counted or isinstance(clients, Mapping | str | bytes):
+        raise UserError(
+            f"{name} is of type {type(clients).__name__}, which is no sequence: give one that knows how many clients "
+            f"there are, len(clients), and has {each} at clients[i], such as a list."
+        )
+
+
 def check_client(client: int, indices: Any, total: int) -> None:
     """Refuse a client without indices, or with other indices than whole numbers from 0 below ``total``."""
-    array = np.asarray(indices)
+    array = positions(indices)
     if array.ndim != 1 or len(array) == 0:
         raise UserError(f"Client {client} has no samples (indices of shape {array.shape}): give each at least one.")
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:

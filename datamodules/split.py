@@ -6,16 +6,24 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fl_lightning.datamodules.partitions import ByGroup, Indices, LazyClients, Partition, check_client
+from fl_lightning.datamodules.partitions import (
+    ByGroup,
+    Indices,
+    LazyClients,
+    Partition,
+    check_client,
+    check_sequence,
+    positions,
+)
 from fl_lightning.datamodules.samples import Samples
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
 HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
@@ -46,9 +54,8 @@ class Split:
             return np.fromiter((len(self.indices(i)) for i in range(len(self.clients))), np.int64, len(self.clients))
         sizes = getattr(self.clients, "sizes", None)
         if sizes is None:
-            sizes = np.fromiter((len(c) for c in self.clients), np.int64, len(self.clients))
-            if not sizes.all():
-                check_client(int(sizes.argmin()), [], self.total)
+            ids = range(len(self.clients))
+            sizes = np.fromiter((len(self._all(i)) for i in ids), np.int64, len(self.clients))
         return np.asarray(sizes, np.int64)
 
     @cached_property
@@ -80,8 +87,7 @@ class Split:
         return found
 
     def _all(self, client: int) -> Indices:
-        found = self.clients[client]
-        indices = np.asarray(found, np.int64) if isinstance(found, np.ndarray | Tensor) else np.array(found)
+        indices = positions(self.clients[client])
         if not isinstance(self.clients, list | tuple):
             check_client(client, indices, self.total)
         return indices.astype(np.int64, copy=False) if self.kept is None else self.kept[indices]
@@ -138,6 +144,8 @@ def split_samples(
 ) -> Split:
     """Hold ``val_fraction`` of the samples out, then split the rest: as ``clients`` says, else by the partition.
 
+    Held-out samples leave the lists of the clients that were given them; the others stay with who had them.
+
     Args:
         client_test_fraction: of each client's samples, held out to test it on.
         counts: the number of clients asked for, and the one where neither that nor the partition says it.
@@ -161,9 +169,17 @@ def split_samples(
             )
         order = generator(seed, "val-fraction").permutation(total)
         held_out, kept = np.sort(order[:held]), np.sort(order[held:])
-        partition = partition.restrict(kept)
+        whole, partition = partition, partition.restrict(kept)
+        if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
+            rank_zero_warn(
+                f"{partition.clients} of {whole.clients} groups are clients: val_fraction={val_fraction} holds out all "
+                "samples of the others, and clients are numbered without these, so that client 0 is not the first "
+                "group where that is one of them"
+            )
     if clients is not None:
-        return Split(_checked(clients, total), total, kept, held_out, by_partition=False, test=test)
+        clients = _checked(clients, total)
+        clients = clients if kept is None else without_held_out(clients, kept, total)
+        return Split(clients, total, kept, held_out, by_partition=False, test=test)
     wanted, default = counts
     num_clients = wanted or partition.clients or default
     if num_clients is None:
@@ -191,8 +207,39 @@ def check_shares(val_fraction: float, client_test_fraction: float) -> None:
             raise UserError(f"{name} is {share}: give a share of {zero} to below 1.")
 
 
+def without_held_out(clients: Sequence[Any], kept: Indices, total: int) -> LazyClients:
+    """Each client's own list without what is held out, as positions into ``kept``.
+
+    >>> left = without_held_out([[0, 4, 3], [3, 1, 1]], kept=np.array([0, 1, 4]), total=5)
+    >>> [client.tolist() for client in left], left.sizes
+    ([[0, 2], [1, 1]], array([2, 2]))
+
+    Raises:
+        UserError: a client would be left without samples.
+    """
+    places = np.full(total, -1)
+    places[kept] = np.arange(len(kept))
+    own = partial(_left, clients, places)
+    sizes = np.fromiter((len(own(i)) for i in range(len(clients))), np.int64, len(clients))
+    return LazyClients(sizes, own, getattr(clients, "recipe", ""))
+
+
+def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
+    given = positions(clients[client])
+    check_client(client, given, len(places))
+    found = places[given]
+    found = found[found >= 0]
+    if not len(found):
+        raise UserError(
+            f"val_fraction holds out all {len(given)} samples of client {client}, which would have none to train on: "
+            "give a smaller val_fraction, the client more samples, or validation data of their own and val_fraction=0."
+        )
+    return found
+
+
 def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
     """Lists are checked at once, lazy sequences when a client is asked for."""
+    check_sequence("clients", clients, "each client's sample indices")
     if len(clients) == 0:
         raise UserError("clients is empty: give at least one client's sample indices.")
     if isinstance(clients, list | tuple):
@@ -206,11 +253,11 @@ def partition_hash(clients: Sequence[Indices], kept: Indices | None, test: HeldO
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if test is not None:
         state.update(f"test {test.fraction} {test.seed}".encode())
-    if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
+    if isinstance(clients, LazyClients) and clients.recipe and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
         state.update(clients.recipe.encode())
     else:
-        for indices in clients:
-            array = np.asarray(indices, np.int64)
+        for i in range(len(clients)):
+            array = positions(clients[i]).astype(np.int64, copy=False)
             state.update(len(array).to_bytes(8, "little"))
             state.update(np.ascontiguousarray(array).tobytes())
     return state.hexdigest()[:16]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions import Indices, Partition, digest
+from fl_lightning.datamodules.partitions import Indices, Partition, digest, positions
 from fl_lightning.datamodules.samples import Samples
 from fl_lightning.datamodules.split import Split
 from fl_lightning.storage.files import written_aside
@@ -153,13 +152,18 @@ def partition_figure(data: Partitioned) -> Figure:
     return figure
 
 
-def save_partition(path: Path, clients: Sequence[Indices], labels: Indices) -> None:
-    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always whole."""
-    arrays = [np.asarray(indices, np.int64) for indices in clients]
+def save_partition(path: Path, split: Split, labels: Indices) -> None:
+    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always whole.
+
+    ``labels`` ``(N,)``: of all training samples.
+    """
+    clients, kept = split.clients, np.arange(len(labels)) if split.kept is None else split.kept
+    arrays = [positions(clients[i]).astype(np.int64, copy=False) for i in range(len(clients))]
     with written_aside(path) as file:
         np.savez_compressed(
             file,
             ends=np.cumsum([len(a) for a in arrays]),
             indices=np.concatenate(arrays),
-            labels=np.array(digest(labels)),
+            labels=np.array(digest(labels[kept])),
+            kept=np.array(digest(kept)),
         )

@@ -1,0 +1,155 @@
+"""Clients whose samples are given: each keeps its own where some are held out, and sequences have an end."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from fl_lightning.datamodules import ByGroup, FromDataModule, FromDatasets, InMemoryDataModule, Saved
+from fl_lightning.datamodules.partitions import LazyClients
+from fl_lightning.errors import UserError
+from fl_lightning.lightning import pl
+
+N = 60
+OWN = [[*range(k, N, 3), k] for k in range(3)]  # client k has the samples k, k + 3, …, the first of them twice
+X, Y = torch.arange(N, dtype=torch.float32).view(N, 1), torch.arange(N) % 2
+
+
+class Endless:
+    """Says how many there are, and answers beyond that too."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, client: int) -> Any:
+        return OWN[client % 3]
+
+
+class EndlessPositions(Endless):
+    """The same of one client's positions."""
+
+    def __getitem__(self, i: int) -> int:
+        return 3 * i
+
+
+class Inner(pl.LightningDataModule):
+    def __init__(self, sampler: Any = None) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(X, Y), batch_size=5, sampler=self.sampler)
+
+
+def in_memory(clients: Any, **arguments: Any) -> Any:
+    return InMemoryDataModule((X, Y), clients=clients, seed=3, **arguments)
+
+
+def first_held_out() -> int:
+    """The first sample that ``val_fraction=0.3`` holds out, whoever has it."""
+    return int(next(iter(in_memory(OWN, val_fraction=0.3).val_dataloader()))[0][0])
+
+
+MAKERS = {
+    "lists": lambda **a: in_memory(OWN, **a),
+    "lazy": lambda **a: in_memory(LazyClients(np.array([21] * 3), lambda i: np.array(OWN[i]), "own"), **a),
+    "endless": lambda **a: in_memory(Endless(), **a),
+    "array": lambda **a: in_memory(np.array(OWN), **a),
+    "datamodule": lambda **a: FromDataModule(Inner(), clients=OWN, seed=3, **a),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_held_out_samples_leave_each_clients_own_list(kind: str, share: float) -> None:
+    data = MAKERS[kind](val_fraction=0.3, client_test_fraction=share)
+    held = {int(v) for x, _ in data.val_dataloader() for v in x}
+    assert len(held) == 18
+    for client, own in enumerate(OWN):
+        left = [i for i in own if i not in held]
+        trained, tested = data.client_indices(client).tolist(), data.client_test_indices(client).tolist()
+        assert sorted([*set(trained), *tested]) == sorted(set(left)) and bool(tested) == bool(share)
+        assert trained == [i for i in left if i not in tested], "in the order given, as often as given"
+        seen = torch.cat([batch[0] for batch, _ in data.full_batches(client)])[:, 0].tolist()
+        assert seen == trained and data.client_sizes()[client] == len(trained)
+
+
+def test_datasets_of_clients_may_hold_samples_out() -> None:
+    sets = [TensorDataset(X[k : k + 20], Y[k : k + 20]) for k in (0, 20, 40)]
+    data = FromDatasets(clients=sets, val_fraction=0.3, seed=3)
+    held = {int(v) for x, _ in data.val_dataloader() for v in x}
+    for client in range(3):
+        own = torch.cat([batch[0] for batch, _ in data.full_batches(client)])[:, 0].tolist()
+        assert own == [i for i in range(20 * client, 20 * client + 20) if i not in held]
+
+
+def test_a_client_all_of_whose_samples_are_held_out_is_refused_by_number() -> None:
+    with pytest.raises(UserError, match=r"val_fraction holds out all 1 samples of client 1, .*smaller val_fraction"):
+        in_memory([OWN[0], [first_held_out()]], val_fraction=0.3).setup()
+
+
+def test_a_saved_split_holds_the_same_samples_out(tmp_path: Any) -> None:
+    """Without labels too, where another seed holds others out and nothing else would show it."""
+    numbers = torch.zeros(N)
+    made = InMemoryDataModule((X, numbers), clients=OWN, val_fraction=0.3, seed=3)
+    made.save_partition(tmp_path / "split.npz")
+    saved = Saved(tmp_path / "split.npz")
+    again = InMemoryDataModule((X, numbers), partition=saved, val_fraction=0.3, seed=3)
+    assert all(np.array_equal(again.client_indices(i), made.client_indices(i)) for i in range(3))
+    with pytest.raises(UserError, match=r"other samples were held out for validation.*val_fraction and the seed"):
+        InMemoryDataModule((X, numbers), partition=saved, val_fraction=0.3, seed=4).setup()
+
+
+def test_a_group_that_is_held_out_whole_is_told() -> None:
+    held = first_held_out()
+    groups = [1 + (i % 2) for i in range(N)]
+    groups[held] = 0
+    with pytest.warns(UserWarning, match="2 of 3 groups are clients: val_fraction=0.3 holds out all samples"):
+        InMemoryDataModule((X, Y), partition=ByGroup(groups), val_fraction=0.3, seed=3).setup()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_clients_that_answer_beyond_their_length_are_read_to_it(share: float, tmp_path: Any) -> None:
+    data = in_memory(Endless(), val_fraction=share)
+    assert data.partition_hash == in_memory(OWN, val_fraction=share).partition_hash
+    data.save_partition(tmp_path / "split.npz")
+    assert data.client_sizes().shape == (3,)
+    alone = in_memory([EndlessPositions(), [1, 2]])
+    assert alone.client_indices(0).tolist() == [0, 3, 6] and alone.client_sizes().tolist() == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "clients", [itertools.count(), iter(OWN), (c for c in OWN), {0: OWN[0], 1: OWN[1]}, {1, 2}, 7, "012"]
+)
+def test_clients_without_a_length_are_refused_by_type(clients: Any) -> None:
+    for make in (in_memory, lambda given: FromDatasets(clients=given)):
+        with pytest.raises(UserError, match=f"clients is of type {type(clients).__name__}, .*len\\(clients\\)"):
+            make(clients)
+
+
+def test_a_client_whose_indices_never_end_is_refused() -> None:
+    for clients in ([itertools.count(), [1]], LazyOf(itertools.count()), LazyOf(iter([1, 2]))):
+        with pytest.raises(UserError, match="Client 0 has no samples"):
+            in_memory(clients).client_sizes()
+
+
+class LazyOf:
+    def __init__(self, one: Any) -> None:
+        self.one = one
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, client: int) -> Any:
+        return self.one
+
+
+def test_positions_beside_a_loader_of_fewer_samples_could_mean_either() -> None:
+    half = SubsetRandomSampler(list(range(0, N, 2)))
+    with pytest.raises(UserError, match="clients are given, and the training loader of Inner uses 30 of 60 samples"):
+        FromDataModule(Inner(half), clients=[[0, 1], [2, 3]]).setup()
