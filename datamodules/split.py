@@ -227,7 +227,7 @@ def without_held_out(clients: Sequence[Any], kept: Indices, total: int) -> LazyC
 def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
     given = positions(clients[client])
     check_client(client, given, len(places))
-    found = places[given]
+    found: Indices = places[given]
     found = found[found >= 0]
     if not len(found):
         raise UserError(
