@@ -105,6 +105,32 @@ def all_finite(v: Tensor) -> bool:
     return math.isfinite(v.sum()) or bool(torch.isfinite(v).all())
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, NaN and the sign of zero included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def gradient_hook(learner: nn.Module) -> str:
+    """The first trainable parameter with a hook on its gradient; empty: none has one."""
+    return next((n for n, p in trainable(learner) if p._backward_hooks or p._post_accumulate_grad_hooks), "")
+
+
+def check_gradient_hooks(learner: nn.Module) -> None:
+    """Refuse hooks on gradients where copies of the learner train, which would not have them.
+
+    Raises:
+        UserError: with the parameter.
+    """
+    if name := gradient_hook(learner):
+        raise UserError(
+            f"learner {type(learner).__name__}: since the run began, {name} has a hook on its gradient (register_hook, "
+            "register_post_accumulate_grad_hook), which the copies of the learner that train clients side by side do "
+            "not have. Register it in __init__, setup or on_fit_start, or use engine='sequential'."
+        )
+
+
 def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
     """Make the parameters share storage with views into a flat vector."""
     for parameter, view in zip(parameters, views, strict=True):

@@ -13,6 +13,7 @@ from fl_lightning.aggregation import metric_states, server_update, traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
 from fl_lightning.aggregation.tree_sum import visiting_order
+from fl_lightning.buffers import BufferPolicy
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
@@ -43,6 +44,7 @@ class FederatedLoop:
         report: takes a round's metrics, before it is committed.
         tell: called after each client with how many are done, of how many of this process.
         note: takes what the user should know.
+        buffers: what becomes of the learner's.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
         present: the latest round that began, and who takes part in it.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
@@ -61,6 +63,7 @@ class FederatedLoop:
     report: Callable[[Metrics, int], None]
     tell: Callable[[int, int], None]
     note: Callable[[str], None]
+    buffers: BufferPolicy
     rank: int = 0
     world_size: int = 1
     present: tuple[int, tuple[int, ...]] = (-1, ())
@@ -143,7 +146,7 @@ class FederatedLoop:
     def facts(self, t: int) -> Round:
         """The facts of round t, before it is known who takes part."""
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
-        w, initial = self.model.w.detach(), self.state.initial_vector
+        w, initial, buffers = self.model.w.detach(), self.state.initial_vector, self.model.buffers()
         return Round(
             t=t,
             ids=[],
@@ -154,7 +157,7 @@ class FederatedLoop:
             w=w,
             w0=w if initial is None else initial,
             evaluated=self.model.evaluated.detach(),
-            buffers=self.model.buffers(),
+            buffers=buffers,
             layout=self.model.layout,
             rates=self.client_rates,
             read=self.state.rows.read,
@@ -164,13 +167,13 @@ class FederatedLoop:
             all_sizes=self.cohort.data.client_sizes,
             steps_of=self.cohort.steps_of,
             home=self.state.rows.at_home,
-            own_buffers=self.settings.buffers == "own",
+            own_buffers=self.buffers.own(buffers),
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
         """Train this process's participants; gives the ordered sum over all of the round's, and who diverged."""
         own = round.ids[self.rank :: self.world_size]
-        contributions = Contributions(ledger, self.methods, len(own), self.settings.buffers != "keep")
+        contributions = Contributions(ledger, self.methods, len(own), self.buffers)
         done = 0
 
         def tell() -> None:
@@ -179,7 +182,9 @@ class FederatedLoop:
             self.tell(done, len(own))
 
         self.engine.train(round, [(leaf, own[leaf]) for leaf in visiting_order(len(own))], contributions.add, tell)
-        return contributions.total()
+        total = contributions.total()
+        self.buffers.tell(contributions.changed, self.note)
+        return total
 
     def finished(self, round: Round, diverged: list[int]) -> list[int]:
         """The clients that finished: all but those whose update is not finite."""

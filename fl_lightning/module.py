@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ class FederatedModule(LearnerHooks):
         server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None: SGD with rate 1.
         server_lr_decay: as ``lr_decay``, for the server.
         weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
-        buffers: ``"average"`` (floating-point buffers weighted by p_i, integer ones the maximum), ``"keep"`` (the
-            server's) or ``"own"``: each client keeps its own, and the server's, for evaluation, are that average.
+        buffers: ``"average"``: statistics of normalisation layers weighted by p_i, of counters the maximum; what is not
+            known stays the server's, and a note says so. ``"keep"``: all stay the server's. ``"own"``: each client
+            keeps its own, and the server's, for evaluation, are that average. Or words by patterns of names, of which
+            the first that fits decides: ``{"*.running_*": "average", "queue*": "own"}``.
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
         init_from: a checkpoint or exported file whose weights to start from.
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
@@ -76,7 +79,7 @@ class FederatedModule(LearnerHooks):
         server_optimizer: OptimizerFactory | None = None,
         server_lr_decay: float | Schedule = 1.0,
         weighting: str = "uniform",
-        buffers: str = "average",
+        buffers: str | Mapping[str, str] = "average",
         on_nonfinite: str = "stop",
         init_from: str | None = None,
         engine: str = "auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import replace
 from typing import Any
@@ -127,14 +126,8 @@ class FederatedRun:
         """The clients' optimizer over the learner's parameters at the rates of round t, to look at; None: no fit."""
         if self.loop is None:
             return None
-        shown = copy.copy(self.clients)
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
-        groups = rates.groups(0) or self.clients.param_groups
-        shown.param_groups = [
-            {**group, **{k: v for k, v in now.items() if k != "params"}, "lr": float(now["lr"]) * rates.factor}
-            for group, now in zip(self.clients.param_groups, groups, strict=True)
-        ]
-        return shown
+        return configured_optimizer.shown_at(self.clients, rates)
 
     def goes_on(self, trainer: Any) -> bool:
         """Whether this is another fit by the same Trainer, after rounds that were committed."""
@@ -226,6 +219,7 @@ class FederatedRun:
             report=self.report,
             tell=self._tell,
             note=self.note,
+            buffers=setting.policy,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )

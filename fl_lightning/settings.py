@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checks
+from fl_lightning.buffers import WORDS as BUFFER_WORDS
 from fl_lightning.schedules import Schedule
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -36,7 +37,7 @@ class Settings:
     server_optimizer: OptimizerFactory | None
     server_lr_decay: float | Schedule
     weighting: str
-    buffers: str
+    buffers: str | Mapping[str, str]
     on_nonfinite: str
     init_from: str | None
     engine: str
@@ -60,7 +61,12 @@ class Settings:
         checks.seed(self.seed)
         checks.one_of("client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps"))
         checks.one_of("weighting", self.weighting, ("uniform", "samples"))
-        checks.one_of("buffers", self.buffers, ("average", "keep", "own"))
+        if isinstance(self.buffers, Mapping):
+            object.__setattr__(self, "buffers", {str(name): word for name, word in self.buffers.items()})
+            for pattern, word in self.buffers.items():
+                checks.one_of(f"buffers[{pattern!r}]", word, BUFFER_WORDS)
+        else:
+            checks.one_of("buffers", self.buffers, BUFFER_WORDS)
         checks.one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
         checks.one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked"))
         checks.one_of("capture", self.capture, ("auto", True, False))

@@ -63,7 +63,7 @@ def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> No
     rows = {client: int(row) for (_, client), row in client_rows(module).items()}
     assert rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2} and int(module.server_states["Counted.number"]) == 9
     assert float(run.callback_metrics["one"]) == (0 + 1 + 2 + 4) / 4
-    assert bool(module.learner.mean.isfinite().all()) and bool(module.learner.mean.any())
+    assert bool(module.learner.running_mean.isfinite().all()) and bool(module.learner.running_mean.any())
 
 
 def test_hooks_see_the_round_as_it_stands() -> None:

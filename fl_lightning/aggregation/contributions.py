@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes
+from fl_lightning.buffers import BufferPolicy
 from fl_lightning.devices import to_host
 from fl_lightning.errors import UserError
-from fl_lightning.learner import all_finite
+from fl_lightning.learner import all_finite, same_bits
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.processes import gathered
 from fl_lightning.round.clients import Clients
@@ -27,12 +28,17 @@ class Contributions:
 
     Args:
         leaves: number of clients that this process trains.
-        average_buffers: whether the server averages the clients' buffers.
+        policy: which of the clients' buffers the server averages.
+
+    ``changed``: buffers that stay the server's although clients changed them, which nobody was told.
     """
 
-    def __init__(self, ledger: Ledger, methods: Methods, leaves: int, average_buffers: bool) -> None:
+    def __init__(self, ledger: Ledger, methods: Methods, leaves: int, policy: BufferPolicy) -> None:
         self.ledger, self.methods = ledger, methods
-        self.average_buffers = average_buffers
+        buffers = ledger.round.buffers
+        self.averaged = [name for name, value in buffers.items() if policy.averages(name, value)]
+        self.untold = [name for name, value in buffers.items() if policy.untold(name, value)]
+        self.changed: set[str] = set()
         self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
         self.gathers = bool(methods.gathering)  # in place of the sum of updates, which follows later
         self.diverged: list[int] = []  # clients of this process whose update is not finite
@@ -72,9 +78,10 @@ class Contributions:
 
     def total(self) -> tuple[Leaf, list[int]]:
         """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
-        everyone = gathered((self.diverged, self.ledger.metrics))
-        diverged = sorted(client for each, _ in everyone for client in each)
-        self.ledger.metrics = {client: own for _, each in everyone for client, own in each.items()}
+        everyone = gathered((self.diverged, self.ledger.metrics, self.changed))
+        diverged = sorted(client for each, _, _ in everyone for client in each)
+        self.ledger.metrics = {client: own for _, each, _ in everyone for client, own in each.items()}
+        self.changed = {name for _, _, each in everyone for name in each}
         return sum_over_processes(self._sum.total) or {}, diverged
 
     def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]) -> set[str]:
@@ -106,18 +113,20 @@ class Contributions:
         round, rows = self.ledger.round, {}
         if self.methods.owner("personal") is not None:
             rows[FINISHED] = torch.tensor(round.t)
-        if round.own_buffers:
-            rows |= {BUFFER + name: value.clone() for name, value in clients.buffers.items() if name in round.buffers}
+        own = {name: value for name, value in clients.buffers.items() if name in round.own_buffers}
+        rows |= {BUFFER + name: value.clone() for name, value in own.items() if name in round.buffers}
         return rows
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
         """Changes of floating-point and complex buffers, values of other ones; None if a change is not finite."""
         values: Leaf = {}
         before = self.ledger.round.buffers
-        for name, own in trained.items() if self.average_buffers else ():
-            if name not in before:
+        unlike = (n for n in self.untold if n in trained and not same_bits(trained[n], before[n]))
+        self.changed.update(unlike)
+        for name in self.averaged:
+            if name not in trained:
                 continue
-            held = before[name]
+            own, held = trained[name], before[name]
             if own.shape != held.shape:
                 raise UserError(
                     f"buffers='average': the buffer {name} has shape {tuple(held.shape)} at the server and "

@@ -20,8 +20,8 @@ def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
     counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
-    if not clients._round.own_buffers:
-        counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in buffers.values())
+    sent = (b for name, b in buffers.items() if name not in clients._round.own_buffers)
+    counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in sent)
     return counts
 
 

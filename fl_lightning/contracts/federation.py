@@ -39,7 +39,7 @@ class Learner(pl.LightningModule):
             row and an extra parameter get no gradient at all.
     """
 
-    seen: Tensor
+    running_mean: Tensor
     batches: Tensor
 
     def __init__(self, frozen: bool = False, dead: bool = False, embedding: bool | None = None) -> None:
@@ -55,13 +55,13 @@ class Learner(pl.LightningModule):
         if frozen:
             self.first.bias.requires_grad_(False)
         if self.seen_by:
-            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+            self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         if self.seen_by:
-            self.seen += 0.1 * (x.mean(0) - self.seen)
+            self.running_mean += 0.1 * (x.mean(0) - self.running_mean)
             self.batches += 1
         else:
             x = x + self.table((x[:, 0] > 0).long())

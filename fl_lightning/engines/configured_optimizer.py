@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from fl_lightning.errors import UserError
 from fl_lightning.learner import overrides, trainable
 from fl_lightning.round.client_schedule import MOVED, ClientSchedule
+from fl_lightning.round.context import ClientRates
 from fl_lightning.settings import OptimizerFactory
 
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
@@ -134,3 +136,14 @@ def _not_one(learner: object, number: int) -> UserError:
         "client_optimizer=lambda params: torch.optim.SGD(params, lr=0.1), in a config "
         "client_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}."
     )
+
+
+def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
+    """A copy of the clients' optimizer at a round's rates, to look at."""
+    shown = copy.copy(optimizer)
+    groups = rates.groups(0) or optimizer.param_groups
+    shown.param_groups = [
+        {**group, **{k: v for k, v in now.items() if k != "params"}, "lr": float(now["lr"]) * rates.factor}
+        for group, now in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates
-from fl_lightning.engines.step_hooks import StepHooks
+from fl_lightning.engines.step_hooks import StepHooks, differentiated
 from fl_lightning.learner import (
     SHIMS,
     Layout,
@@ -82,6 +82,11 @@ class LearnerCopy:
         now = {name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()}
         written = {name: parameter.data for name, (parameter, _) in self._written.items()}
         return {name: buffer for name, buffer in now.items() if buffer is not None} | written
+
+    @property
+    def written(self) -> Collection[str]:
+        """Frozen parameters that are buffers to the run, by name."""
+        return self._written.keys()
 
     def treat_as_buffers(self, names: Iterable[str]) -> None:
         """From here on these frozen parameters, which the learner's steps write, are its buffers too."""
@@ -224,7 +229,7 @@ class LearnerCopy:
             self.hooks.batch_start(batch, step)
         output, loss = self.loss(batch, step)
         if self.hooks is None:
-            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+            gradients = differentiated(loss, self.parameters)
         else:
             gradients = tuple(self.hooks.backward(loss, first=log))
             if log:

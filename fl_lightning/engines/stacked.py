@@ -24,6 +24,7 @@ from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
+from fl_lightning.learner import check_gradient_hooks
 from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import Round
 
@@ -175,6 +176,7 @@ class Stacked:
         self._optimizer_of, self.at_once, self._warn = optimizer_of, at_once, warn
 
     def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+        check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
             self.copy.x.fill_(torch.nan)  # nobody's model: whoever reads it by mistake must not go unnoticed

@@ -69,7 +69,7 @@ class StepHooks:
         if first and has("on_before_zero_grad"):
             learner.on_before_zero_grad(self.optimizer())
         if not self.of_gradients:
-            return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            return differentiated(loss, parameters)
         try:
             with torch.enable_grad():
                 if has("on_before_backward"):
@@ -77,13 +77,12 @@ class StepHooks:
                 if has("backward"):
                     learner.backward(loss)
                 else:
-                    for p, g in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-                        p.grad = None if g is None else g.clone()  # two parameters may be given one gradient
+                    fill_grad(loss, parameters)
                 if has("on_after_backward"):
                     learner.on_after_backward()
-            return self._taken()
+            return taken(parameters)
         finally:
-            self._clear()
+            clear(parameters)
 
     def before_optimizer_step(self, gradient: Any) -> Any:
         """The gradient of the step ``(1, D)``, or one tensor a parameter, as the hooks leave it."""
@@ -99,13 +98,13 @@ class StepHooks:
                     self.learner.on_before_optimizer_step(self.optimizer())
                 if "configure_gradient_clipping" in self.names:
                     self.learner.configure_gradient_clipping(self.optimizer(), None, None)
-            taken = self._taken()
+            left = taken(self.parameters)
         finally:
-            self._clear()
+            clear(self.parameters)
         if not vector:
-            return taken
-        if any(a is not b for a, b in zip(taken, given, strict=True)):
-            fill(given, taken)
+            return left
+        if any(a is not b for a, b in zip(left, given, strict=True)):
+            fill(given, left)
         return gradient
 
     def batch_done(self, outputs: Any, loss: Tensor, batch: Any, index: Any) -> None:
@@ -119,9 +118,31 @@ class StepHooks:
             (*arguments,), self._batch = self._batch, None
             self.learner.on_train_batch_end(*arguments)
 
-    def _taken(self) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters)
 
-    def _clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+    """∇ℓ, one tensor a parameter, zeros where there is none; hooks on the parameters are called."""
+    if not any(p._post_accumulate_grad_hooks for p in parameters):
+        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    try:
+        fill_grad(loss, parameters)
+        return taken(parameters)
+    finally:
+        clear(parameters)
+
+
+def fill_grad(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Put ∇ℓ into the parameters' ``.grad``; None where there is none."""
+    if any(p._post_accumulate_grad_hooks for p in parameters):  # which no other way of differentiating calls
+        torch.autograd.backward(loss, inputs=list(parameters))
+        return
+    for p, g in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        p.grad = None if g is None else g.clone()  # two parameters may be given one gradient
+
+
+def taken(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+
+
+def clear(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

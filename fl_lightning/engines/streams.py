@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.worker import Worker
+from fl_lightning.learner import check_gradient_hooks
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
@@ -48,6 +49,7 @@ class Streams:
             free.append(worker)
             tell()
 
+        check_gradient_hooks(self.learner)
         for worker in self.workers:
             worker.copy.follow(self.learner)
             worker.forget()

@@ -17,6 +17,7 @@ import torch
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.worker import Worker
+from fl_lightning.learner import check_gradient_hooks
 from fl_lightning.round.context import Round
 
 WORTH = 20  # steps of a worker in a round from which on a recording saves more than it costs
@@ -39,6 +40,7 @@ class Threads:
 
     def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
         try:
+            check_gradient_hooks(self.learner)
             for worker in self.workers:
                 worker.copy.follow(self.learner)
                 worker.forget()

@@ -89,12 +89,13 @@ def of_checkpoint(saved: dict[str, Any], model: GlobalModel, methods: Methods, d
     state = restored(held, rows, model, path)
     w, buffers, layout = model.w.detach(), model.buffers(), model.layout
     parts = methods.parts(layout)
+    owned = {name.removeprefix(BUFFER) for name in rows.store.names() if name.startswith(BUFFER)}
     round = Round(
         t=max(state.rounds - 1, 0), ids=[], steps={}, sizes=Sizes(data), weights={}, num_clients=int(data.num_clients),
         w=w, w0=w if state.initial_vector is None else state.initial_vector, evaluated=model.evaluated.detach(),
         buffers=buffers, layout=layout, rates=ClientRates(1.0, torch.zeros((), dtype=torch.float64)),
         read=rows.read, server_states=state.server, parts=Parts(parts, layout.size, w.device) if parts else None,
-        seed=held["seed"], own_buffers=any(name.startswith(BUFFER) for name in rows.store.names()),
+        seed=held["seed"], own_buffers=owned,
     )  # fmt: skip
     return PersonalModels(round, methods)
 
@@ -174,7 +175,7 @@ class FineTuning:
         rates = self.loop.client_rates.in_round(round.t, decay_factor(self.settings.lr_decay, round.t), steps)
         given = replace(
             round, ids=[client], steps={client: steps}, weights={client: 1.0}, w=weights, buffers=buffers,
-            own_buffers=False, parts=None, rates=rates,
+            own_buffers=(), parts=None, rates=rates,
         )  # fmt: skip
         device = weights.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):

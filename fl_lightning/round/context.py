@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -145,7 +145,7 @@ class Round:
         all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
         home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
-        own_buffers: whether each client keeps its buffers, which the server's follow.
+        own_buffers: those that each client keeps as its own, by name.
     """
 
     t: int
@@ -168,13 +168,13 @@ class Round:
     all_sizes: Callable[[], Any] | None = None
     steps_of: Callable[[int, float], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
-    own_buffers: bool = False
+    own_buffers: Collection[str] = ()
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
         """What a client's buffers start from: the server's, or its own where it keeps them and has some."""
         if not self.own_buffers:
             return self.buffers
-        kept = {name: self.read(BUFFER + name, client) for name in self.buffers}
+        kept = {name: self.read(BUFFER + name, client) for name in self.buffers if name in self.own_buffers}
         return {**self.buffers, **{name: row.to(self.buffers[name]) for name, row in kept.items() if row is not None}}
 
     @property

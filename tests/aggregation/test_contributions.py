@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.aggregation.contributions import FINISHED, Contributions
 from fl_lightning.aggregation.tree_sum import Leaf
+from fl_lightning.buffers import BufferPolicy
 from fl_lightning.callback import Clients, FederatedCallback, Upload
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.methods import Methods
@@ -47,9 +48,9 @@ def test_clients_that_diverge_stop_the_run_or_are_left_out(policy: str) -> None:
 def test_a_buffer_of_another_shape_has_no_average() -> None:
     class Growing(InPlace):
         def move(self, x: Tensor) -> None:
-            self.mean = x.expand(2, -1).mean(0, keepdim=True)
+            self.running_mean = x.expand(2, -1).mean(0, keepdim=True)
 
-    with pytest.raises(UserError, match=r"buffer mean has shape \(20,\).*\(1, 20\).*buffers='keep'"):
+    with pytest.raises(UserError, match=r"buffer running_mean has shape \(20,\).*\(1, 20\).*buffers='keep'"):
         fitted(Growing, engine="sequential")
     fitted(Growing, engine="sequential", buffers="keep")
 
@@ -62,7 +63,7 @@ def test_a_client_whose_buffer_is_not_finite_has_diverged(policy: str) -> None:
             self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan]))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.mean.add_(torch.inf if len(batch[0]) == 6 else 1.0)  # the last batch of one client in five
+            self.running_mean.add_(torch.inf if len(batch[0]) == 6 else 1.0)  # the last batch of one client in five
             return Lit.training_step(self, batch, batch_idx)
 
     if policy == "average":
@@ -70,10 +71,10 @@ def test_a_client_whose_buffer_is_not_finite_has_diverged(policy: str) -> None:
             fitted(Overflowing, engine="sequential")
         with pytest.warns(UserWarning, match=r"clients \[1, 6\] were left out"):
             module, _ = fitted(Overflowing, 1, engine="sequential", on_nonfinite="skip")
-        assert bool(module.learner.mean.isfinite().all()) and bool((module.learner.mean >= 2).all())
+        assert bool(module.learner.running_mean.isfinite().all()) and bool((module.learner.running_mean >= 2).all())
     else:
         module, _ = fitted(Overflowing, engine="sequential", buffers=policy)
-        assert not bool(module.learner.mean.any())
+        assert not bool(module.learner.running_mean.any())
     torch.testing.assert_close(module.learner.mask, torch.tensor([0.0, -torch.inf, torch.nan]).double(), equal_nan=True)
 
 
@@ -89,7 +90,7 @@ def test_bool_and_complex_buffers() -> None:
             self.phase.add_(1j)
             return super().training_step(batch, batch_idx)
 
-    module, _ = fitted(Kinds, 1, engine="sequential", local_steps=3)
+    module, _ = fitted(Kinds, 1, engine="sequential", local_steps=3, buffers={"*": "average"})
     assert module.learner.seen.dtype == torch.bool and bool(module.learner.seen.all())
     torch.testing.assert_close(module.learner.phase, torch.tensor([3j]))
 
@@ -127,13 +128,13 @@ class Together(FederatedCallback):
 
 def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributions, Leaf]:
     """What two clients that took a step of 1 contribute; ``marks``: set on the second."""
-    ledger = Ledger(a_round(weights={3: 1.0, 5: 1.0}, buffers={"mean": torch.zeros(3)}))
-    contributions = Contributions(ledger, Methods(list(methods)), 2, average_buffers=True)
+    ledger = Ledger(a_round(weights={3: 1.0, 5: 1.0}, buffers={"running_mean": torch.zeros(3)}))
+    contributions = Contributions(ledger, Methods(list(methods)), 2, BufferPolicy(nn.Identity(), "average"))
     for leaf, client in enumerate((3, 5)):
         clients = some_clients(ledger.round, [client])
         clients.x += 1
         clients.log("seen", torch.tensor([float(client)]))
-        clients.buffers = {"mean": torch.full((3,), float(client))}
+        clients.buffers = {"running_mean": torch.full((3,), float(client))}
         for name, value in marks.items() if client == 5 else ():
             setattr(clients, name, value)
         contributions.add(leaf, clients)
@@ -144,13 +145,13 @@ def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
     contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_read="SCAFFOLD")
     assert float(total["log:seen"]) == 8.0 and float(total["num:seen"]) == 2.0
     assert contributions.ledger.metrics == {5: {"seen": 2}} and contributions.ledger.mean_gradient_read == "SCAFFOLD"
-    assert total["buffer:mean"].tolist() == [8.0] * 3 and contributions.diverged == []
+    assert total["buffer:running_mean"].tolist() == [8.0] * 3 and contributions.diverged == []
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_one_value_of_a_buffer_that_is_not_finite_is_enough(value: float) -> None:
-    contributions, total = brought_home(buffers={"mean": torch.tensor([0.0, value, 0.0])})
-    assert contributions.diverged == [5] and total["buffer:mean"].tolist() == [3.0] * 3
+    contributions, total = brought_home(buffers={"running_mean": torch.tensor([0.0, value, 0.0])})
+    assert contributions.diverged == [5] and total["buffer:running_mean"].tolist() == [3.0] * 3
 
 
 def test_tensors_that_a_method_goes_on_using_stay_its_own() -> None:

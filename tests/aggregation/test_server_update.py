@@ -219,19 +219,21 @@ def test_buffers_are_the_clients_weighted_mean_and_of_integers_the_maximum() -> 
     class Counting(Lit):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("mean", torch.ones(()))
-            self.register_buffer("most", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("running_mean", torch.ones(()))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.mean += 1.0
-            self.most += 1
+            self.running_mean += 1.0
+            self.count += 1
             return super().training_step(batch, batch_idx)
 
     module, data = federated(Counting(), participation="all", weighting="samples"), blobs(clients=5, batch_size=4)
     trainer(2).fit(module, data)
     sizes, steps = [24, 22, 20, 18, 16], [6, 6, 5, 5, 4]
     mean = sum(n * k for n, k in zip(sizes, steps, strict=True)) / sum(sizes)
-    assert float(module.learner.mean) == pytest.approx(1 + 2 * mean, rel=1e-12) and int(module.learner.most) == 12
+    assert (
+        float(module.learner.running_mean) == pytest.approx(1 + 2 * mean, rel=1e-12) and int(module.learner.count) == 12
+    )
 
 
 def test_state_of_the_server_is_kept_however_it_was_changed() -> None:

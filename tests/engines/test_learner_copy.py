@@ -21,7 +21,7 @@ ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurr
 
 class Assigned(InPlace):
     def move(self, x: Tensor) -> None:
-        self.mean = self.mean * 0.9 + 0.1 * x
+        self.running_mean = self.running_mean * 0.9 + 0.1 * x
 
 
 @pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
@@ -30,7 +30,9 @@ def test_assigning_to_a_buffer_is_as_changing_it_in_place(arguments: dict[str, A
     reference, _ = fitted(InPlace, engine="sequential")
     module, _ = fitted(Assigned, **arguments)
     assert module.engine_facts["engine"] != "stacked"
-    assert torch.equal(module.learner.mean, reference.learner.mean) and bool(module.learner.mean.any())
+    assert torch.equal(module.learner.running_mean, reference.learner.running_mean) and bool(
+        module.learner.running_mean.any()
+    )
     assert torch.equal(module.global_vector, reference.global_vector)
 
 

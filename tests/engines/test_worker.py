@@ -26,9 +26,12 @@ def test_a_clients_round_from_its_own_start_to_what_it_brings_home() -> None:
 
     met: list[tuple[int, Tensor, Tensor]] = []
     module = federated(InPlace(), **ALONE, clip_norm=1e-3)
-    before, run = module.learner.mean.clone(), trainer(2, [PartialAveraging(periods={"net.2.*": "never"}), Noting()])
+    before, run = (
+        module.learner.running_mean.clone(),
+        trainer(2, [PartialAveraging(periods={"net.2.*": "never"}), Noting()]),
+    )
     run.fit(module, blobs(clients=2))
-    assert float(run.callback_metrics["clipped_steps"]) == 1.0 and not torch.equal(module.learner.mean, before)
+    assert float(run.callback_metrics["clipped_steps"]) == 1.0 and not torch.equal(module.learner.running_mean, before)
     kept = module.layout["net.2.weight"][0]
     for (i, _, end), (j, start, _) in zip(met[:2], met[2:], strict=True):
         assert i == j and torch.equal(start[kept], end[kept]) and not torch.equal(start, end)
@@ -90,7 +93,7 @@ def test_each_batch_of_a_full_gradient_meets_the_clients_own_buffers() -> None:
 
     class Watched(InPlace):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            met.append(self.mean.clone())
+            met.append(self.running_mean.clone())
             return super().training_step(batch, batch_idx)
 
     class AtStart(FederatedCallback):

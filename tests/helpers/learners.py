@@ -67,14 +67,14 @@ class InPlace(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(20))
+        self.register_buffer("running_mean", torch.zeros(20))
 
     def move(self, x: Tensor) -> None:
-        self.mean.mul_(0.9).add_(0.1 * x)
+        self.running_mean.mul_(0.9).add_(0.1 * x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.move(batch[0].mean(0))
-        return nn.functional.cross_entropy(self.net(batch[0] - self.mean), batch[1])
+        return nn.functional.cross_entropy(self.net(batch[0] - self.running_mean), batch[1])
 
 
 def blobs(clients: int = 10, per_client: int = 24, batch_size: int = 8, dtype: torch.dtype = torch.float64) -> Any:

@@ -23,6 +23,7 @@ from fl_lightning.engines.streams import Streams, own_stream
 from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
+from fl_lightning.learner import gradient_hook
 
 CLEARLY = 1.2  # how much faster something unusual has to be, so that the choice is stable where it matters little
 PYTHON_SECONDS = 0.002  # a step that is not captured and takes less is mostly Python, which one thread runs at a time
@@ -35,13 +36,14 @@ Tell = Callable[[str], None]
 class Decision:
     """What the first process found, for all: a plan, what speaks against side by side, or why nothing can start.
 
-    ``told``: what the user should know of the batch sizes.
+    ``told``: what the user should know of the batch sizes; ``buffers``: those that a step changed.
     """
 
     plan: EnginePlan
     obstacle: Obstacle | None = None
     failure: str = ""
     told: str = ""
+    buffers: tuple[str, ...] = ()
 
 
 def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Tell) -> tuple[Engine, EnginePlan]:
@@ -59,6 +61,7 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
     """
     workshop = Workshop(setting)
     resumed = held is not None and setting.engine in ("auto", held.engine)
+    resumed = resumed and not (held is not None and held.engine != "sequential" and gradient_hook(setting.learner))
     if held is not None and resumed:
         decision = Decision(held)
         if held.server_threads not in (0, torch.get_num_threads()):
@@ -69,6 +72,9 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
     if decision.told:
         note(decision.told)
     workshop.treat_as_buffers(plan.written)
+    policy, buffers = setting.policy, dict(setting.learner.named_buffers())
+    policy.written = plan.written
+    policy.tell([name for name in decision.buffers if name in buffers and policy.untold(name, buffers[name])], note)
     if plan.channels_last:
         workshop.use_channels_last()
     if plan.engine == "stacked":
@@ -108,7 +114,7 @@ def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
                 seen = rehearse(workshop)
                 workshop.treat_as_buffers(tuple(dict.fromkeys((*written, *seen.written))))
                 told = "" if seen.untried else check_batch_sizes(workshop)
-                decision = replace(planned(workshop, seen), told=told)
+                decision = replace(planned(workshop, seen), told=told, buffers=seen.buffers)
         except Exception as error:
             failure = error
             first = (str(error).strip().splitlines() or [""])[0]

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +21,7 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.replay.attributes import Attributes
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.errors import UserError
-from fl_lightning.learner import lightning_modules
+from fl_lightning.learner import gradient_hook, lightning_modules, same_bits
 
 SIZES = re.compile(r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE)
 FROZEN_SECONDS = 1.0  # of a client's steps, where a learner has frozen parameters that these might write
@@ -44,11 +43,13 @@ class Rehearsal:
     Args:
         written: frozen parameters that changed, by name.
         untried: why no step could be taken, where it could not.
+        buffers: those that changed, by name.
     """
 
     obstacle: Obstacle | None = None
     written: tuple[str, ...] = ()
     untried: str = ""
+    buffers: tuple[str, ...] = ()
 
 
 def rehearse(workshop: Workshop) -> Rehearsal:
@@ -86,12 +87,16 @@ def rehearse(workshop: Workshop) -> Rehearsal:
         trial.copy.reset()
     check_tied(trial)
     written = frozen_that_changed(setting.learner, learner)
+    buffers = buffers_that_changed(trial)
+    if hooked := gradient_hook(setting.learner) or gradient_hook(learner):
+        reason = f"its {hooked} has a hook on its gradient, which copies of the learner have not"
+        return Rehearsal(Obstacle(reason), written, buffers=buffers)
     if drew:
-        return Rehearsal(Obstacle("its training_step draws random numbers (dropout, say)"), written)
+        return Rehearsal(Obstacle("its training_step draws random numbers (dropout, say)"), written, buffers=buffers)
     if changed:
         reason = f"its training_step changes {changed}, which goes on from client to client"
-        return Rehearsal(Obstacle(reason, keeps=True), written)
-    return Rehearsal(written=written)
+        return Rehearsal(Obstacle(reason, keeps=True), written, buffers=buffers)
+    return Rehearsal(written=written, buffers=buffers)
 
 
 def unproven(workshop: Workshop) -> Obstacle | None:
@@ -119,18 +124,18 @@ def unproven(workshop: Workshop) -> Obstacle | None:
             trial.copy.reset()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, NaN and the sign of zero included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
 def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
     """Names of frozen parameters that are not the learner's in its copy."""
     own = dict(copied.named_parameters())
     frozen = ((name, p) for name, p in learner.named_parameters() if not p.requires_grad)
     return tuple(name for name, p in frozen if not same_bits(p.data, own[name].data))
+
+
+def buffers_that_changed(trial: Trial) -> tuple[str, ...]:
+    """Names of buffers that are no longer what the trial's steps began with."""
+    before = trial.buffers
+    now = ((name, value) for name, value in trial.copy.buffers.items() if name not in trial.copy.written)
+    return tuple(name for name, value in now if name not in before or not same_bits(value, before[name]))
 
 
 def check_tied(trial: Trial) -> None:

@@ -18,7 +18,7 @@ from fl_lightning.engines.replay.capture import Capture
 from fl_lightning.engines.stacked import Stack
 from fl_lightning.engines.streams import own_stream
 from fl_lightning.engines.worker import Worker
-from fl_lightning.learner import buffer_values
+from fl_lightning.learner import buffer_values, gradient_hook
 
 if sys.platform == "linux":
     import resource
@@ -215,6 +215,8 @@ def why_not_stacked(workshop: Workshop) -> str:
         return f"{type(setting.optimizer).__name__} does not treat every coordinate alike"
     if setting.work.keep_optimizer_state and not is_plain_sgd(setting.optimizer):
         return "keep_optimizer_state"
+    if hooked := gradient_hook(setting.learner):
+        return f"its {hooked} has a hook on its gradient"
     if workshop.written:
         return f"its training_step changes the frozen parameter {workshop.written[0]}"
     if (hooks := workshop.original.hooks) is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from fl_lightning.buffers import BufferPolicy
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
@@ -42,6 +43,7 @@ class Setting:
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
+        policy: what becomes of buffers.
         hooks_first: whether hooks that run later, at the start of training or of a round, may prepare the learner.
         schedule: the learner's lr scheduler, where it is stepped.
         keeps_loss: whether a callback asks for the mean loss of local steps.
@@ -65,6 +67,7 @@ class Setting:
     broadcast: Callable[[Any], Any]
     forward_context: Callable[[], AbstractContextManager[Any]]
     convert: Convert | None
+    policy: BufferPolicy
     hooks_first: bool = False
     schedule: ClientSchedule | None = None
     keeps_loss: bool = False
@@ -158,6 +161,7 @@ def setting_of(
         broadcast=trainer.strategy.broadcast,
         forward_context=forward_context(trainer, model.w.device),
         convert=conversion(trainer, model.learner, trainer.datamodule),
+        policy=BufferPolicy(model.learner, settings.buffers),
         hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
         rounds=-1 if trainer.max_epochs is None else trainer.max_epochs,
         skips_nonfinite=settings.on_nonfinite == "skip",

@@ -1,0 +1,104 @@
+"""What becomes of a learner's buffers: which are statistics that have a mean, which counters, which are memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner import buffer_slots, lightning_base
+
+WORDS = ("average", "keep", "own")
+NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)  # the end of a class's name: torch's, and those of users
+STATISTIC = re.compile(r"^(running|moving)_(mean|var|variance|std)$")
+COUNTER = {"count", "counts", "counter", "num", "n", "number", "step", "steps", "passes", "batches"}
+COUNTER |= {"tracked", "updates", "iter", "iters", "iterations", "epochs", "calls"}
+SHOWN = 4  # names in a note
+
+
+class BufferPolicy:
+    """Which buffers the server averages, and which each client keeps as its own.
+
+    Args:
+        given: one word for all, or patterns of names with a word each, of which the first that fits
+            decides; buffers that none fits are ``"average"``.
+
+    ``written``: frozen parameters that the learner's steps write, which are averaged as weights are.
+
+    Raises:
+        UserError: a pattern fits no buffer.
+    """
+
+    def __init__(self, learner: nn.Module, given: str | Mapping[str, str]) -> None:
+        self.given = given
+        self.learner = type(learner).__name__
+        self.written: tuple[str, ...] = ()
+        slots, _ = buffer_slots(learner)
+        self.of_norms = {n for n, places in slots.items() if any(is_norm(m) for m, _ in places)}
+        self._told = set[str]()
+        frozen = [name for name, p in learner.named_parameters() if not p.requires_grad]
+        self._check([*slots, *frozen], bool(slots))
+
+    def _check(self, names: list[str], any_buffer: bool) -> None:
+        patterns = [] if isinstance(self.given, str) else list(self.given)
+        for pattern in patterns:
+            if pattern.strip("*") and not any(fnmatchcase(name, pattern) for name in names):
+                there = f"there are {', '.join(names)[:200]}" if any_buffer else "it has none"
+                raise UserError(
+                    f"buffers={dict(self.given)!r}: no buffer of {self.learner} is called {pattern!r}; "  # type: ignore[arg-type]
+                    f"{there}.{suggest(pattern, names)}"
+                )
+
+    def word(self, name: str) -> str:
+        """What was asked for a buffer; empty where its name alone decides."""
+        if isinstance(self.given, str):
+            return "" if self.given == "average" else self.given
+        return next((word for pattern, word in self.given.items() if fnmatchcase(name, pattern)), "")
+
+    def averages(self, name: str, value: Tensor) -> bool:
+        """Whether the server takes the clients' mean, of integers the maximum; else its own stays."""
+        word = self.word(name)
+        return word == "average" or (word != "keep" and self.known(name, value))
+
+    def known(self, name: str, value: Tensor) -> bool:
+        """Whether it is a statistic of a normalisation layer, an integer that counts, or a weight."""
+        leaf = name.rpartition(".")[2]
+        if name in self.of_norms:
+            return True
+        if value.is_floating_point() or value.is_complex():
+            return name in self.written or bool(STATISTIC.search(leaf))
+        return value.numel() == 1 and bool(COUNTER & set(leaf.lower().split("_")))
+
+    def own(self, names: Iterable[str]) -> frozenset[str]:
+        """Those that each client keeps as its own."""
+        return frozenset(name for name in names if self.word(name) == "own")
+
+    def untold(self, name: str, value: Tensor) -> bool:
+        """Whether it stays the server's by its name alone, which nobody has been told yet."""
+        return name not in self._told and not self.word(name) and not self.known(name, value)
+
+    def tell(self, changed: Collection[str], note: Callable[[str], None]) -> None:
+        """Say of buffers that local steps change that the server's stay as they are."""
+        names = sorted(set(changed) - self._told)
+        if not names:
+            return
+        self._told.update(names)
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        note(
+            f"buffers: {self.learner} changes {', '.join(names[:SHOWN])}{more} in its local steps, and the name tells "
+            "neither statistics of a normalisation layer nor a counter: the server's stays as it is, and clients "
+            f"start each round from it. Say what it is with buffers={{{names[0]!r}: 'average'}} (integers: the "
+            "maximum), 'keep' or 'own' (each client keeps its own)"
+        )
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalisation layer: torch's, or one whose class or a base is called so."""
+    if lightning_base(module) is not None:  # a whole learner, whatever it is called
+        return False
+    # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook beside them
+    hooked = any(type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values())
+    return hooked or any(NORM.search(kind.__name__) for kind in type(module).__mro__)

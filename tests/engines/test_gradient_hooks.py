@@ -1,0 +1,148 @@
+"""Hooks that a learner registers on its parameters' gradients: called in each step, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import SharpnessAwareMinimization
+from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
+
+
+class Halving(Lit):
+    """One of its weights learns at half the pace."""
+
+    def __init__(self, hidden: int = 64) -> None:
+        super().__init__(hidden)
+        self.net[0].weight.register_hook(lambda g: 0.5 * g)
+
+
+class Accumulating(Lit):
+    """The other way, of PyTorch 2.1, which sees ``.grad``."""
+
+    def __init__(self, hidden: int = 64) -> None:
+        super().__init__(hidden)
+        self.net[0].weight.register_post_accumulate_grad_hook(halve)
+
+
+def halve(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Both(Accumulating):
+    def on_after_backward(self) -> None:
+        self.net[2].weight.grad.mul_(0.25)
+
+
+HOOKED: list[type[Lit]] = [Halving, Accumulating, Both]
+
+
+def plainly(learner: Lit, data: Any, steps: int) -> dict[str, Tensor]:
+    run = trainer(1, limit_val_batches=0)
+    run.fit(learner, as_batches(list(data.client_batches(0, 0, steps))))
+    return learner.state_dict()
+
+
+@pytest.mark.parametrize("learner", HOOKED)
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+def test_they_do_what_they_do_alone(learner: type[Lit], engine: str) -> None:
+    data, alone = blobs(clients=1), learner().double()
+    module = federated(learner(), engine=engine, participation="all")
+    alone.load_state_dict(module.learner.state_dict())
+    trainer(1).fit(module, data)
+    assert module.engine_facts["engine"] == "sequential"
+    for name, value in plainly(alone, data, 3).items():
+        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+    assert all(p.grad is None for p in module.learner.parameters())
+
+
+def test_both_passes_of_sam_meet_them() -> None:
+    seen: list[Tensor] = []
+
+    class Seeing(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.detach().clone()))
+
+    module = federated(Seeing(), engine="sequential", participation="all", local_epochs=None, local_steps=2)
+    seen.clear()
+    trainer(1, [SharpnessAwareMinimization(0.5)]).fit(module, blobs(clients=1))
+    assert len(seen) == 4 and not torch.equal(seen[0], seen[1]), "twice a step, the second time at x + e"
+
+
+def test_auto_says_why_it_trains_one_after_the_other() -> None:
+    module = federated(Halving(512), engine="auto", participation="all", local_epochs=20)
+    trainer(1).fit(module, blobs(clients=8))
+    assert module.engine_facts["engine"] == "sequential"
+    assert "net.0.weight has a hook on its gradient" in module.engine_facts["why"]
+
+
+@pytest.mark.parametrize("learner", HOOKED)
+def test_engines_with_copies_are_refused_by_name(learner: type[Lit]) -> None:
+    with pytest.raises(UserError, match=r"engine='concurrent' cannot train .*net.0.weight has a hook on its gradient"):
+        trainer(1).fit(federated(learner(), engine="concurrent"), blobs())
+    module = federated(learner(), engine="stacked")
+    with pytest.warns(UserWarning, match=r"engine='stacked' cannot train .*; engine='sequential' does"):
+        trainer(1).fit(module, blobs())
+
+
+@pytest.mark.parametrize("engine", ["concurrent", "stacked"])
+@pytest.mark.parametrize("when", ["on_train_start", "on_train_epoch_start"])
+@pytest.mark.filterwarnings("ignore:engine='concurrent' was asked")
+def test_one_that_comes_later_is_refused_where_copies_train(engine: str, when: str) -> None:
+    def registering(self: Any) -> None:
+        self.net[0].weight.register_hook(lambda g: 0.5 * g)
+
+    learner = type("Later", (Lit,), {when: registering})
+    with pytest.raises(UserError, match=r"since the run began, net.0.weight has a hook on its gradient"):
+        trainer(1).fit(federated(learner(), engine=engine), blobs())
+
+
+def test_one_that_a_step_registers_keeps_clients_off_copies() -> None:
+    class InStep(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if not self.net[0].weight._backward_hooks:
+                self.net[0].weight.register_hook(lambda g: 0.5 * g)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UserError, match=r"engine='concurrent' cannot train InStep: its net.0.weight has a hook"):
+        trainer(1).fit(federated(InStep(), engine="concurrent"), blobs())
+
+
+def test_a_run_that_copies_began_goes_on_one_after_the_other(tmp_path: Any) -> None:
+    run = trainer(1)
+    run.fit(federated(Lit(), engine="concurrent", workers=2), blobs())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    learner = Lit()
+    learner.net[0].weight.register_hook(lambda g: 0.5 * g)
+    module = federated(learner)
+    with pytest.warns(UserWarning, match="engine='sequential' goes on with what 'concurrent' began"):
+        trainer(2).fit(module, blobs(), ckpt_path=tmp_path / "run.ckpt")
+
+
+@pytest.mark.parametrize("engine", ["concurrent", "stacked"])
+@pytest.mark.filterwarnings("ignore:engine=")
+def test_backward_hooks_of_modules_are_called_in_every_engine(engine: str) -> None:
+    """Copies have these: they lie with the module."""
+
+    class OfModule(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].register_full_backward_hook(halved)
+            self.net[2].register_full_backward_pre_hook(lambda module, grad: (0.5 * grad[0],))
+
+    reference, module = (federated(OfModule(), engine=e) for e in ("sequential", engine))
+    plain = federated(Lit(), engine="sequential")
+    for each in (reference, module, plain):
+        trainer(1).fit(each, blobs())
+    torch.testing.assert_close(module.global_vector, reference.global_vector, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(module.global_vector, plain.global_vector)
+
+
+def halved(module: nn.Module, given: Any, grad: Any) -> Any:
+    return tuple(None if g is None else 0.5 * g for g in given)
