@@ -37,11 +37,14 @@ demo: .venv/installed  ## train federatedly on real images (FedInit on skewed di
 	print(f'accuracy after the last round: {a:.3f} (at least 0.900 is expected)'); raise SystemExit(not a >= 0.9)"
 	@echo "Look at $(DEMO): card.md, metrics.csv, partition.png, checkpoints/; or $(BIN)/tensorboard --logdir $(DEMO)"
 
+# as many processes as cores, each test on one thread; one that runs out of tests takes over some of another's
+SIDE_BY_SIDE := --numprocesses logical --dist worksteal
+
 test: .venv/installed-test  ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
-	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # each floor of setup.cfg as a pin: `torch>=2.6` is `torch==2.6`. With Python 3.10 to 3.12, for which these have wheels
 .venv-oldest/installed: setup.cfg
@@ -51,7 +54,7 @@ test-lightning: .venv/installed-test  ## the suite with `lightning` in place of 
 	@touch $@
 
 test-oldest: .venv-oldest/installed  ## the suite on the oldest versions that setup.cfg allows (TESTS="tests/storage -x": part of it)
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(SIDE_BY_SIDE) $(TESTS)
 
 $(PUBLIC)/installed: setup.cfg pyproject.toml tests/public/requirements.txt
 	test -x $(PUBLIC)/bin/python || $(PYTHON) -m venv $(PUBLIC)
