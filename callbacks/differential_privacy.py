@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +28,14 @@ class DifferentialPrivacy(FederatedCallback):
     adds its noise all the same. ε(δ) of the rounds so far is logged as ``privacy/epsilon`` (0.1 s a round; seconds
     with little noise), and the run stops before a round would exceed ``target_epsilon``. The weights p_i play no part.
     What clients send besides u_i would have to be clipped too, so methods with uploads, methods that look at single
-    updates, averaged buffers and parts that are not averaged are refused. Who takes part, and what is logged of the
-    training, is outside the guarantee.
+    updates, averaged buffers and parts that are not averaged are refused, and your own code that reads
+    ``server.mean_change`` or clients' rows at the server. Who takes part, and what is logged of the training, is
+    outside the guarantee.
+
+    Noise and coins come from 32 bytes of the operating system, the run's secret, which lies in its ``state/`` alone. A
+    round's noise is keyed by (secret, round, digest of the sum and of its scale), so that a resumed run has the same
+    bits, and what goes on otherwise from a copy of the folder never has the same noise. Without the file a resumed run
+    draws another secret, and says so. With σ = 0 the coins are the seed's.
     Sent: nothing more. Kept: σ and q by the server.
 
     Args:
@@ -36,6 +43,7 @@ class DifferentialPrivacy(FederatedCallback):
         noise_multiplier: σ, from 0; None: the least that keeps ``max_epochs`` rounds within ``target_epsilon``.
         target_epsilon: above 0; None: none, the run ends with its last round.
         delta: above 0, below 1; less than 1/m is usual.
+        noise_seed: for tests: noise and coins are functions of (this seed, round), and ε does not hold.
 
     Raises:
         UserError: other values; neither σ nor a target; a run that is not sampled by coins, or has
@@ -65,9 +73,14 @@ class DifferentialPrivacy(FederatedCallback):
             when=lambda method, run: run.weighting == "samples",
         ),
         Note("outside its guarantee: {outside}.", when=lambda method, run: True),
+        Note(
+            "ε does not hold with noise_seed={noise_seed}: whoever knows it computes noise and coins. It is for tests.",
+            when=lambda method, run: isinstance(method.draws_from, int),
+        ),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
     spent_at = ServerState(initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False)  # σ, q
+    private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)  # whose noise nobody can compute
 
     def __init__(
         self,
@@ -75,6 +88,7 @@ class DifferentialPrivacy(FederatedCallback):
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         delta: float = 1e-5,
+        noise_seed: int | None = None,
     ) -> None:
         super().__init__()
         most = math.inf if noise_multiplier == 0 else sys.float_info.max
@@ -89,7 +103,9 @@ class DifferentialPrivacy(FederatedCallback):
         if target_epsilon is not None:
             _number("target_epsilon", target_epsilon, lambda e: 0 < e < math.inf, "above 0, finite")
         self.clip, self.noise_multiplier = clip, noise_multiplier
-        self.target_epsilon, self.delta = target_epsilon, delta
+        if noise_seed is not None:
+            _number("noise_seed", noise_seed, lambda s: isinstance(s, int) and 0 <= s < 2**63, "that is a seed")
+        self.target_epsilon, self.delta, self.noise_seed = target_epsilon, delta, noise_seed
         self.outside = "who takes part, and what is logged of the training"
         self._share, self._rounds = 1.0, 0
 
@@ -109,13 +125,24 @@ class DifferentialPrivacy(FederatedCallback):
             raise UserError(
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, to share it."
             )
-        floating = [n for n, b in pl_module.learner.named_buffers() if b.is_floating_point()]
-        if floating and settings.buffers != "keep":
-            raise UserError(
-                f"DifferentialPrivacy: clients would send the buffer {floating[0]} neither clipped nor noised. Use "
-                "buffers='keep', or a network without such buffers (GroupNorm in place of BatchNorm)."
-            )
+        self._refuse_buffers(settings.buffers, [name for name, _ in pl_module.learner.named_buffers()])
         self._look_at([c for c in trainer.callbacks if isinstance(c, FederatedCallback) and c is not self])
+
+    @property
+    def draws_from(self) -> int | Literal["secret"] | None:
+        if self.noise_multiplier == 0:
+            return None
+        return "secret" if self.noise_seed is None else self.noise_seed
+
+    def _refuse_buffers(self, policy: Any, names: Iterable[str]) -> None:
+        """Of whatever kind of number: a count of samples is a client's, too."""
+        for name in names:
+            words = {"*": policy} if isinstance(policy, str) else policy
+            if next((word for pattern, word in words.items() if fnmatchcase(name, pattern)), "average") != "keep":
+                raise UserError(
+                    f"DifferentialPrivacy: clients would send the buffer {name} neither clipped nor noised. Use "
+                    "buffers='keep', or a network without buffers (GroupNorm in place of BatchNorm)."
+                )
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
         """Refuse what would reveal clients; clip once more after what changes what clients send."""
@@ -143,6 +170,10 @@ class DifferentialPrivacy(FederatedCallback):
         if self.noise_multiplier is not None:
             self._refuse_to_exceed(1, self.noise_multiplier)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Those that ``configure_model`` has made as well, and frozen parameters that local steps write."""
+        self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
+
     def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
         if self._exceeds(rounds, sigma):
             spent = epsilon(sigma, self._share, rounds, self.delta)
@@ -158,13 +189,19 @@ class DifferentialPrivacy(FederatedCallback):
     def on_round_start(self, server: Server) -> None:
         now = [self._noise(), self._share]
         self._refuse_to_exceed(server.round + 1, now[0])  # where a run that stopped is resumed
+        seeded = isinstance(self.draws_from, int)
+        before = ""
         if server.round and self.spent_at.tolist() != now:
-            before = "other noise or coins" if float(self.spent_at[0]) >= 0 else "no privacy"
+            before = "had other noise or coins" if float(self.spent_at[0]) >= 0 else "had no privacy"
+        elif not seeded and now[0] and int(self.private_rounds) != server.round:
+            before = "were not all private: some had no DifferentialPrivacy, or noise that a known seed gives"
+        if before:
             raise UserError(
-                f"DifferentialPrivacy: the rounds before round {server.round} had {before}, and ε would not hold for "
+                f"DifferentialPrivacy: the rounds before round {server.round} {before}, and ε would not hold for "
                 "them. Go on with the settings that the run began with, or begin another run with init_from."
             )
         self.spent_at = torch.tensor(now, dtype=torch.float64)
+        self.private_rounds += 0 if seeded else 1
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         return self.clipped(update)
@@ -182,11 +219,12 @@ class DifferentialPrivacy(FederatedCallback):
 
     def aggregate(self, server: Server) -> Tensor:
         d = server.mean_change.double() * server.n
-        sigma = self._noise()
+        sigma, expected = self._noise(), self._share * server.num_clients
         if sigma > 0:
-            noise = server.generator("differential privacy").standard_normal(len(d))
+            onto = torch.cat([d, d.new_tensor([sigma, self.clip, expected])])  # one sum at two scales would tell of it
+            noise = server.private_generator("differential privacy", onto).standard_normal(len(d))
             d += sigma * self.clip * torch.from_numpy(noise).to(d)
-        return d / (self._share * server.num_clients)
+        return d / expected
 
     def _noise(self) -> float:
         if self.noise_multiplier is not None:

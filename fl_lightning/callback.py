@@ -145,6 +145,15 @@ class FederatedCallback(pl.Callback):
     notes: ClassVar[tuple[Note, ...]] = ()
     """What the method has to say about a run before it begins."""
 
+    @property
+    def draws_from(self) -> int | Literal["secret"] | None:
+        """What the coins of participation and :meth:`Server.private_generator` are drawn from, in a private run.
+
+        ``"secret"``: 32 bytes of the run that nobody else knows. An integer: as if it were the run's seed, for tests.
+        None: the run is not private.
+        """
+        return None
+
     _declared: dict[str, Declaration]
     _bound_ledger: Staging | None
 

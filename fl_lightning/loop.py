@@ -168,6 +168,7 @@ class FederatedLoop:
             steps_of=self.cohort.steps_of,
             home=self.state.rows.at_home,
             own_buffers=self.buffers.own(buffers),
+            noise=None if self.methods.draws_from is None else self.cohort.coins,
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:

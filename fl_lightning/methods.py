@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -138,6 +138,11 @@ class Methods:
     def aggregates_nobody(self) -> bool:
         """Whether the server takes its step where no client finished, too."""
         return any(c.aggregates_nobody for c in self.callbacks if overrides(c, "aggregate"))
+
+    @property
+    def draws_from(self) -> int | Literal["secret"] | None:
+        """What a private run draws noise and coins from: its secret, or this seed; None: it is not private."""
+        return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
 
     @property
     def gathering(self) -> list[str]:

@@ -35,6 +35,7 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.schedules import decay_factor
 from fl_lightning.settings import Settings
+from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
 from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
@@ -66,6 +67,7 @@ class FederatedRun:
         self.notes: list[str] = []
         self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self.server_rates: list[float] = []
+        self.secret = secret.NOT_YET  # copies have none
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
@@ -114,7 +116,8 @@ class FederatedRun:
 
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
-        return Cohort(trainer.datamodule, self.seed(trainer), **self.settings.cohort())
+        coins = self.secret if self.methods.draws_from == "secret" else self.methods.draws_from
+        return Cohort(trainer.datamodule, self.seed(trainer), coins=coins, **self.settings.cohort())
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""
@@ -143,6 +146,8 @@ class FederatedRun:
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """The optimizers of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
+        if self.methods.draws_from == "secret" and (before is None or self.secret is secret.NOT_YET):
+            self.secret = secret.of_fit(trainer, self.held, self.note)
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         checks.check_optimizer("server_optimizer", server)
         self.server_rates = [float(group["lr"]) for group in server.param_groups]
@@ -286,6 +291,7 @@ class FederatedRun:
         saved[checkpoint.KEY] = checkpoint.content(
             self.identity(trainer), self.state, self.model, saved["state_dict"], self.plan, self.disk
         )
+        self.secret.keep(saved[checkpoint.KEY], self.disk.folder if trainer.is_global_zero else None)
         checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
         for logger in trainer.loggers:
             logger.save()

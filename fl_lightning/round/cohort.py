@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fl_lightning.checks import count_participants
-from fl_lightning.sampling import generator
+from fl_lightning.storage.secret import Key, drawn_from
 
 
 class Cohort:
@@ -19,6 +19,7 @@ class Cohort:
     Args:
         data: the run's: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
         seed: the run's.
+        coins: what decides who takes part is drawn from this; None: the seed.
 
     The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
@@ -31,8 +32,10 @@ class Cohort:
         sampling: str,
         local_epochs: float | None,
         local_steps: int | None,
+        coins: Key | None = None,
     ) -> None:
         self.data, self.seed = data, seed
+        self.coins: Key = seed if coins is None else coins
         self.participation, self.sampling = participation, sampling
         self.local_epochs, self.local_steps = local_epochs, local_steps
 
@@ -56,7 +59,7 @@ class Cohort:
         m = self.m
         if self.n == m and self.sampling == "uniform":
             return tuple(range(m))
-        draw = generator(self.seed, "participants", t)
+        draw = drawn_from(self.coins, "participants", t)
         n = self._number(draw)
         return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
 
@@ -66,7 +69,7 @@ class Cohort:
 
     def number(self, t: int) -> int:
         """How many take part in round t, where a method chooses them."""
-        return self._number(generator(self.seed, "participants", t))
+        return self._number(drawn_from(self.coins, "participants", t))
 
     def _number(self, draw: Generator) -> int:
         n, m = self.n, self.m

@@ -16,6 +16,7 @@ from fl_lightning.learner import Layout
 from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
 from fl_lightning.state import Initial
+from fl_lightning.storage.secret import Key
 
 BUFFER = "buffer."  # before the names of rows in which clients keep their own buffers
 
@@ -146,6 +147,7 @@ class Round:
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
         home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
         own_buffers: those that each client keeps as its own, by name.
+        noise: what a method draws noise from that nobody may compute; None: there is no such method.
     """
 
     t: int
@@ -169,6 +171,7 @@ class Round:
     steps_of: Callable[[int, float], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
     own_buffers: Collection[str] = ()
+    noise: Key | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
         """What a client's buffers start from: the server's, or its own where it keeps them and has some."""

@@ -12,9 +12,11 @@ from torch import Tensor
 from fl_lightning.learner import Layout
 from fl_lightning.processes import gathered, world_size
 from fl_lightning.round.context import Round
+from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.sampling import generator
 from fl_lightning.state import ClientState
+from fl_lightning.storage.secret import drawn_from
 
 
 class Server:
@@ -90,6 +92,7 @@ class Server:
     @property
     def mean_change(self) -> Tensor:
         """The uniform mean ``(D,)`` of what was transmitted; 0 where nobody finished."""
+        self._guard("server.mean_change")
         total = self._ledger.total
         if not self.n:
             return torch.zeros_like(self._round.w, dtype=self._round.wide)
@@ -106,6 +109,25 @@ class Server:
         """
         return generator(self._round.seed, "method: " + purpose, self.round, *counters)
 
+    def private_generator(self, purpose: str, onto: Tensor) -> np.random.Generator:
+        """Random numbers that nobody may compute, for noise: keyed by (secret, purpose, round, digest of ``onto``).
+
+        So what comes onto something else is never the same. They are the same in every process and after a resume.
+        Where the method draws from a seed, they are keyed by (that seed, purpose, round).
+
+        Args:
+            purpose: what is drawn.
+            onto: all that the noise goes onto, the same in every process.
+        """
+        if self._round.noise is None:
+            raise RuntimeError("server.private_generator is for methods that say what they draw from: draws_from")
+        held = onto.detach().cpu().contiguous().numpy().tobytes()
+        return drawn_from(self._round.noise, "method: " + purpose, self.round, held)
+
+    def _guard(self, what: str) -> None:
+        if self._round.noise is not None:
+            refuse_outsiders(what)
+
     def sizes(self, ids: Tensor) -> Tensor:
         """Numbers of samples N_i of these clients ``(k,)``, float64."""
         assert self._round.all_sizes is not None
@@ -121,6 +143,7 @@ class Server:
 
     def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
         """The rows ``(k, …)`` of a state as the round found them, of these clients, in every process."""
+        self._guard(f"the rows of {key} at the server")
         wanted = [int(i) for i in ids]
         home = self._round.home or self._round.read
         found = {i: row for i in wanted if (row := home(key, i)) is not None}
@@ -131,6 +154,7 @@ class Server:
 
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows written this round, ascending by client, brought to every process."""
+        self._guard(f"the rows of {key} at the server")
         mine = self._ledger.rows.get(key, {})
         world = world_size()
         for j, client in enumerate(self._round.ids):

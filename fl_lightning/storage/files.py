@@ -13,8 +13,10 @@ from fl_lightning.storage import lock
 
 
 @contextmanager
-def written_aside(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that becomes ``path``, whole and at once, when the block ends; after an error nothing has changed.
+
+    ``mode``: who may read and write it, less what the process's umask takes away.
 
     What a killed process leaves behind is ``.<name>.tmp``, which the next write of the same name replaces.
 
@@ -26,7 +28,7 @@ def written_aside(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.unlink(missing_ok=True)  # a frozen process may have it open, and would go on writing into ours
-        with open(aside, "wb") as file:
+        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             if durable:

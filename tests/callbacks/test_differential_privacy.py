@@ -30,6 +30,11 @@ class Sent(FederatedCallback):
         self.update[clients] = clients.x - clients.w
 
 
+def known(*arguments, **named):
+    """With noise and coins that a test can compute."""
+    return DifferentialPrivacy(*arguments, noise_seed=1, **named)
+
+
 def run(*methods, rounds=4, **arguments):
     with quiet():
         return fit(list(methods), rounds, **{**COINS, **arguments})
@@ -80,7 +85,7 @@ def test_what_a_client_s_tensor_holds_is_not_changed_in_place():
 def test_the_round_is_algorithm_1(engine, sigma):
     """w ← w + (Σ clipped u_i + σ C N(0, I))/(q m), with the updates that FedAvg's clients would send from there."""
     clip, rounds = 0.05, 5
-    whole = [run(DifferentialPrivacy(clip, sigma), Sent(), rounds=t, engine=engine) for t in range(1, rounds + 1)]
+    whole = [run(known(clip, sigma), Sent(), rounds=t, engine=engine) for t in range(1, rounds + 1)]
     w = fit_start()
     for t, module in enumerate(whole):
         total = torch.zeros_like(w)
@@ -104,7 +109,7 @@ def fit_start():
 
 def test_a_round_without_clients_takes_its_noise():
     empty = {"participation": 1e-9}
-    module = run(DifferentialPrivacy(0.5, 1.0), rounds=3, **empty)
+    module = run(known(0.5, 1.0), rounds=3, **empty)
     assert module.participants(0) == module.participants(1) == ()
     w = fit_start()
     for t in range(3):
@@ -139,7 +144,7 @@ def test_the_deviation_of_the_noise():
         def __init__(self, t):
             self.round = t
 
-        def generator(self, purpose):
+        def private_generator(self, purpose, onto):
             return generator(5, "method: " + purpose, self.round)
 
     for t in range(4):
@@ -217,10 +222,10 @@ def test_a_target_alone_chooses_the_noise_and_a_resumed_run_keeps_it(tmp_path):
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
-    whole = outcome(run(DifferentialPrivacy(0.5, 1.0), rounds=4))
+    whole = outcome(run(known(0.5, 1.0), rounds=4))
     with quiet():
-        fit([DifferentialPrivacy(0.5, 1.0)], 2, folder=str(tmp_path), **COINS)
-        resumed = outcome(fit([DifferentialPrivacy(0.5, 1.0)], 4, folder=str(tmp_path), resume=True, **COINS))
+        fit([known(0.5, 1.0)], 2, folder=str(tmp_path), **COINS)
+        resumed = outcome(fit([known(0.5, 1.0)], 4, folder=str(tmp_path), resume=True, **COINS))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
@@ -302,7 +307,7 @@ def test_what_others_put_in_place_of_updates_is_clipped_wherever_their_hook_lies
 @pytest.mark.parametrize("share", [np.float32(0.4), np.float64(0.4)])
 def test_numpys_numbers_are_pythons(share):
     """The coins, the denominator and ε have one share."""
-    ours, plain = (run(DifferentialPrivacy(0.5, 1.0), participation=q) for q in (share, float(share)))
+    ours, plain = (run(known(0.5, 1.0), participation=q) for q in (share, float(share)))
     assert torch.equal(ours.global_vector, plain.global_vector)
     spent = [float(m.trainer.callback_metrics["privacy/epsilon"]) for m in (ours, plain)]
     assert spent[0] == spent[1]
@@ -323,9 +328,10 @@ def test_rounds_of_less_privacy_are_not_counted_as_of_more(tmp_path, first, then
         run(DifferentialPrivacy(0.5, 5.0), rounds=3, folder=str(tmp_path), resume=True, strict_resume=False, **then)
 
 
-def test_averaged_buffers_are_refused():
+@pytest.mark.parametrize("policy", ["average", "own"])
+def test_averaged_buffers_are_refused(policy):
     with pytest.raises(UserError, match="the buffer seen neither clipped nor noised"):
-        run(DifferentialPrivacy(1.0, 1.0), buffers="average")
+        run(DifferentialPrivacy(1.0, 1.0), buffers=policy)
 
 
 def test_a_target_that_the_first_round_exceeds_is_refused_before_training():

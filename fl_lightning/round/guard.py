@@ -1,0 +1,30 @@
+"""In a private run, what clients sent or keep is read by the packaged methods alone."""
+
+from __future__ import annotations
+
+import sys
+
+from fl_lightning.errors import UserError
+
+_BETWEEN = ("fl_lightning.round.", "fl_lightning.state")  # what a hook reads by
+
+
+def refuse_outsiders(what: str) -> None:
+    """Refuse code from outside this package that reads ``what``: it would reach w without noise.
+
+    Raises:
+        UserError: with the class whose hook it is.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
+        frame = frame.f_back
+    if not _module(frame).startswith("fl_lightning."):
+        owner = type(frame.f_locals["self"]).__name__ if "self" in frame.f_locals else _module(frame)
+        raise UserError(
+            f"method: {owner} reads {what} in a private run (DifferentialPrivacy), and what comes of it would reach "
+            "others without noise. server.update and server.w have their noise: use these, or keep one of the two."
+        )
+
+
+def _module(frame: object) -> str:
+    return str(frame.f_globals.get("__name__", ""))  # type: ignore[attr-defined]

@@ -1,0 +1,329 @@
+"""What a private run draws from: a secret that is in one file, the same after a resume, and never the same twice."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from fl_lightning import ClientState, FederatedCallback, UserError, callbacks
+from fl_lightning.callbacks import DifferentialPrivacy
+from fl_lightning.contracts.federation import SIZES, Learner, fit, in_processes, outcome, quiet
+from fl_lightning.datamodules import InMemoryDataModule
+
+COINS = {"sampling": "poisson", "participation": 0.4, "buffers": "keep"}
+ROUNDS = 4
+
+
+def run(*methods, rounds=1, **arguments):
+    with quiet():
+        return fit(list(methods) or [DifferentialPrivacy(0.5, 1.0)], rounds, **{**COINS, **arguments})
+
+
+class Wide(Learner):
+    """Some thousand parameters."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.head = nn.Linear(3, 400).double(), nn.Linear(400, 3).double()
+        for parameter in self.parameters():
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+def neighbours():
+    """Data, and the same with other samples of one client."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(sum(SIZES), 3)), rng.integers(0, 3, sum(SIZES))
+    ends = np.cumsum(SIZES)
+    clients = [np.arange(end - n, end) for end, n in zip(ends, SIZES, strict=True)]
+    for shift in (0.0, 3.0):
+        moved = x.copy()
+        moved[clients[2]] += shift
+        yield InMemoryDataModule((torch.from_numpy(moved), torch.from_numpy(y)), clients=clients, batch_size=4)
+
+
+def released(federation, method, rounds=1):
+    return run(method, rounds=rounds, learner=Wide(), federation=federation, participation=1.0).global_vector.detach()
+
+
+def test_neighbouring_data_and_one_seed_do_not_cancel_the_noise():
+    """The difference of the models is that of two draws, √2 times as wide as one: it tells nothing but noise."""
+    clip, sigma = 0.05, 20.0
+    deviation = sigma * clip / len(SIZES)
+    ours, theirs = (released(federation, DifferentialPrivacy(clip, sigma)) for federation in neighbours())
+    difference = (ours - theirs).numpy() / deviation
+    n = len(difference)
+    assert n > 2500
+    assert abs(difference.std() / math.sqrt(2) - 1) < 5 / math.sqrt(2 * n)
+    assert stats.kstest(difference / math.sqrt(2), "norm").pvalue > 1e-5
+    same = [released(federation, DifferentialPrivacy(clip, sigma, noise_seed=7)) for federation in neighbours()]
+    assert float((same[0] - same[1]).norm()) < 2.1 * clip / len(SIZES), "with a known seed it cancels: hence the note"
+
+
+def test_a_copy_of_the_folder_that_goes_on_with_other_data_has_other_noise(tmp_path):
+    """One secret and one round, two sums; with the same sum it is the same release."""
+    arguments = {"learner": Wide(), "participation": 1.0}
+    first, second = neighbours()
+    run(DifferentialPrivacy(0.05, 20.0), folder=str(tmp_path / "a"), federation=first, **arguments)
+    left = []
+    for name, federation in (("b", first), ("c", second), ("d", first)):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+        module = run(
+            DifferentialPrivacy(0.05, 20.0), rounds=2, folder=str(tmp_path / name), federation=federation, resume=True,
+            strict_resume=False, learner=Wide(), participation=1.0,
+        )  # fmt: skip
+        left.append(module.global_vector.detach())
+    difference = (left[0] - left[1]).numpy() / (20.0 * 0.05 / len(SIZES))
+    assert abs(difference.std() / math.sqrt(2) - 1) < 5 / math.sqrt(2 * len(difference))
+    assert torch.equal(left[0], left[2])
+
+
+def test_one_sum_at_two_scales_has_other_noise():
+    """Two releases S + σ C z and S + σ' C z of one sum would tell S."""
+    keyed = []
+
+    class Server:
+        n, num_clients, mean_change = 2, 10, torch.ones(3, dtype=torch.float64)
+
+        def private_generator(self, purpose, onto):
+            keyed.append(tuple(onto.tolist()))
+            return np.random.default_rng(0)
+
+    for clip, sigma in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0)):
+        DifferentialPrivacy(clip, sigma).aggregate(Server())
+    assert len(set(keyed)) == 3
+
+
+def test_two_runs_of_one_command_have_other_coins_and_other_bits():
+    ours, theirs = run(), run()
+    assert not torch.equal(ours.global_vector, theirs.global_vector)
+    drawn = [[module.participants(t) for t in range(60)] for module in (ours, theirs)]
+    plain = run(callbacks.ProximalTerm(0.0))
+    by_seed = [plain.participants(t) for t in range(60)]
+    assert drawn[0] != drawn[1] and by_seed not in drawn
+    counts = np.bincount([len(ids) for ids in drawn[0] + drawn[1]], minlength=len(SIZES) + 1)
+    assert abs(counts @ np.arange(len(SIZES) + 1) / 120 - 0.4 * len(SIZES)) < 5 * math.sqrt(0.24 * len(SIZES) / 120)
+
+
+def test_without_noise_there_is_no_secret(tmp_path):
+    ours, theirs = (run(DifferentialPrivacy(0.5, 0.0), folder=str(tmp_path / name)) for name in "ab")
+    assert torch.equal(ours.global_vector, theirs.global_vector)
+    assert not list(tmp_path.rglob("secret-*"))
+    assert ours.participants(5) == run(callbacks.ProximalTerm(0.0)).participants(5)
+
+
+def secret_of(folder: Path) -> Path:
+    (found,) = folder.glob("state/secret-*")
+    return found
+
+
+class Copies(FederatedCallback):
+    """Copies the run's folder before each round but the first, as a kill would leave it there."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        vars(self)["_folder"] = folder
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch and trainer.is_global_zero:
+            shutil.copytree(self._folder / "whole", self._folder / f"killed-{trainer.current_epoch}")
+
+
+def in_world(world, tmp_path, name, methods, **arguments):
+    spread = {"strategy": "federated", "devices": 2} if world == 2 else {}
+
+    def job():
+        made = {"trainer": spread, "folder": str(tmp_path / name), **COINS, **arguments}
+        return outcome(fit(methods(), ROUNDS, **made))
+
+    with quiet():
+        return in_processes(world, job) if world > 1 else job()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1)])
+def test_killed_after_any_round_it_ends_with_the_same_bits(world, then, tmp_path):
+    private = lambda: [DifferentialPrivacy(0.5, 1.0)]  # noqa: E731
+    whole = in_world(world, tmp_path, "whole", lambda: [*private(), Copies(tmp_path)])
+    for t in range(1, ROUNDS):
+        resumed = in_world(then, tmp_path, f"killed-{t}", private, resume=True)
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole), t
+        assert secret_of(tmp_path / f"killed-{t}").stat().st_mode & 0o777 == 0o600
+    again = in_world(world, tmp_path, "another", private)
+    assert not torch.equal(whole["the server's model"], again["the server's model"])
+
+
+def test_a_second_fit_by_the_same_trainer_keeps_the_secret_and_another_trainer_draws_one(tmp_path):
+    module = run(folder=str(tmp_path))
+    before = module.participants(7), secret_of(tmp_path).name
+    with quiet():
+        module.trainer.fit_loop.max_epochs = 2
+        module.trainer.fit(module, module.trainer.datamodule)
+    assert (module.participants(7), secret_of(tmp_path).name) == before
+    run(folder=str(tmp_path / "other"), init_from=str(tmp_path / "checkpoints" / "last.ckpt"))
+    assert secret_of(tmp_path / "other").read_bytes() != secret_of(tmp_path).read_bytes()
+
+
+def lost(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:31])
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("spoil", [lost, cut, pipe])
+def test_without_its_file_a_resumed_run_draws_another_and_says_so(spoil, tmp_path):
+    run(folder=str(tmp_path / "a"), rounds=2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name in "ab":  # b remembers where a was
+        spoil(secret_of(tmp_path / name))
+    ours, theirs = (run(folder=str(tmp_path / name), rounds=3, resume=True) for name in "ab")
+    assert not torch.equal(ours.global_vector, theirs.global_vector)
+    assert any("secret" in note and "another is drawn" in note for note in ours.notes)
+
+
+def test_a_file_that_others_can_read_is_closed_and_told(tmp_path):
+    run(folder=str(tmp_path))
+    path = secret_of(tmp_path)
+    path.chmod(0o644)
+    module = run(folder=str(tmp_path), rounds=2, resume=True)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert any("others than its owner" in note for note in module.notes)
+
+
+def test_the_secret_is_in_its_own_file_alone(tmp_path):
+    plain = {"client_optimizer": functools.partial(torch.optim.SGD, lr=0.1), "folder": str(tmp_path)}
+    module = run(DifferentialPrivacy(0.5, 1.0), callbacks.CommunicationLogger(), rounds=2, **plain)
+    module.export(tmp_path / "model.pt")
+    torch.save(module, tmp_path / "module.pt")
+    path = secret_of(tmp_path)
+    value = path.read_bytes()
+    shown = [value, value.hex().encode(), base64.b64encode(value), repr(value).encode()[2:-1]]
+    others = [each for each in tmp_path.rglob("*") if each.is_file() and each != path]
+    assert len(others) > 2 and not [each for each in others if any(form in each.read_bytes() for form in shown)]
+    assert not any(value.hex() in str(told) for told in (vars(module.run), module.notes, module.run.secret))
+
+
+class Reads(FederatedCallback):
+    def on_server_update(self, server):
+        server.update += 0 * server.mean_change
+
+
+class ReadsRows(FederatedCallback):
+    kept = ClientState(synchronised=False)
+
+    def on_local_end(self, clients):
+        self.kept[clients] = clients.x - clients.w
+
+    def on_server_update(self, server):
+        server.update += self.kept.rows(server, server.ids).sum(0)
+
+
+class ReadsStaged(ReadsRows):
+    def on_server_update(self, server):
+        server.log("norm", sum(float(rows.norm()) for _, rows in self.kept.staged(server)))
+
+
+class ReadsByInstance(FederatedCallback):
+    def __init__(self):
+        super().__init__()
+        vars(self)["on_server_update"] = lambda server: server.log("x", float(server.mean_change[0]))
+
+
+@pytest.mark.parametrize("reader", [Reads, ReadsRows, ReadsStaged, ReadsByInstance])
+def test_methods_of_a_user_s_that_go_round_the_noise_are_refused(reader):
+    with pytest.raises(UserError, match="in a private run"):
+        run(DifferentialPrivacy(0.5, 1.0), reader(), participation=1.0)
+    run(reader(), participation=1.0)  # without privacy they may
+
+
+class Own(DifferentialPrivacy):
+    """A user's, who took ours as a base."""
+
+
+def test_a_subclass_of_ours_runs():
+    assert run(Own(0.5, 1.0)).trainer.current_epoch == 1
+
+
+def test_a_round_without_the_method_ends_the_claim(tmp_path):
+    run(folder=str(tmp_path))
+    run(callbacks.ProximalTerm(0.0), rounds=2, folder=str(tmp_path), resume=True, strict_resume=False)
+    with pytest.raises(UserError, match="some had no DifferentialPrivacy"):
+        run(rounds=3, folder=str(tmp_path), resume=True, strict_resume=False)
+
+
+def test_rounds_of_a_known_seed_are_not_counted_as_private(tmp_path):
+    module = run(DifferentialPrivacy(0.5, 1.0, noise_seed=3), folder=str(tmp_path))
+    assert any("ε does not hold with noise_seed=3" in note for note in module.notes)
+    with pytest.raises(UserError, match="a known seed gives"):
+        run(rounds=2, folder=str(tmp_path), resume=True, strict_resume=False)
+
+
+@pytest.mark.parametrize("seed", [-1, True, "1", 1.0, 2**63])
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(UserError, match="noise_seed="):
+        DifferentialPrivacy(0.5, 1.0, noise_seed=seed)
+
+
+def test_who_takes_part_is_not_known_before_the_fit_begins():
+    class Asks(Learner):
+        def configure_model(self):
+            self.trainer.lightning_module.participants(0)
+
+    with pytest.raises(UserError, match="drawn from a secret"):
+        run(learner=Asks())
+
+
+class Counts(Learner):
+    """Its one buffer is ``held``; ``late``: made by ``configure_model``."""
+
+    def __init__(self, held, late=False):
+        super().__init__(embedding=False)
+        self.held_value, self.late = held, late
+        self.configure_model() if not late else None
+
+    def configure_model(self):
+        if "held" not in self._buffers:
+            self.register_buffer("held", self.held_value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool, torch.uint8])
+def test_buffers_of_every_kind_of_number_are_refused(dtype, late):
+    """What is no floating-point number reached the server as it is: a count of a client's samples, say."""
+    with pytest.raises(UserError, match="the buffer held neither clipped nor noised"):
+        run(DifferentialPrivacy(1.0, 1.0), learner=Counts(torch.zeros(2, dtype=dtype), late), buffers="average")
+
+
+class Writes(Learner):
+    """Its local steps write a frozen parameter, which clients send as they send buffers."""
+
+    def __init__(self):
+        super().__init__(embedding=False)
+        self.largest = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        self.largest.data += batch[0].abs().amax(0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_frozen_parameters_that_steps_write_are_refused():
+    with pytest.raises(UserError, match="the buffer largest neither clipped nor noised"):
+        run(DifferentialPrivacy(1.0, 1.0), learner=Writes(), buffers="average")
+    assert run(DifferentialPrivacy(1.0, 1.0), learner=Writes(), buffers={"larg*": "keep"}).trainer.current_epoch == 1
