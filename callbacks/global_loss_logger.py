@@ -6,7 +6,6 @@ Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learni
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from fl_lightning import checks
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
+from fl_lightning.metrics import is_accuracy
 
 
 class GlobalLossLogger(Measurement):
@@ -65,5 +65,5 @@ class GlobalLossLogger(Measurement):
 
 
 def _accuracy(logged: dict[str, float]) -> float | None:
-    """The first value whose name ends in ``acc`` or ``accuracy``."""
-    return next((value for name, value in logged.items() if re.search(r"(^|[/_.])acc(uracy)?$", name.lower())), None)
+    """The first value that is an accuracy by its name."""
+    return next((value for name, value in logged.items() if is_accuracy(name)), None)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,13 @@ from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
 from fl_lightning.evaluation.in_round import without_prefix
 from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.metrics import Directions, check_mode, is_accuracy
 from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside
 
 Values = dict[str, dict[int, float]]  # metric → client → value
+TUNED = "_finetuned"
 
 
 class PerClientEvaluation(Measurement):
@@ -38,8 +39,9 @@ class PerClientEvaluation(Measurement):
     where it never finished a round. The metrics are what the learner's ``validation_step`` logs, without the prefix
     (``val/acc`` → ``clients/acc``), and the loss where it logs none. Of each metric over the k clients with test
     samples: the mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
-    mean ``_worst10`` of the ⌈k/10⌉ worst: the smallest of names that end in acc or accuracy, else the largest. With
-    fine-tuning the same of ``clients/acc_finetuned``, ….
+    mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes`` says, else the learner's torchmetrics,
+    else the name; where none of them does, it is asked before round 0. With fine-tuning the same of
+    ``clients/acc_finetuned``, ….
 
     At the end ``clients.csv`` (client, samples, every metric) and ``clients.png`` in the run's folder, where a run
     keeps anything; the same is in ``table``. It is measured after the round, on a copy of the learner: no bit of the
@@ -50,6 +52,7 @@ class PerClientEvaluation(Measurement):
         clients: how many clients, drawn once by the run's seed; ``"all"``.
         finetune_epochs: measure once more after so many local epochs from the personal model, with the client optimizer
             at the rate of the round just finished; without methods and clipping, and nothing of it is kept.
+        modes: ``"max"`` or ``"min"``, which way is better, of metrics whose name does not tell: ``{"quality": "max"}``.
 
     Raises:
         UserError: no client holds samples out (``data.client_test_fraction``), or an argument that cannot work.
@@ -67,7 +70,11 @@ class PerClientEvaluation(Measurement):
     """
 
     def __init__(
-        self, every_n_rounds: int | None = None, clients: int | str = "all", finetune_epochs: float = 0
+        self,
+        every_n_rounds: int | None = None,
+        clients: int | str = "all",
+        finetune_epochs: float = 0,
+        modes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(every_n_rounds)
         clients = int(clients) if isinstance(clients, str) and clients.isdecimal() else clients
@@ -77,7 +84,9 @@ class PerClientEvaluation(Measurement):
             checks.positive("PerClientEvaluation: clients", clients, whole=True)
         if finetune_epochs != 0:
             checks.positive("PerClientEvaluation: finetune_epochs", finetune_epochs)
-        self.clients, self.finetune_epochs = clients, finetune_epochs
+        self.clients, self.finetune_epochs, self.modes = clients, finetune_epochs, dict(modes or {})
+        for name, mode in self.modes.items():
+            check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
         self.samples: dict[int, int] = {}
 
@@ -89,11 +98,37 @@ class PerClientEvaluation(Measurement):
                 "of its samples that each client holds out, such as 0.25."
             )
 
-    def measure(self, module: Any) -> dict[str, float]:
-        data, m = module.trainer.datamodule, int(module.trainer.datamodule.num_clients)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate one client, to see now and not after the last round whether a metric's direction is to be asked."""
+        super().on_train_start(trainer, pl_module)
+        data, w = trainer.datamodule, pl_module.evaluated_vector
+        for client in self._drawn(pl_module):
+            if len(own := data.client_test_indices(client)):
+                self._directions(pl_module, named(pl_module.evaluator().client(w, client, own, "validation_step")))
+                break
+
+    def _drawn(self, module: Any) -> Sequence[int]:
+        """Whom it evaluates, ascending."""
+        m = int(module.trainer.datamodule.num_clients)
         wanted = m if self.clients == "all" else min(int(self.clients), m)
         draw = generator(module.run_seed, "per-client evaluation")
-        ids = range(m) if wanted == m else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
+        return range(m) if wanted == m else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
+
+    def _directions(self, module: Any, names: Collection[str]) -> Directions:
+        """Which way is better in these metrics.
+
+        Raises:
+            UserError: it is not known of one.
+        """
+        given = {without_prefix(name.removeprefix("clients/")): mode for name, mode in self.modes.items()}
+        directions = Directions("Give modes={name: mode}, a mode", given)
+        directions.record(_of_validation(module.logged.modes))
+        if unknown := [name for name in names if directions.known(name) is None]:
+            raise UserError(f"PerClientEvaluation: {directions.question(unknown)}")
+        return directions
+
+    def measure(self, module: Any) -> dict[str, float]:
+        data, ids = module.trainer.datamodule, self._drawn(module)
         found = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
         self.table = {}
@@ -103,12 +138,16 @@ class PerClientEvaluation(Measurement):
                     self.table.setdefault(name + suffix, {})[client] = value
         for text in self.remarks():
             module.note(text)
-        logged = (
-            (f"clients/{name}{what}", value)
-            for name, values in self.table.items()
-            for what, value in summary(values, self.samples, greater_is_better(name)).items()
-        )
-        return {name: value for name, value in logged if not math.isnan(value)}
+        directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
+        told, logged = _of_validation(module.logged.modes), dict[str, float]()
+        for name, by_client in self.table.items():
+            own = name.removesuffix(TUNED)
+            for what, value in summary(by_client, self.samples, directions.greater(own)).items():
+                if not math.isnan(value):
+                    logged[f"clients/{name}{what}"] = value
+                if own in told and what != "_std":  # for who compares runs by it
+                    module.logged.modes[f"clients/{name}{what}"] = told[own]
+        return logged
 
     def remarks(self) -> Iterator[str]:
         """What the numbers do not show."""
@@ -117,12 +156,6 @@ class PerClientEvaluation(Measurement):
             yield (
                 f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test sample (they have one "
                 "sample, which they train on), and are left out of its numbers"
-            )
-        unsure = [n for n in self.table if not greater_is_better(n) and not re.search("loss|err|ms?e$|mae$|perp", n)]
-        if unsure:
-            yield (
-                f"PerClientEvaluation: of {', '.join(unsure)} the largest values count as the worst; greater is better "
-                "for names that end in acc or accuracy alone"
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -133,10 +166,12 @@ class PerClientEvaluation(Measurement):
             folder = Path(trainer.default_root_dir)
             with written_aside(folder / "clients.csv") as file:
                 file.write(self.csv().encode())
-            shown = next((n for n in self.table if greater_is_better(n)), "loss")
+            names = [name for name in self.table if not name.endswith(TUNED)]
+            others = [name for name in names if name != "loss"]
+            shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
             if shown in self.table:
                 with written_aside(folder / "clients.png", durable=False) as file:
-                    draw_clients(file, shown, self.table[shown], self.table.get(shown + "_finetuned", {}))
+                    draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
 
     def csv(self) -> str:
         """The table as text: client, samples, every metric; empty where a client has no value."""
@@ -155,9 +190,9 @@ def named(values: dict[str, float]) -> dict[str, float]:
     return {"loss": values["loss"], **{without_prefix(name): value for name, value in bare.items()}}
 
 
-def greater_is_better(name: str) -> bool:
-    """Whether a metric is an accuracy by its name."""
-    return re.search(r"acc(uracy)?(_finetuned)?$", name.lower()) is not None
+def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:
+    """The modes of what the learner logs, by the names that clients' values have."""
+    return {without_prefix(name): mode for name, mode in modes.items()}
 
 
 def summary(values: dict[int, float], samples: dict[int, int], greater: bool) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.metrics import Logged
 
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
 """Methods of a LightningModule that a run puts others in place of, on the learner and on modules inside it."""
@@ -253,3 +254,9 @@ def check_learner_parameters(learner: nn.Module) -> None:
             f"learner {type(learner).__name__} has no trainable parameters: nothing to average. Leave requires_grad "
             "on for at least one, and create them in __init__, setup or configure_model."
         )
+
+
+def logged_of(learner: Any) -> Logged:
+    """What the run that ``learner`` belongs to notes of the metrics that it logs; by itself, a note for nobody."""
+    module = getattr(getattr(learner, "_trainer", None), "lightning_module", None)
+    return getattr(module, "logged", None) or Logged()

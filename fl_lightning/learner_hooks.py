@@ -10,6 +10,7 @@ from torchmetrics import Metric
 
 from fl_lightning.learner import SHIMS, TRANSFER, lightning_modules, overrides
 from fl_lightning.lightning import LightningOptimizer, extract_batch_size, pl
+from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.run import FederatedRun
@@ -56,6 +57,7 @@ class LearnerHooks(pl.LightningModule):
     run: FederatedRun
     settings: Settings
     global_model: GlobalModel
+    logged: Logged  # what the learner says of the metrics that it logs
     _evaluated_batch_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
@@ -84,6 +86,10 @@ class LearnerHooks(pl.LightningModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The learner's own, under its own names."""
         return self.learner.state_dict(*args, **kwargs)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.logged.note(name, value, args[0] if args else kwargs.get("prog_bar"))
+        super().log(name, value, *args, **kwargs)
 
     def prepare_data(self) -> None:
         if overrides(self.learner, "prepare_data"):

@@ -1,11 +1,13 @@
-"""A run's metrics as a table, without importing torch: whoever only looks at runs need not wait for it."""
+"""A run's metrics as a table, and which way each is better, without importing torch: who only looks need not wait."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,165 @@ from fl_lightning.errors import UserError, suggest
 
 Row = dict[str, str]
 Column = np.ndarray[Any, np.dtype[np.float64]]
+
+MODES = ("max", "min")
+_ACCURACIES = ("acc", "accuracy")
+_GREATER = {
+    *_ACCURACIES, "f1", "f1score", "precision", "recall", "auroc", "auc", "ap", "map", "iou", "dice", "psnr", "ssim",
+    "bleu", "r2", "kappa", "mcc", "cosine",
+}  # fmt: skip
+_LESS = {
+    "loss", "error", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer", "ece", "brier", "fid",
+    "kl", "hamming",
+}  # fmt: skip
+_LESS_OF_OURS = re.compile(r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$")
+_APPENDED = re.compile(r"(_finetuned)?(_weighted|_std|_worst10)?$")  # by PerClientEvaluation
+_FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
+_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether more of a metric is better, by the last word of its name: the rule of reports, sweeps and fits alike.
+
+    Words end at ``/``, ``_``, ``-`` and ``.``; a class's name counts by how it ends. What PerClientEvaluation appends
+    is left out. Of the deviation of what is better where it is greater, such as ``clients/acc_std``, it is asked:
+    clients that differ more are not better off.
+
+    Raises:
+        UserError: the name does not tell.
+
+    >>> higher_is_better("val/acc"), higher_is_better("val_MulticlassF1Score"), higher_is_better("clients/auc_worst10")
+    (True, True, True)
+    >>> higher_is_better("val/perplexity"), higher_is_better("MeanSquaredError"), higher_is_better("divergence/all")
+    (False, False, False)
+    """
+    greater = _by_name(name)
+    if greater is None:
+        raise UserError(
+            f"higher_is_better({name!r}): the name does not tell which way is better. Its last word counts: greater is "
+            f"better for {', '.join(sorted(_GREATER))}, rouge…; less for {', '.join(sorted(_LESS))}."
+        )
+    return greater
+
+
+def is_accuracy(name: str) -> bool:
+    """Whether a metric is an accuracy, by the last word of its name."""
+    return any(ending in _ACCURACIES for ending in _endings(name))
+
+
+def _by_name(name: str) -> bool | None:
+    if _LESS_OF_OURS.match(name.lower()):
+        return False
+    for ending in _endings(name):
+        if ending in _LESS:
+            return False
+        if ending in _GREATER or ending.startswith("rouge"):
+            return None if name.endswith("_std") else True
+    return None
+
+
+def _endings(name: str) -> list[str]:
+    """The endings of a name's last word, the shortest first: ``val/BinaryF1Score`` → score, f1score, binaryf1score."""
+    words = re.split(r"[/_.-]", _APPENDED.sub("", name))
+    last = next((word for word in reversed(words) if word), "")
+    starts = [0, *(found.start() for found in _BOUNDARY.finditer(last))]
+    return [last[start:].lower() for start in reversed(starts)]
+
+
+def check_mode(option: str, mode: Any) -> None:
+    """Refuse what is neither None, ``max`` nor ``min``."""
+    if mode is not None and mode not in MODES:
+        raise UserError(f"{option} {mode!r}: which way is better. Accepted: max (greater is), min (less is).")
+
+
+def read_modes(modes: Any) -> dict[str, str]:
+    """The ``modes`` of a run.json; what are none, as older runs have it or a hand wrote it, are passed over.
+
+    >>> read_modes({"val/x": "max", "val/y": 3}), read_modes(None)
+    ({'val/x': 'max'}, {})
+    """
+    given = modes.items() if isinstance(modes, dict) else ()
+    return {name: mode for name, mode in given if mode in MODES}
+
+
+class Directions:
+    """Which way metrics are better: as the user says, else as torchmetrics said in a run, else by name; or asked.
+
+    Args:
+        ask: how to say it, for who is asked, such as ``report: give --mode max or --mode min``.
+        given: metric → ``"max"`` or ``"min"``, as the user says.
+
+    >>> directions = Directions("Give a mode.", {"val/mine": "min"})
+    >>> directions.record({"val/loss_of_theirs": "max"})
+    >>> [directions.greater(name) for name in ("val/mine", "val/loss_of_theirs", "val/loss")]
+    [False, True, False]
+    """
+
+    def __init__(self, ask: str, given: Mapping[str, str | None] | None = None) -> None:
+        self.ask, self.given = ask, dict(given or {})
+        self._recorded: dict[str, set[str]] = {}
+
+    def record(self, modes: Any) -> None:
+        """Take the ``modes`` of a run.json."""
+        for name, mode in read_modes(modes).items():
+            self._recorded.setdefault(name, set()).add(mode)
+
+    def known(self, metric: str, mode: str | None = None) -> bool | None:
+        """As :meth:`greater`; None where it would have to be asked."""
+        said = mode or self.given.get(metric)
+        if said is not None:
+            return said == "max"
+        recorded = self._recorded.get(metric, set())
+        if len(recorded) > 1:  # runs whose learners disagree
+            return None
+        return _by_name(metric) if not recorded else "max" in recorded
+
+    def greater(self, metric: str, mode: str | None = None) -> bool:
+        """Whether more of it is better; ``mode``: as said of this one use.
+
+        Raises:
+            UserError: it is not known.
+        """
+        greater = self.known(metric, mode)
+        if greater is None:
+            raise UserError(self.question([metric]))
+        return greater
+
+    def question(self, names: Iterable[str]) -> str:
+        """What the user is asked about metrics whose direction is not known."""
+        names = list(names)
+        both = any(len(self._recorded.get(name, ())) > 1 for name in names)
+        why = "runs recorded both" if both else "by its name" if len(names) == 1 else "by their names"
+        return (
+            f"which way is better in {', '.join(names)} is not known ({why}). {self.ask}: max where greater is better, "
+            "min where less is."
+        )
+
+
+@dataclass
+class Logged:
+    """What a learner says of its metrics when it logs them.
+
+    Args:
+        modes: ``"max"`` or ``"min"`` of the torchmetrics of which it is known.
+        shown: those with ``prog_bar=True``, in order.
+    """
+
+    modes: dict[str, str] = field(default_factory=dict)
+    shown: dict[str, None] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any, prog_bar: Any = False) -> None:
+        """``value`` is logged as ``name``."""
+        greater = getattr(value, "higher_is_better", None)
+        if isinstance(greater, bool):
+            self.modes[name] = MODES[not greater]
+        if prog_bar:
+            self.shown[name] = None
+
+    def modes_of(self, names: Iterable[str]) -> dict[str, str]:
+        """The modes, under the names that Lightning makes of one where there are several, too."""
+        found = {name: self.modes.get(_FORKED.sub("", name)) for name in names}
+        return {**self.modes, **{name: mode for name, mode in found.items() if mode is not None}}
 
 
 def read_rows(path: Path, complete: bool = False, before: int | None = None) -> tuple[list[str], list[Row]]:
@@ -59,16 +220,20 @@ class Metrics(Mapping[str, Column]):
     ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` turns it into a frame.
     """
 
-    def __init__(self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
+    def __init__(
+        self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]], modes: Mapping[str, str] | None = None
+    ) -> None:
         self.rounds = list(rounds)
+        self._directions = Directions('Metrics.best: give mode="max" or mode="min"')
+        self._directions.record(modes)
         self._columns = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
 
     @classmethod
-    def read(cls, path: Path) -> Metrics:
-        """The table of a metrics.csv."""
+    def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
+        """The table of a metrics.csv; ``modes``: as in run.json."""
         names, rows = read_rows(path)
         columns = {n: [float(row[n]) if row[n] else math.nan for row in rows] for n in names if n != "round"}
-        return cls([int(row["round"]) for row in rows], columns)
+        return cls([int(row["round"]) for row in rows], columns, modes)
 
     def __getitem__(self, name: str) -> Column:
         if name not in self._columns:
@@ -89,11 +254,16 @@ class Metrics(Mapping[str, Column]):
         values = self._logged(name)
         return float(values[-1]) if len(values) else math.nan
 
-    def best(self, name: str) -> tuple[float, int]:
-        """The highest value and the round that first reached it; (nan, -1) where there is none."""
+    def best(self, name: str, mode: str | None = None) -> tuple[float, int]:
+        """The best value and the round that first reached it; (nan, -1) where there is none.
+
+        ``mode``: ``"max"`` or ``"min"``, where the name does not tell which way is better, and no torchmetrics did.
+        """
         if not len(self._logged(name)):
             return math.nan, -1
-        at = int(np.nanargmax(self[name]))
+        check_mode("Metrics.best: mode", mode)
+        best = np.nanargmax if self._directions.greater(name, mode) else np.nanargmin
+        at = int(best(self[name]))
         return float(self[name][at]), self.rounds[at]
 
     def median(self, name: str) -> float:

@@ -15,6 +15,7 @@ from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
+from fl_lightning.metrics import Logged
 from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
@@ -97,6 +98,7 @@ class FederatedModule(LearnerHooks):
         self.adopt(learner)
         self.global_model = GlobalModel(learner)
         self.run = FederatedRun(self.settings, self.global_model)
+        self.logged = Logged()
         self.stop_requested = False
 
     # For users, callbacks and loggers --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean, dim_zero_sum
 
+from fl_lightning.learner import logged_of
 from fl_lightning.processes import world_size
 
 Values = dict[str, Any]  # a metric's states by name: tensors, or lists of them
@@ -36,6 +37,11 @@ class MetricStates:
 def metrics_of(learner: nn.Module) -> list[Metric]:
     """The metrics in a learner, in the order of its modules."""
     return [module for module in learner.modules() if isinstance(module, Metric)]
+
+
+def tells_mode(learner: nn.Module) -> bool:
+    """Whether any of its metrics says which way it is better."""
+    return any(isinstance(metric.higher_is_better, bool) for metric in metrics_of(learner))
 
 
 def taken(learner: nn.Module, metrics: list[Metric], names: dict[str, int]) -> MetricStates:
@@ -91,6 +97,8 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
                 value_of(metric)
     for own in of_clients.values():
         names.update(own.names)
+    for name, j in names.items():  # here, where every process knows them
+        logged_of(learner).note(name, metrics[j])
     return {name: float(value_of(metrics[j])) for name, j in names.items()}
 
 

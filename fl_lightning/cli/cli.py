@@ -6,7 +6,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import yaml
@@ -149,7 +149,13 @@ class FederatedCLI(LightningCLI):
             "--monitor",
             type=str | None,
             default=None,
-            help="Metric of best.ckpt: highest, or lowest for a loss (default: val/acc).",
+            help="Metric of best.ckpt (default: val/acc).",
+        )
+        parser.add_argument(
+            "--monitor_mode",
+            type=Literal["max", "min"] | None,
+            default=None,
+            help="Which way is better in --monitor, where neither its name nor a torchmetrics metric tells.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -273,7 +279,7 @@ class FederatedCLI(LightningCLI):
             run = RunFolder(self.folder, self.stem, self._config_text(), logger in (None, True))
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
-                callbacks.append(RunCheckpoint(run, self.config.monitor))
+                callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
             typed = ["fl-lightning", *self.prepared.argv]  # last: what is refused before training leaves no record
             callbacks.append(RunRecord(self._config_text(), typed, self.prepared.arm, self.prepared.claims_hash))
         else:

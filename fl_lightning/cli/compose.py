@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _DEEPEST = 50  # mappings and lists within each other
 
-TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "method", "ckpt_path", "monitor")
+TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "method", "ckpt_path", "monitor", "monitor_mode")
 
 
 class _Loader(yaml.SafeLoader):

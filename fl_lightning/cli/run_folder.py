@@ -10,9 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from fl_lightning.aggregation.metric_states import tells_mode
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
 from fl_lightning.loggers import MetricsCSV
+from fl_lightning.metrics import MODES, Directions, is_accuracy
 from fl_lightning.module import FederatedModule
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
@@ -210,11 +212,14 @@ class RunCheckpoint(Checkpoint):
 
     Args:
         run: knows the folder, once training starts.
-        monitor: the metric; None: ``val/acc``, where the learner logs it. The lowest is best if it is a loss.
+        monitor: the metric; None: ``val/acc``, where the learner logs it.
+        mode: which way it is better, ``"max"`` or ``"min"``; None: as the metric tells.
     """
 
-    def __init__(self, run: RunFolder, monitor: str | None = None) -> None:
+    def __init__(self, run: RunFolder, monitor: str | None = None, mode: str | None = None) -> None:
         self.run, self.given, self.monitor = run, monitor is not None, monitor or "val/acc"
+        self.directions = Directions("Give --monitor_mode", {self.monitor: mode})
+        self.mode: str | None = None  # by which the best was found
         self.best: float | None = None
         self.best_round = -1
         self.explained = False
@@ -224,11 +229,12 @@ class RunCheckpoint(Checkpoint):
         return "RunCheckpoint"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"monitor": self.monitor, "best": self.best, "best_round": self.best_round}
+        return {"monitor": self.monitor, "mode": self.mode, "best": self.best, "best_round": self.best_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["monitor"] == self.monitor:
             self.best, self.best_round = state_dict["best"], state_dict["best_round"]
+            self.mode = state_dict.get("mode") or ("min" if "loss" in self.monitor else "max")  # as older runs had it
 
     @property
     def folder(self) -> Path:
@@ -239,6 +245,12 @@ class RunCheckpoint(Checkpoint):
     def dirpath(self) -> str:
         """The same, under ModelCheckpoint's name."""
         return str(self.folder)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ask which way is better, unless the learner may tell when it logs a torchmetrics metric."""
+        unknown = self.given and self.directions.known(self.monitor) is None
+        if unknown and not tells_mode(pl_module):
+            raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
@@ -257,8 +269,16 @@ class RunCheckpoint(Checkpoint):
         names = [name for name in trainer.callback_metrics if name.startswith("val")]
         if names and not self.explained and trainer.is_global_zero:
             self.explained = True
-            other = next((name for name in sorted(names) if "acc" in name), sorted(names)[0])
-            print(f"no {self.monitor} is logged, so best.ckpt is not kept; --monitor {other} would keep it")
+            self._record(trainer)
+            known = {name: self.directions.known(name) for name in sorted(names)}
+            other = next((n for n in known if is_accuracy(n)), next((n for n in known if known[n] is not None), None))
+            way = f"--monitor {other}" if other else f"--monitor {next(iter(known))} --monitor_mode max (or min)"
+            print(f"no {self.monitor} is logged, so best.ckpt is not kept; {way} would keep it")
+
+    def _record(self, trainer: pl.Trainer) -> None:
+        """Take what the learner's torchmetrics say of themselves."""
+        assert isinstance(trainer.lightning_module, FederatedModule)
+        self.directions.record(trainer.lightning_module.logged.modes_of(trainer.callback_metrics))
 
     def _improved(self, trainer: pl.Trainer) -> bool:
         if self.monitor not in trainer.callback_metrics:
@@ -270,8 +290,14 @@ class RunCheckpoint(Checkpoint):
                 )
             self._explain(trainer)
             return False
+        self._record(trainer)
+        if self.directions.known(self.monitor) is None:
+            raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
+        mode = MODES[not self.directions.greater(self.monitor)]
+        if mode != self.mode:  # what was the best by the other is none
+            self.mode, self.best = mode, None
         value = float(trainer.callback_metrics[self.monitor])
-        better = self.best is None or (value < self.best if "loss" in self.monitor else value > self.best)
+        better = self.best is None or (value > self.best if mode == "max" else value < self.best)
         if better and value == value:
             self.best, self.best_round = value, trainer.current_epoch
             return True

@@ -13,6 +13,7 @@ from typing import Any
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
+from fl_lightning.metrics import read_modes
 from fl_lightning.storage.files import written_aside
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
@@ -28,6 +29,7 @@ def run_record(
     command: Sequence[str],
     arm: str | None = None,
     claims_hash: str | None = None,
+    modes: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The content of run.json.
 
@@ -42,6 +44,7 @@ def run_record(
         command: as typed.
         arm: what a sweep calls this setting.
         claims_hash: of the claims that were made before the run.
+        modes: metric → "max" or "min", of logged torchmetrics that say which way they are better.
     """
     return {
         "status": status,
@@ -52,6 +55,7 @@ def run_record(
         "config_hash": config_hash(config),
         "claims_hash": claims_hash,
         "rounds": rounds,
+        "modes": dict(modes or {}),
         "command": list(command),
         "versions": {**{package: _version(package) for package in _PACKAGES}, "python": platform.python_version()},
     }
@@ -86,12 +90,18 @@ class RunRecord(pl.Callback):
     ) -> None:
         self.config, self.command, self.arm, self.claims_hash = config, list(command), arm, claims_hash
         self._path: Path | None = None  # known, and ours to write, once training starts
+        self._modes: dict[str, str] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._path = Path(trainer.default_root_dir) / "run.json"
-        before = _read(self._path)
+        before = read_record(self._path)
         self.arm, self.claims_hash = self.arm or before.get("arm"), self.claims_hash or before.get("claims_hash")
+        self._modes = read_modes(before.get("modes")) if trainer.current_epoch else {}
         self._write("running", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._path is not None and self._take_modes(trainer):  # now, as a run that is killed has them too
+            self._write("running", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         rounds = trainer.max_epochs
@@ -106,8 +116,16 @@ class RunRecord(pl.Callback):
             status = "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
         self._write(status, trainer)
 
+    def _take_modes(self, trainer: pl.Trainer) -> bool:
+        """Note what the learner's torchmetrics said of themselves; whether that is new."""
+        before, logged = dict(self._modes), getattr(trainer.lightning_module, "logged", None)
+        if logged is not None:
+            self._modes |= logged.modes_of(trainer.callback_metrics)
+        return self._modes != before
+
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
+        self._take_modes(trainer)
         if self._path is None or not trainer.is_global_zero:
             return
         describe: Callable[[], str] | None = getattr(module, "describe", None)
@@ -121,6 +139,7 @@ class RunRecord(pl.Callback):
             command=self.command,
             arm=self.arm,
             claims_hash=self.claims_hash,
+            modes=self._modes,
         )
         with written_aside(self._path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
@@ -132,7 +151,8 @@ def _out_of_time(trainer: pl.Trainer) -> bool:
     return any(seconds is not None and seconds <= 0 for seconds in remaining)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a run.json; empty where there is none, or it cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -23,6 +23,7 @@ from fl_lightning.learner import (
     check_trainable,
     fill,
     lightning_modules,
+    logged_of,
     tie,
     trainable,
 )
@@ -72,6 +73,7 @@ class LearnerCopy:
         self._own_metrics = metric_states.metrics_of(learner)
         self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
         self._logged_metrics: dict[str, int] = {}  # by name: which
+        self._said = logged_of(learner)
         self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
         self.scheduler: Any = None
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
@@ -294,6 +296,7 @@ class LearnerCopy:
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self.logging:
             return
+        self._said.note(name, value, args[0] if args else kwargs.get("prog_bar"))
         if isinstance(value, Metric):
             if id(value) in self._places:
                 self._logged_metrics[name] = self._places[id(value)]
@@ -309,7 +312,7 @@ class LearnerCopy:
     def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
         for name, value in items:
-            self._log(name, value)
+            self._log(name, value, *args, **kwargs)
 
 
 def _carries_over(value: object) -> bool:

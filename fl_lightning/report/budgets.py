@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fl_lightning.report.runs import Column, Run
-from fl_lightning.report.scores import greater_is_better, measured, smooth
+from fl_lightning.report.scores import measured, smooth
 
 AXES = {"rounds": "rounds", "gradients": "gradients evaluated", "bytes": "bytes sent", "seconds": "seconds of rounds"}
 
@@ -51,7 +51,7 @@ def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
 
 def _value_at(run: Run, metric: str, axis: str, budget: float) -> float | None:
     if run.status == "diverged":
-        return 0.0 if greater_is_better(metric) else None
+        return 0.0 if run.directions.greater(metric) else None
     rounds, values = measured(run, metric)
     affordable = np.flatnonzero(spending(run, axis)[np.isin(run.columns["round"], rounds)] <= budget)
     return float(smooth(values)[affordable[-1]]) if len(affordable) else None

@@ -103,7 +103,9 @@ def heat_map(summary: Summary) -> list[Drawing]:
     axes = drawn.add_subplot()
     positive = values[np.isfinite(values) & (values != 0)]  # a diverged run's 0 would leave one colour to all others
     norm = Normalize(positive.min(), positive.max()) if len(positive) else Normalize(0, 1)
-    mesh = axes.pcolormesh(values, cmap="viridis" if summary.greater else "viridis_r", norm=norm, edgecolor="none")
+    scored = [arm for arm in summary.arms.values() if arm.mean_sd(score)[0] is not None]
+    brighter = len(scored) < 2 or summary.greater  # what is better, where there are arms to choose from
+    mesh = axes.pcolormesh(values, cmap="viridis" if brighter else "viridis_r", norm=norm, edgecolor="none")
     for row, column in np.ndindex(values.shape):
         value = values[row, column]
         if not np.isfinite(value):

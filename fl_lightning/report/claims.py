@@ -13,12 +13,15 @@ import yaml
 
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.metrics import MODES
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES
 
-_CHOICES = {"score": SCORES, "direction": ("greater", "less"), "scale": ("difference", "log_ratio")}
+_CHOICES = {
+    "score": SCORES, "direction": ("greater", "less"), "scale": ("difference", "log_ratio"), "mode": MODES,
+}  # fmt: skip
 _REQUIRED = ("id", "a", "b", "metric", "direction", "margin")
-_KNOWN = (*_REQUIRED, "score", "scale", "text")
+_KNOWN = (*_REQUIRED, "score", "scale", "mode", "text")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Claim:
     margin: float
     score: str = "last10"
     scale: str = "difference"
+    mode: str = ""  # max or min: which way is better, for what a diverged run has; "": by the metric
     text: str = ""  # the claim in words, for the reader
 
 

@@ -27,6 +27,9 @@ def parser() -> ArgumentParser:
     )
     made.add_argument("--metric", default="val/acc", help="what is scored (default: %(default)s)")
     made.add_argument(
+        "--mode", choices=("max", "min"), help="which way is better in --metric, where its name does not tell"
+    )
+    made.add_argument(
         "--claims", type=Path, metavar="FILE", help="claims to judge, in place of the sweeps' claims.yaml"
     )
     return made
@@ -47,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from fl_lightning.report.summary import summarise
 
     found = find(given.folders)
+    found.directions.given[given.metric] = given.mode
     summary = summarise(found, given.metric, targets, given.claims)
     out = given.out or (given.folders[0] if len(given.folders) == 1 else Path("report"))
     from fl_lightning.report.files import contents

@@ -16,12 +16,13 @@ import yaml
 
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import read_rows
+from fl_lightning.metrics import Directions, read_rows
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
 STATUSES = ("running", "done", "diverged", "stopped", "failed")
 FINISHED = ("done", "diverged")  # the others are shown and kept out of scores
+ASK = "Give report --metric … --mode max or --mode min, in a claim mode: max or mode: min"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class Run:
     arm: str
     record: Mapping[str, Any]  # run.json
     columns: Mapping[str, Column]
+    directions: Directions = field(default_factory=lambda: Directions(ASK))  # of all that are looked at together
 
     @property
     def finished(self) -> bool:
@@ -73,6 +75,7 @@ class Found:
     runs: list[Run] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
     waiting: list[tuple[str, str, str]] = field(default_factory=list)  # (arm, seed, status) without a run yet
+    directions: Directions = field(default_factory=lambda: Directions(ASK))  # which way is better in a metric
 
     @property
     def arms(self) -> dict[str, list[Run]]:
@@ -100,13 +103,13 @@ def find(folders: Sequence[Path]) -> Found:
         for path in paths:
             if path.resolve() not in seen:  # named twice, or also part of a sweep named before
                 seen.add(path.resolve())
-                found.runs.append(read_run(path))
+                found.runs.append(read_run(path, found.directions))
     _refuse_twins(found.runs)
     return found
 
 
-def read_run(folder: Path) -> Run:
-    """The run in ``folder``.
+def read_run(folder: Path, directions: Directions | None = None) -> Run:
+    """The run in ``folder``; ``directions`` take what it recorded of its metrics, beside that of others.
 
     Raises:
         UserError: run.json is not one, or metrics.csv of a finished run is missing or broken.
@@ -125,7 +128,9 @@ def read_run(folder: Path) -> Run:
             f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
         )
     arm = record.get("arm") or record.get("title") or folder.name
-    return Run(folder, status, seed, str(arm), record, _columns(folder, status))
+    directions = directions or Directions(ASK)
+    directions.record(record.get("modes"))  # older runs have none
+    return Run(folder, status, seed, str(arm), record, _columns(folder, status), directions)
 
 
 def _columns(folder: Path, status: str) -> dict[str, Column]:

@@ -13,15 +13,6 @@ from fl_lightning.report.runs import Column, Run
 SCORES = ("last10", "smoothed", "last", "max")
 
 
-def greater_is_better(metric: str) -> bool:
-    """Accuracies are the metrics of which more is better.
-
-    >>> greater_is_better("val/acc"), greater_is_better("global/train_loss")
-    (True, False)
-    """
-    return metric.endswith("acc")
-
-
 def window(length: int) -> int:
     """Width of the smoothing of ``length`` values: odd, at most 101 and a fifth of them.
 
@@ -65,10 +56,13 @@ def scores(values: Column) -> dict[str, float | None]:
     }
 
 
-def score_of(run: Run, metric: str, score: str) -> float | None:
-    """The score that counts: a run that diverged has lost, 0 where greater is better, else none at all."""
+def score_of(run: Run, metric: str, score: str, mode: str | None = None) -> float | None:
+    """The score that counts: a run that diverged has lost, 0 where greater is better, else none at all.
+
+    ``mode``: which way is better, where a claim says it.
+    """
     if run.status == "diverged":
-        return 0.0 if greater_is_better(metric) else None
+        return 0.0 if run.directions.greater(metric, mode) else None
     return scores(measured(run, metric)[1])[score]
 
 
@@ -77,8 +71,10 @@ def reached(run: Run, metric: str, target: float) -> dict[str, Any]:
     never = {"rounds": None, "bytes": None, "seconds": None}
     rounds, values = measured(run, metric)
     curve = smooth(values)
-    hits = np.flatnonzero(curve >= target if greater_is_better(metric) else curve <= target)
-    if run.status != "done" or not len(hits):
+    if run.status != "done" or not len(curve):
+        return never
+    hits = np.flatnonzero(curve >= target if run.directions.greater(metric) else curve <= target)
+    if not len(hits):
         return never
     last = rounds[hits[0]]
     until = run.columns["round"] <= last

@@ -81,7 +81,7 @@ def scores(summary: Summary) -> Table:
             *(Cell(str(count), count) for count in (len(arm.finished), arm.diverged, arm.unfinished)),
         )
     for column in range(1, 1 + len(SCORES)):
-        mark_best(table, column, summary.greater)
+        mark_best(table, column, lambda: summary.greater)
     widths = _windows(summary)
     curve = (
         "unsmoothed curve, as there are too few rounds"
@@ -91,10 +91,17 @@ def scores(summary: Summary) -> Table:
     smoothing = f"highest of the last 50 of the {curve}"
     table.note = (
         f"Mean ± sample deviation over seeds. Smoothed: {smoothing}. "
-        + ("A diverged run scores 0." if summary.greater else "A diverged run has no score.")
-        + " Unfinished runs are kept out."
+        + _lost(summary)
+        + "Unfinished runs are kept out."
     )
     return table
+
+
+def _lost(summary: Summary) -> str:
+    """What a diverged run has, where one lost a score."""
+    if not summary.scored or not any(arm.diverged for arm in summary.arms.values()):
+        return ""
+    return "A diverged run scores 0. " if summary.greater else "A diverged run has no score. "
 
 
 def _windows(summary: Summary) -> str:
@@ -142,7 +149,7 @@ def _difference_unit(summary: Summary, pair: Pair) -> Unit:
 def targets(summary: Summary) -> list[Table]:
     """For each target: rounds, bytes and seconds until it, and traffic by both conventions against the first arm."""
     made = []
-    for target in summary.targets:
+    for target in summary.targets if summary.scored else ():
         sign = "≥" if summary.greater else "≤"
         columns = ["arm", "rounds", "sent", "time", "reached by", "sent, × first arm", "as papers count, × first arm"]
         table = Table(f"target-{target}", f"Until {summary.metric} {sign} {target}", columns)
@@ -159,7 +166,7 @@ def targets(summary: Summary) -> list[Table]:
                 *(Cell(times(r), r) for r in (_ratio_sent(arm, first, target), _ratio_papers(arm, first, target))),
             )
         for column in (1, 2, 3):
-            mark_best(table, column, greater=False)
+            mark_best(table, column, lambda: False)
         table.note = (
             f"First round in which the smoothed curve is {sign} {target}; means over the seeds that reached it, which "
             "flatters an arm that some seeds never took there. Bytes are counted from messages, both directions. The "
@@ -199,7 +206,7 @@ def budgets(summary: Summary) -> Table:
             cells.append(Cell(shown.value(mean, sd), mean))
         table.add(name, *cells)
     for column in range(1, 1 + len(found)):
-        mark_best(table, column, summary.greater)
+        mark_best(table, column, lambda: summary.greater)
     table.note = (
         "Each column is what the run that spent least could afford; every other run is read where it had spent that."
     )

@@ -12,7 +12,7 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.claims import Claim, ClaimsFile, differences, gather, verdict
 from fl_lightning.report.intervals import Interval, holm, mean_sd, paired
 from fl_lightning.report.runs import Found, Run
-from fl_lightning.report.scores import SCORES, greater_is_better, measured, reached, score_of
+from fl_lightning.report.scores import SCORES, measured, reached, score_of
 
 BySeed = dict[int, float | None]
 
@@ -121,8 +121,13 @@ class Summary:
 
     @property
     def greater(self) -> bool:
-        """Whether more of the metric is better."""
-        return greater_is_better(self.metric)
+        """Whether more of the metric is better; asked for where it is not known."""
+        return self.found.directions.greater(self.metric)
+
+    @property
+    def scored(self) -> bool:
+        """Whether any run logs the metric."""
+        return _logged(self.found, self.metric)
 
     def to_json(self) -> dict[str, Any]:
         """report.json."""
@@ -163,8 +168,7 @@ def summarise(
         pairs = [v.pair for v in verdicts]
     else:
         first, *others = by_arm
-        direction = "greater" if greater_is_better(metric) else "less"
-        against = [Claim("", name, first, metric, direction, 0.0) for name in others]
+        against = [Claim("", name, first, metric, "", 0.0) for name in others]  # nothing is claimed
         pairs = [_pair(claim, by_arm, found, notes)[0] for claim in against]
     for pair, corrected in zip(pairs, holm([pair.interval.p for pair in pairs]), strict=True):
         pair.p_holm = corrected
@@ -175,8 +179,8 @@ def _logged(found: Found, metric: str) -> bool:
     return any(len(measured(run, metric)[0]) for run in found.runs)
 
 
-def _score(run: Run, metric: str, score: str, logged: bool) -> float | None:
-    return score_of(run, metric, score) if logged else None  # where no run has the metric nobody has lost in it
+def _score(run: Run, metric: str, score: str, logged: bool, mode: str | None = None) -> float | None:
+    return score_of(run, metric, score, mode) if logged else None  # where no run has the metric nobody has lost in it
 
 
 def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], logged: bool) -> Arm:
@@ -205,7 +209,10 @@ def _pair(claim: Claim, by_arm: Mapping[str, list[Run]], found: Found, notes: li
     logged = _logged(found, claim.metric)
     if not logged:
         _add(notes, _absent(found, claim.metric))
-    scored = [tuple(_score(arm[seed], claim.metric, claim.score, logged) for arm in (a, b)) for seed in seeds]
+    scored = [
+        tuple(_score(arm[seed], claim.metric, claim.score, logged, claim.mode or None) for arm in (a, b))
+        for seed in seeds
+    ]
     between = dict(zip(seeds, differences(claim, [(x, y) for x, y in scored]), strict=True))
     lost = any(between[s] is None and "diverged" in (a[s].status, b[s].status) for s in seeds)
     if out := [s for s in seeds if between[s] is None and logged]:

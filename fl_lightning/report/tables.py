@@ -6,7 +6,7 @@ import csv
 import html
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,12 @@ class Table:
         self.rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
 
 
-def mark_best(table: Table, column: int, greater: bool) -> None:
-    """Mark the best value of a column, where there are two or more to choose from."""
+def mark_best(table: Table, column: int, greater: Callable[[], bool]) -> None:
+    """Mark the best value of a column, where there are two or more to choose from, and ``greater`` is asked for."""
     values = [row[column].value for row in table.rows]
     known = [value for value in values if value is not None]
     if len(known) > 1:
-        best = max(known) if greater else min(known)
+        best = max(known) if greater() else min(known)
         for row, value in zip(table.rows, values, strict=True):
             if value == best:
                 row[column] = Cell(row[column].text, value, "best")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fl_lightning.report.scores import greater_is_better
+from fl_lightning.metrics import is_accuracy
 
 NONE = "–"
 
@@ -50,7 +50,7 @@ PERCENT = Unit(100.0, "%", "points", percent=True)
 
 def unit(metric: str, highest: float = 1.0) -> Unit:
     """Accuracies that stay within 0 and 1 are shown in percent, all else as it is."""
-    return PERCENT if greater_is_better(metric) and highest <= 1.0 else Unit()
+    return PERCENT if is_accuracy(metric) and highest <= 1.0 else Unit()
 
 
 def p_value(p: float | None) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 
 from fl_lightning.cli.compose import prepare
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.report.runs import read_run
-from fl_lightning.report.scores import greater_is_better, score_of
+from fl_lightning.metrics import Directions
+from fl_lightning.report import runs as reading
+from fl_lightning.report.scores import score_of
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.folder import DIVERGED, DONE
 from fl_lightning.sweep.grid import Arm, Run, runs, value_name
@@ -63,18 +64,23 @@ def choose(
     All scores are written to ``<sweep>/select.csv``.
 
     Raises:
-        UserError: a run that is done did not log the metric.
+        UserError: a run that is done did not log the metric, or nobody says which way it is better.
     """
-    better = 1 if greater_is_better(select.metric) else -1
-    means = [_mean(candidate, select, states) for candidate in found]
+    directions = which_way(select)
+    ended = [run for candidate in found for run in candidate.runs if states[run] in (DONE, DIVERGED)]
+    read = {run: reading.read_run(run.folder, directions) for run in ended}  # all, before the first is scored
+    means = [_mean(candidate, select, states, read) for candidate in found]
     best: dict[str, Mapping[str, Any]] = {}
     for arm in dict.fromkeys(candidate.arm for candidate in found):
         own = [(mean, c) for mean, c in zip(means, found, strict=True) if c.arm == arm]
         if any(mean is None for mean, _ in own):
             continue
-        scores = [-math.inf if mean is None or math.isnan(mean) else better * mean for mean, _ in own]
-        if max(scores) > -math.inf:  # of equals the first
-            best[arm] = own[scores.index(max(scores))][1].choice
+        scored = [(mean, c) for mean, c in own if mean is not None and not math.isnan(mean)]
+        if len(scored) > 1:  # of equals the first
+            better = 1 if directions.greater(select.metric) else -1
+            scored.sort(key=lambda each: -better * (each[0] or 0.0))
+        if scored:
+            best[arm] = scored[0][1].choice
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["arm", *select.over, f"{select.metric} ({SCORE})", "runs", "chosen"])
@@ -85,6 +91,11 @@ def choose(
     with written_aside(sweep / "select.csv") as file:
         file.write(text.getvalue().encode())
     return best
+
+
+def which_way(select: Selection) -> Directions:
+    """Which way the metric is better, before any run recorded it."""
+    return Directions("Give select.mode", {select.metric: select.mode})
 
 
 def at_the_end(values: Sequence[Any], value: Any) -> str:
@@ -111,13 +122,15 @@ def _has(arm: Arm, key: str) -> bool:
     return any(name.split(".")[0] in (owner.__name__, *parameters(owner)) for owner in owners)
 
 
-def _mean(candidate: Candidate, select: Selection, states: Mapping[Run, str]) -> float | None:
+def _mean(
+    candidate: Candidate, select: Selection, states: Mapping[Run, str], ended: Mapping[Run, reading.Run]
+) -> float | None:
     """The mean score; NaN where a run diverged and less is better; None where a run has not ended."""
     if any(states[run] not in (DONE, DIVERGED) for run in candidate.runs):
         return None
     scores = []
     for run in candidate.runs:
-        read = read_run(run.folder)
+        read = ended[run]
         score = score_of(read, select.metric, SCORE)
         if score is None and states[run] == DONE:
             known = [name for name in read.columns if name != "round"]

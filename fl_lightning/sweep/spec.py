@@ -9,9 +9,10 @@ from typing import Any
 
 from fl_lightning.cli.compose import is_file, packaged, plain_yaml
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.metrics import check_mode
 
 KEYS = ("configs", "fixed", "grid", "select", "claims")
-SELECT_KEYS = ("over", "metric", "val_fraction", "seeds")
+SELECT_KEYS = ("over", "metric", "mode", "val_fraction", "seeds")
 SEEDS = "seed_everything"
 OWN = ("trainer.default_root_dir", "ckpt_path")  # a sweep sets these itself
 
@@ -24,6 +25,7 @@ class Selection:
     metric: str
     val_fraction: float
     seeds: tuple[int, ...]
+    mode: str | None = None  # max or min: which way is better, where the metric does not tell
 
 
 @dataclass
@@ -178,6 +180,7 @@ def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None)
         raise UserError(
             f"sweep {name}: select.val_fraction {fraction!r}: give a share of the training data, such as 0.1."
         )
+    check_mode(f"sweep {name}: select.mode", given.get("mode"))
     own = _seeds(name, "select.seeds", given["seeds"])
     if shared := sorted(set(own) & set(seeds or ())):
         raise UserError(
@@ -189,4 +192,5 @@ def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None)
         metric=str(given.get("metric", "val/acc")),
         val_fraction=float(fraction),
         seeds=tuple(own),
+        mode=given.get("mode"),
     )

@@ -15,7 +15,7 @@ from fl_lightning.sweep import slurm, workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.sweep.grid import Arm, Run, arms, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
-from fl_lightning.sweep.selection import Candidate, at_the_end, candidates, choose
+from fl_lightning.sweep.selection import Candidate, at_the_end, candidates, choose, which_way
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import Table
 
@@ -125,12 +125,21 @@ class Sweep:
         cores, gpus = workers.usable_cores(), workers.usable_gpus()
         first = [self._runs(arm, guess=True)[0] for arm in self.arms]
         configs = self._rehearse(first, len(cores))
+        self._ask_which_way(first)
         trainers = [config.get("trainer") or {} for config in configs]
         if all(trainer.get("accelerator") == "cpu" for trainer in trainers):
             gpus = []
         devices = max((d for t in trainers if isinstance(d := t.get("devices"), int) and d > 0), default=1)
         most = max(len(self.listed()), sum(len(candidate.runs) for candidate in self.candidates))
         return workers.places(jobs, devices, cores, gpus, most)
+
+    def _ask_which_way(self, first: Sequence[Run]) -> None:
+        """Before hours of runs, not after them, unless their learners may tell by a torchmetrics metric."""
+        if self.spec.select is None or all(len(values) < 2 for values in self.spec.select.over.values()):
+            return
+        directions, metric = which_way(self.spec.select), self.spec.select.metric
+        if directions.known(metric) is None and not workers.may_tell_modes(first):
+            raise UserError(f"sweep {self.spec.name}: select.metric: {directions.question([metric])}")
 
     def _select(self, places: list[workers.Place]) -> int | None:
         every = [run for candidate in self.candidates for run in candidate.runs]

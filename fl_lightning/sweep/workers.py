@@ -147,6 +147,22 @@ def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
     return [said["config"] for said in found]
 
 
+def may_tell_modes(runs: Sequence[Run]) -> bool:
+    """Whether the learner of any of these runs has a torchmetrics metric that says which way it is better."""
+
+    def build() -> bool:
+        from fl_lightning.aggregation.metric_states import tells_mode
+        from fl_lightning.cli.cli import FederatedCLI
+
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        clis = (FederatedCLI("fit", prepare("fit", list(run.argv))) for run in runs)
+        return any(tells_mode(cli.model.learner) for cli in clis)
+
+    return bool(_answers([build])[0])
+
+
 # --------------------------------------------------------------------------- forking
 
 

@@ -229,10 +229,15 @@ def test_the_worst_tenth_is_a_mean_and_what_is_no_longer_logged_is_no_longer_tol
 
 
 def test_regression_and_metrics_of_the_learners_own() -> None:
-    module = run(seen := c.PerClientEvaluation(), learner=Regressor)
+    with pytest.raises(UserError, match=r"which way is better in within is not known.*modes=") as caught:
+        run(unsaid := c.PerClientEvaluation(), learner=Regressor)
+    assert unsaid._ended == -1 and "mae" not in str(caught.value)  # before round 0, and of that name alone
+    module = run(seen := c.PerClientEvaluation(modes={"within": "max"}), learner=Regressor)
     assert seen.table.keys() == {"loss", "mae", "within"}
     assert measured(module)["mae_worst10"] == pytest.approx(max(seen.table["mae"].values()), rel=1e-6)
-    assert any("of within the largest values count as the worst" in note for note in module.notes)
+    assert measured(module)["within_worst10"] == pytest.approx(min(seen.table["within"].values()), rel=1e-6)
+    with pytest.raises(UserError, match=r"modes\['within'\] 'highest'.*Accepted: max"):
+        c.PerClientEvaluation(modes={"within": "highest"})
 
 
 def test_what_cannot_be_measured_is_refused_before_training() -> None:

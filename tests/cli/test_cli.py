@@ -259,10 +259,16 @@ def own(cli: Cli, *argv: object, **options: object) -> tuple[object, ...]:
 
 def test_own_learner_and_monitor(cli: Cli) -> None:
     result = cli(*own(cli, "--trainer.max_epochs", 2, "--monitor", "val/quality", width=5))
+    assert result.returncode == 2 and "val/quality is not known (by its name). Give --monitor_mode" in result.stderr
+    assert not (cli.folder / "x").exists()
+    quality = ("--monitor", "val/quality", "--monitor_mode", "max")
+    result = cli(*own(cli, "--trainer.max_epochs", 2, *quality, width=5))
     assert result.returncode == 0, result.stderr
     best = torch.load(cli.folder / "x/checkpoints/best.ckpt", weights_only=True)
     assert best["state_dict"]["net.1.weight"].shape == (5, 64)
-    result = cli(*own(cli, "--trainer.max_epochs", 3, "--ckpt_path", "last", "--monitor", "val/qualitty", width=5))
+    result = cli(
+        *own(cli, "--trainer.max_epochs", 3, "--ckpt_path", "last", *quality[2:], "--monitor", "val/qualitty", width=5)
+    )
     assert result.returncode == 2 and "'val/quality'" in result.stderr
 
 
