@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
 
 from fl_lightning.datamodules import batching
 from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
-from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition, check_sequence
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, makes_batches
-from fl_lightning.datamodules.split import Split, What, check_shares, split_samples
+from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
+from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, makes_batches, one_by_one
+from fl_lightning.datamodules.split import Split, What, check_given, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
@@ -76,13 +77,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         check_shares(val_fraction, client_test_fraction)
-        if clients is not None:
-            check_sequence("clients", clients, "each client's sample indices")
-        if clients is not None and (partition is not None or num_clients not in (None, len(clients))):
-            raise UserError(
-                f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
-                f"{partition!r}: give either clients alone, or num_clients and partition."
-            )
+        check_given(clients, num_clients, partition)
         self.batch_size, self.drop_last, self.eval_batch_size = batch_size, drop_last, eval_batch_size
         self.biases, self.val_fraction, self.client_test_fraction = tuple(biases), val_fraction, client_test_fraction
         self.seed = None if seed is None else check_seed("data.seed", seed)
@@ -188,6 +183,10 @@ class FederatedDataModule(pl.LightningDataModule):
         """Positions of the samples that a client is tested on, in the training data, ascending; none: empty."""
         return self._who.test_indices(client)
 
+    def client_dataset(self, client: int) -> Dataset[Any]:
+        """The samples that a client trains on, one by one, without augmentation."""
+        return one_by_one(self._train, self.client_indices(client), self._bias(client))
+
     @property
     def partition_hash(self) -> str:
         """Sixteen hexadecimal digits, the same for the same split."""
@@ -203,9 +202,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def save_partition(self, path: str | Path) -> None:
         """Write the split as ``.npz``, for ``partition=Saved(path)``."""
-        labels = self._train.labels
-        labels = np.zeros(len(self._train), np.int64) if labels is None else labels
-        save_partition(Path(path), self._who, labels)
+        save_partition(Path(path), self._who, self._train.labels)
 
     def card(self) -> dict[str, str]:
         """Facts for a run's card."""

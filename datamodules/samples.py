@@ -214,6 +214,27 @@ class DatasetSamples:
             self._ahead.close(wait)
 
 
+def one_by_one(samples: Samples, index: NDArray[np.int64], biases: Change | None) -> Dataset[Any]:
+    """The samples ``index`` as a dataset."""
+    if isinstance(samples, DatasetSamples):
+        return Subset(samples.read.dataset, index.tolist())
+    return _Singles(samples, index, biases)
+
+
+class _Singles(Dataset[Any]):
+    """Samples of tensors, each made when it is asked for."""
+
+    def __init__(self, samples: Samples, index: NDArray[np.int64], biases: Change | None) -> None:
+        self.samples, self.index, self.biases = samples, index, biases
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        ((x, y),) = self.samples.batches(self.index[[i]], 1, biases=self.biases)
+        return x[0], y[0]
+
+
 def makes_batches(samples: Samples) -> bool:
     """Whether what is split are ready batches, which a dataset gives by one position each."""
     return isinstance(samples, DatasetSamples) and samples.read.fetch == "batch"

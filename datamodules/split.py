@@ -237,6 +237,18 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
     return found
 
 
+def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
+    """Refuse clients that are no sequence, or that stand beside a partition."""
+    if clients is None:
+        return
+    check_sequence("clients", clients, "each client's sample indices")
+    if partition is not None or num_clients not in (None, len(clients)):
+        raise UserError(
+            f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
+            f"{partition!r}: give either clients alone, or num_clients and partition."
+        )
+
+
 def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
     """Lists are checked at once, lazy sequences when a client is asked for."""
     check_sequence("clients", clients, "each client's sample indices")

@@ -152,12 +152,13 @@ def partition_figure(data: Partitioned) -> Figure:
     return figure
 
 
-def save_partition(path: Path, split: Split, labels: Indices) -> None:
+def save_partition(path: Path, split: Split, labels: Indices | None) -> None:
     """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always whole.
 
-    ``labels`` ``(N,)``: of all training samples.
+    ``labels`` ``(N,)``: of all training samples; None: they have none.
     """
-    clients, kept = split.clients, np.arange(len(labels)) if split.kept is None else split.kept
+    labels = np.zeros(split.total, np.int64) if labels is None else labels
+    clients, kept = split.clients, np.arange(split.total) if split.kept is None else split.kept
     arrays = [positions(clients[i]).astype(np.int64, copy=False) for i in range(len(clients))]
     with written_aside(path) as file:
         np.savez_compressed(

@@ -17,6 +17,9 @@ from fl_lightning.metrics import Logged
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
 """Methods of a LightningModule that a run puts others in place of, on the learner and on modules inside it."""
 
+IN_STEPS = (*SHIMS, "train_dataloader")
+"""Those that are others in a client's local steps."""
+
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks by which a learner transfers its batches, in the order of their calls."""
 

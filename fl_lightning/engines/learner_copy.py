@@ -15,9 +15,10 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.engines.client_trainer import Present, nobody
 from fl_lightning.engines.step_hooks import StepHooks, differentiated
 from fl_lightning.learner import (
-    SHIMS,
+    IN_STEPS,
     Layout,
     buffer_slots,
     check_trainable,
@@ -76,6 +77,7 @@ class LearnerCopy:
         self._said = logged_of(learner)
         self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
         self.scheduler: Any = None
+        self.present = Present()
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
@@ -123,10 +125,16 @@ class LearnerCopy:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
-        shims = (self._log, self._log_dict, self._optimizers, lambda: self.scheduler)
+        own = (self._log, self._log_dict, self._optimizers, lambda: self.scheduler, self.present.loader)
         for part in lightning_modules(self.learner):
-            for name, shim in zip(SHIMS, shims, strict=True):
+            for name, shim in zip(IN_STEPS, own, strict=True):
                 object.__setattr__(part, name, shim)
+
+    def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
+        """From here on the learner finds this client's numbers at its Trainer; see :class:`Present`."""
+        self.present.begin(data, who, steps)
+        for part in lightning_modules(self.learner):
+            part._trainer = self.present.trainer(part._trainer)
 
     @contextmanager
     def shifted(self, e: Tensor) -> Iterator[None]:
@@ -164,13 +172,13 @@ class LearnerCopy:
         """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
         check_trainable(self.learner, self.layout)
         parts = lightning_modules(self.learner)
-        before = [(part, {name: vars(part)[name] for name in SHIMS if name in vars(part)}) for part in parts]
+        before = [(part, {n: vars(part)[n] for n in ("_trainer", *IN_STEPS) if n in vars(part)}) for part in parts]
         self.attach()
         try:
             yield
         finally:
             for part, shims in before:
-                for name in SHIMS:
+                for name in IN_STEPS:
                     part.__dict__.pop(name, None)
                 part.__dict__.update(shims)
             tie(self.parameters, self.layout.views(rest))
@@ -192,7 +200,7 @@ class LearnerCopy:
             if isinstance(own, (Metric, MetricCollection)):
                 continue
             for name, value in theirs.__dict__.items():
-                if name == "_trainer" or (name not in SHIMS and _carries_over(value)):
+                if name == "_trainer" or (name not in IN_STEPS and _carries_over(value)):
                     own.__dict__[name] = value if name == "_trainer" else copy.deepcopy(value)
                 elif isinstance(value, Tensor):
                     own.__dict__[name] = value.detach()
@@ -224,7 +232,7 @@ class LearnerCopy:
         return output, loss
 
     def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
-        self.logging = log
+        self.logging, self.present.index = log, step
         if self.convert is not None:
             batch = self.convert(self.learner, batch)
         if log and self.hooks is not None:

@@ -60,7 +60,7 @@ class Stack:
 
     def gradient(self, groups: list[Group], step: int, log: bool = True) -> Tensor:
         """∇ℓ at each client's x ``(n, D)``; zeros for clients without a batch."""
-        self.copy.logging = log
+        self.copy.logging, self.copy.present.index = log, step
         n = len(self.x)
         for rows, leaves, spec in groups:
             everyone = len(rows) == n
@@ -204,6 +204,7 @@ class Stacked:
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
+            self.copy.begin(work.data)  # nobody's numbers: they differ
             begin(work, clients)
             optimizer.begin(round.rates, None)
             self.worker.optimizer.begin(round.rates, None)  # which the learner may look at

@@ -51,6 +51,7 @@ class Worker:
         batches = NumberedBatches(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
         try:
             copy.load(round, client)
+            copy.begin(work.data, lambda: clients.client_ids[0], round.steps[client])
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
@@ -82,7 +83,9 @@ class Worker:
         work, copy, at = self.work, self.copy, at.view(1, -1)
         buffers = {name: buffer.clone() for name, buffer in copy.buffers.items()}
         point, held = copy.x.clone(), copy.g.clone()
-        total = torch.zeros_like(copy.x)
+        total, present = torch.zeros_like(copy.x), copy.present
+        index, who, steps = present.index, present.who, present.steps
+        copy.begin(work.data, lambda: clients.client_ids[0])
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
                 seed_client(work.seed, clients.round, client, "full")
@@ -95,6 +98,8 @@ class Worker:
                 copy.x.copy_(point)
                 copy.g.copy_(held)
                 copy.load_buffers(buffers)
+                present.begin(work.data, who, steps)
+                present.index = index
         return total + clients.weight_decay * at
 
     def optimizer_rows(self, round: Round, client: int) -> dict[str, Tensor] | None:

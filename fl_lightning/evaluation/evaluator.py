@@ -80,6 +80,7 @@ class Evaluator:
         parameter = next(p for p in learner.parameters() if p.requires_grad)
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
         self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
+        self.copy.begin(data)
         self.copy.learner.eval()
         for part in self.copy.learner.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -100,6 +101,7 @@ class Evaluator:
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
         self.copy.follow(learner)
+        self.copy.begin(self.data)
         self.copy.learner.eval()
         self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
@@ -154,8 +156,10 @@ class Evaluator:
     ) -> dict[str, float]:
         """One client's means at x ``(D,)``, in this process alone: ``samples``, ``loss`` and what it logs."""
         samples = {client: indices}
+        self.copy.begin(self.data, lambda: client)
         shares = self.shares(samples, self.size(x, samples), alone=True)
         total = self.sum(x, shares, self._term(False, step), alone=True)
+        self.copy.begin(self.data)
         number = int(total["samples"]) if total else 0
         loss = float(total["loss"] / number) if number else math.nan
         logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])} if number else {}
@@ -214,6 +218,7 @@ class Evaluator:
         """The mean loss of a batch; ``graph``: with what its gradient needs."""
         self._graph = graph or self._builds_graph
         try:
+            self.copy.present.index = index
             return self.copy.loss(batch, index)[1]
         except RuntimeError as error:  # a step that takes gradients itself
             if self._graph or "does not require grad" not in str(error):

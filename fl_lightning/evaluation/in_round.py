@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.learner import SHIMS, lightning_modules, overrides
+from fl_lightning.learner import IN_STEPS, lightning_modules, overrides
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
@@ -88,7 +88,7 @@ class ClientEvaluation:
 def _shims_put_aside(learner: Any) -> Iterator[None]:
     """Within, the learner can be copied without the engine that trains in it."""
     before = [
-        (part, {name: vars(part).pop(name) for name in SHIMS if name in vars(part)})
+        (part, {name: vars(part).pop(name) for name in IN_STEPS if name in vars(part)})
         for part in lightning_modules(learner)
     ]
     try:

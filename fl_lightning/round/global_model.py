@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.learner import (
-    SHIMS,
+    IN_STEPS,
     Layout,
     buffer_values,
     check_learner_parameters,
@@ -195,7 +195,7 @@ class GlobalModel:
         trainers = {id(part._trainer): None for part in lightning_modules(self.learner) if part._trainer is not None}
         learner = copy.deepcopy(self.learner, trainers)
         for part in lightning_modules(learner):
-            for name in SHIMS:
+            for name in IN_STEPS:
                 part.__dict__.pop(name, None)
         return learner
 

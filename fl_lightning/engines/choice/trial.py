@@ -227,6 +227,7 @@ def why_not_stacked(workshop: Workshop) -> str:
         copy = workshop.original.another(aliased=False)  # so that the learner keeps its attributes
         stack = Stack(copy, 2)
         stack.x.copy_(setting.w.detach().expand_as(stack.x))
+        copy.begin(setting.work.data)
         copy.x.fill_(torch.nan)  # where only a learner that reads parameters past the stack would look
         attributes = Attributes(copy.learner, metrics=True)
         own = {name: id(buffer) for name, buffer in copy.buffers.items()}

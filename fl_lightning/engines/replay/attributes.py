@@ -22,7 +22,7 @@ from fl_lightning.engines.replay.reachable import (
     class_data,
     state_of_generator,
 )
-from fl_lightning.learner import SHIMS
+from fl_lightning.learner import IN_STEPS
 
 EMPTY = (OrderedDict, dict, list, tuple, set)
 
@@ -37,7 +37,7 @@ class Attributes:
     Without ``in_place`` a tensor whose values changed is still what it was, and classes are left out.
     """
 
-    SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *SHIMS)
+    SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
 
     def __init__(self, learner: nn.Module, metrics: bool = False, in_place: bool = True) -> None:
         self.learner, self.metrics, self.in_place = learner, metrics, in_place

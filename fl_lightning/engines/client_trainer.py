@@ -1,0 +1,130 @@
+"""The Trainer as a learner finds it in a client's local steps: with the client's own numbers of batches and samples.
+
+Lightning's training batch is the round's token. What a learner reads of it in a step, such as ``num_training_batches``
+for the weight of a KL term, is the client's own here; all else is the run's Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from fl_lightning.errors import UserError
+
+
+class View:
+    """An object, but for some attributes, each given by a function; what is assigned goes to the object."""
+
+    def __init__(self, of: Any, **own: Callable[[], Any]) -> None:
+        vars(self).update(_of=of, _own=own)
+
+    @property
+    def __class__(self) -> Any:  # so that isinstance says what it says of the object
+        return type(self._of)
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> NoReturn:
+        raise TypeError("a view's class is that of its object")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_own" not in vars(self):  # of copies and pickles
+            raise AttributeError(name)
+        own = self._own.get(name)
+        return getattr(self._of, name) if own is None else own()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._of)
+
+
+def nobody() -> NoReturn:
+    """In place of a client, where several are trained or measured at once."""
+    raise UserError(
+        "training_step reads how many batches its client has (trainer.num_training_batches, train_dataloader, "
+        "is_last_batch), and several clients are trained or measured at once here: a number of one's own has each "
+        "client under engine='sequential' or 'concurrent' alone, and where clients are measured one by one"
+    )
+
+
+@dataclass
+class Present:
+    """The client and the local step that a learner is in.
+
+    Args:
+        who: gives the client's number.
+        steps: of the client in the round; None: it is not trained, but measured.
+        index: of the step, as ``training_step`` has it as ``batch_idx``.
+    """
+
+    data: Any = None
+    who: Callable[[], int] = nobody
+    steps: int | None = None
+    index: Any = 0
+
+    def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
+        self.data, self.who, self.steps, self.index = data, who, steps, 0
+
+    def __deepcopy__(self, memo: Any) -> Present:
+        return Present()  # a copy of the learner is in no step, and has no share in the data
+
+    def loader(self) -> ClientLoader:
+        return ClientLoader(self.data, self.who())
+
+    def batches(self) -> int:
+        return len(self.loader())
+
+    def is_last(self) -> bool:
+        """Whether this is the last batch of an epoch of the client, or of its round."""
+        done = self.index + 1
+        return bool(done % self.batches() == 0 or done == self.steps)
+
+    def trainer(self, trainer: Any) -> Any:
+        """``trainer`` with this client's numbers; None: None."""
+        while type(trainer) is View:
+            trainer = trainer._of
+        if trainer is None:
+            return None
+        epoch, index = trainer.fit_loop.epoch_loop, partial(getattr, self, "index")
+        progress = View(epoch.batch_progress, is_last_batch=self.is_last)
+        epoch = View(epoch, batch_idx=index, batch_progress=lambda: progress)
+        loop = View(trainer.fit_loop, batch_idx=index, max_batches=self.batches, epoch_loop=lambda: epoch)
+        own: dict[str, Callable[[], Any]] = {
+            "fit_loop": lambda: loop,
+            "num_training_batches": self.batches,
+            "is_last_batch": self.is_last,
+            "train_dataloader": self.loader,
+        }
+        if trainer.datamodule is not None:
+            data = View(trainer.datamodule, train_dataloader=lambda: self.loader)
+            own["datamodule"] = lambda: data
+        return View(trainer, **own)
+
+
+class ClientLoader:
+    """A client's samples as its learner finds them: ``dataset``, ``batch_size``, ``len``, and its batches in order."""
+
+    def __init__(self, data: Any, client: int) -> None:
+        self._data, self._client = data, client
+
+    def __len__(self) -> int:
+        return int(self._data.batches_per_epoch(self._client))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, _ in self._data.full_batches(self._client))
+
+    @property
+    def dataset(self) -> Any:
+        """The samples that the client trains on, one by one."""
+        return self._data.client_dataset(self._client)
+
+    @property
+    def batch_size(self) -> int:
+        return int(self._data.batch_size or self._data.client_sizes()[self._client])
+
+    @property
+    def drop_last(self) -> bool:
+        return bool(self._data.drop_last)
