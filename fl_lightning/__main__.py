@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError, out_of_memory, suggest
 
 COMMANDS = {
     "fit": "train federatedly: -c base -c data/digits -c method/fedinit, or a run's folder to go on with",
@@ -117,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        why = out_of_memory(error)
+        if debug or not why:
+            raise
+        print(f"fl-lightning: {why}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

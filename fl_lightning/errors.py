@@ -25,3 +25,17 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(accepted), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def out_of_memory(error: BaseException) -> str:
+    """What to say where memory did not suffice, the machine's or a GPU's; of another error: nothing."""
+    text = " ".join(str(error).split())
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    told = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
+    if not kinds & {"MemoryError", "OutOfMemoryError"} and not any(words in text for words in told):
+        return ""
+    return (
+        f"out of memory: {text[:200] or type(error).__name__}. Let fewer clients train side by side "
+        "(--model.engine sequential, --model.workers, --model.clients_at_once), or give a smaller data.batch_size or "
+        "network; a run that had begun goes on from its last round by --ckpt_path last."
+    )

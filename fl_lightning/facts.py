@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import platform
+import posixpath
+import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import rank_zero_warn
+from fl_lightning.lightning import rank_zero_only, rank_zero_warn
 from fl_lightning.schedules import Schedule, decay_text
 from fl_lightning.storage.apart import is_plain
 
@@ -77,9 +81,41 @@ def log_to(loggers: list[Any], facts: Facts) -> None:
     """Give them to every logger as hyper-parameters."""
     for logger in loggers:
         try:
-            logger.log_hyperparams(facts)
+            logger.log_hyperparams(as_paths(facts) if _is(logger, "MLFlowLogger") else facts)
+            if _is(logger, "TensorBoardLogger"):
+                _write_hparams(logger)
         except Exception as error:  # others' code: some refuse a value that changed since a resumed run began
             rank_zero_warn(f"{type(logger).__name__} did not take the hyper-parameters: {str(error)[:200]}")
+
+
+def as_paths(facts: Facts) -> Facts:
+    """The same under names that a store of files takes, such as MLflow's, where each is a path of its own.
+
+    >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
+    {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}
+    """
+    folders = {"/".join(name.split("/")[:depth]) for name in facts for depth in range(1, name.count("/") + 1)}
+    paths: Facts = {}
+    for name, value in facts.items():
+        path = posixpath.normpath(re.sub(r"[^/\w. :-]", "_", name)).lstrip("/.")
+        path += ".class" if name in folders else ""
+        while path in paths:  # two names alike but for what a path cannot hold
+            path += "_"
+        paths[path] = value
+    return paths
+
+
+@rank_zero_only
+def _write_hparams(logger: Any) -> None:
+    """TensorBoard's hparams.yaml anew: Lightning writes it once, before a run has said what it is."""
+    with suppress(OSError):
+        (Path(logger.log_dir) / logger.NAME_HPARAMS_FILE).unlink()
+    logger.save()
+
+
+def _is(logger: Any, name: str) -> bool:
+    """Of either Lightning, which may not be installed whole."""
+    return any(kind.__name__ == name for kind in type(logger).__mro__)
 
 
 def _card(data: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from fl_lightning.callbacks import RelaxedInitialization, RunCard
+from fl_lightning.facts import as_paths
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, blobs, federated, momentum, trainer
 from tests.helpers.zygote import Cli
@@ -45,8 +47,55 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
     assert {"versions/torch", "versions/fl-lightning", "data/partition_hash"} <= told.keys()
     assert all(isinstance(value, str | int | float | bool) for value in told.values())
     assert of_tensorboard(Path(loggers[1].log_dir))["learner"] == "Lit"
+    assert yaml.safe_load((Path(loggers[1].log_dir) / "hparams.yaml").read_text()).items() >= told.items()
     card = (tmp_path / "card.md").read_text()
     assert "| learner | Lit, 154 trained parameters |" in card and "| data | InMemoryDataModule |" in card
+
+
+class MLFlowLogger(DummyLogger):
+    """Keeps each hyper-parameter as MLflow's file store does: a file of its own, under a name that MLflow takes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in params.items():
+            assert re.fullmatch(r"[/\w.\- :]*", name) and posixpath.normpath(name) == name, name
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            assert not (self.folder / name).exists(), name
+            (self.folder / name).write_text(str(value))
+
+
+def test_a_store_of_files_keeps_them_all(tmp_path: Path) -> None:
+    """`learner` was a file where `learner/lr` wants a folder, so that one of some forty was kept."""
+    csv = CSVLogger(tmp_path, "csv")
+    run = trainer(1, logger=[csv, MLFlowLogger(tmp_path / "ml")], default_root_dir=tmp_path)
+    run.fit(federated(Lit(hidden=6)), blobs())
+    told = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
+    kept = [path for path in (tmp_path / "ml").rglob("*") if path.is_file()]
+    assert len(kept) == len(told) > 30
+    assert (tmp_path / "ml" / "learner.class").read_text() == "Lit"
+    assert (tmp_path / "ml" / "learner" / "hidden").read_text() == "6"
+
+
+def test_mlflow_keeps_them_all(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from pytorch_lightning.loggers import MLFlowLogger
+
+    logger = MLFlowLogger("x", tracking_uri=f"file:{tmp_path / 'ml'}")
+    csv = CSVLogger(tmp_path, "csv")
+    trainer(1, logger=[csv, logger], default_root_dir=tmp_path).fit(federated(Lit(hidden=6)), blobs())
+    told = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
+    kept = mlflow.MlflowClient(f"file:{tmp_path / 'ml'}").get_run(logger.run_id).data.params
+    assert len(kept) == len(told) and kept["learner/hidden"] == "6"
+
+
+def test_names_that_a_path_cannot_hold_stay_apart() -> None:
+    names = {"a": 1, "a/b": 2, "a.class": 3, "../x": 4, "/y": 5, "f(1)": 6, "f[1]": 7, "a//c": 8}
+    paths = as_paths(names)
+    assert list(paths.values()) == list(names.values())
+    assert not any(path.startswith(("/", "..")) or "//" in path for path in paths)
 
 
 class Refusing(DummyLogger):

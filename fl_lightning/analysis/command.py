@@ -11,6 +11,7 @@ from typing import Any
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
+from fl_lightning.storage.files import named
 
 DESCRIPTION = """Look at the model of a finished run, on its clients' training samples.
 
@@ -26,7 +27,7 @@ def parser() -> ArgumentParser:
     made = ArgumentParser("analyse", DESCRIPTION)
     made.add_argument("what", choices=("hessian", "landscape"))
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder or checkpoint")
-    made.add_argument("--out", type=Path, help="where to write (default: the first run's folder)")
+    made.add_argument("--out", type=named, help="where to write (default: the first run's folder)")
     made.add_argument(
         "--samples", default="2000", help="of the clients, drawn by the run's seed, or all (default: %(default)s)"
     )

@@ -42,6 +42,7 @@ from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, Lightni
 from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.files import named
 
 _BASES: dict[str, type] = {
     "method": FederatedCallback,
@@ -181,7 +182,8 @@ class FederatedCLI(LightningCLI):
         given, ckpt = self.config.trainer.default_root_dir, self.config.ckpt_path
         self.stem = None if given else f"runs/{self._name()}"
         if given:
-            self.folder = Path(given)
+            self.folder = named(str(given))
+            self.config.trainer.default_root_dir = str(self.folder)
         else:
             existing = numbered(self.stem or "")
             self.folder = existing[-1][1] if existing and ckpt == "last" else next_free(self.stem or "")

@@ -21,7 +21,7 @@ from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.files import named, writable_as_file, written_aside
 
 _NOISE = (
     ".*LeafSpec.*",
@@ -38,8 +38,10 @@ _OF_A_RUN = (
 
 
 def _partition(cli: FederatedCLI) -> None:
-    folder = Path(cli.prepared.output or ".")
-    check_writable(folder)
+    folder = named(cli.prepared.output or ".")
+    check_writable(folder, "-o")
+    for name in ("partition.png", "partition.npz"):
+        writable_as_file(folder / name)
     data = cli.datamodule
     data.setup("fit")
     print(data.partition_table())
@@ -49,9 +51,15 @@ def _partition(cli: FederatedCLI) -> None:
     print(f"→ {folder / 'partition.png'}, {folder / 'partition.npz'}")
 
 
+def _output(cli: FederatedCLI, name: str) -> Path:
+    """The file that a command writes, refused before its work where that cannot be written."""
+    path = cli.folder / name if cli.prepared.output is None else named(cli.prepared.output)
+    check_writable(writable_as_file(path).parent, "-o")
+    return path
+
+
 def _predict(cli: FederatedCLI) -> None:
-    path = Path(cli.prepared.output or cli.folder / "predictions.pt")
-    check_writable(path.parent)
+    path = _output(cli, "predictions.pt")
     predictions = cli.trainer.predict(cli.model, cli.datamodule, **cli.starts_from())
     with written_aside(path) as file:
         torch.save(predictions, file)
@@ -62,8 +70,7 @@ def _export(cli: FederatedCLI) -> None:
     if cli.checkpoint is None:
         raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
     client = cli.config.client
-    path = Path(cli.prepared.output or cli.folder / ("model.pt" if client is None else f"client-{client}.pt"))
-    check_writable(path.parent)
+    path = _output(cli, "model.pt" if client is None else f"client-{client}.pt")
     if client is not None:
         check_client(client, int(cli.datamodule.num_clients))
     checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=cli.config.weights_only)

@@ -69,7 +69,10 @@ def check_name(folder: Path) -> None:
         raise UserError(f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {why}. Give another folder.")
 
 
-def check_writable(folder: Path) -> None:
+RUN_FILES = ", for the run's config, metrics and checkpoints"
+
+
+def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> None:
     """Refuse a folder that could not be created or written to, without creating it."""
     place = folder.absolute()
     while not os.path.lexists(place):
@@ -77,8 +80,8 @@ def check_writable(folder: Path) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         why = "is not writable" if place.is_dir() else "is not a folder"
         raise UserError(
-            f"--trainer.default_root_dir {folder}: {place} {why}. Give a folder that can be written to, for the run's "
-            f"config, metrics and checkpoints."
+            f"{option} {folder}: {place} {why}. Give a folder that can be written to"
+            f"{', for the files of this command' if option == '-o' else RUN_FILES}."
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
+from fl_lightning.storage.files import named
 
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
@@ -21,7 +22,7 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, of a sweep, or any full of runs"
     )
-    made.add_argument("--out", type=Path, help="where to write (default: FOLDER where one is given, else ./report)")
+    made.add_argument("--out", type=named, help="where to write (default: FOLDER where one is given, else ./report)")
     made.add_argument(
         "--targets", default="", help="values of the metric, such as 0.8,0.9: rounds, bytes, seconds until"
     )

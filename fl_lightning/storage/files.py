@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock
+
+
+class _Remembering(io.FileIO):
+    """A file that knows why it could not be written: torch.save says of a full disk ``unexpected pos``."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = error
+            raise
 
 
 @contextmanager
@@ -18,17 +33,21 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
 
     ``mode``: who may read and write it, less what the process's umask takes away.
 
-    What a killed process leaves behind is ``.<name>.tmp``, which the next write of the same name replaces.
+    A link stays, and what it leads to is written. What a killed process leaves behind is ``.<name>.tmp``, which the
+    next write of the same name replaces.
 
     Raises:
-        UserError: the folder cannot be written to, or has become another process's.
+        UserError: the folder cannot be written to, or has become another process's; a device or pipe has that name.
     """
+    path = writable_as_file(path)
     lock.check(path)
     aside = path.with_name(f".{path.name}.tmp")
+    raw: _Remembering | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.unlink(missing_ok=True)  # a frozen process may have it open, and would go on writing into ours
-        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        raw = _Remembering(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode))
+        with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
             if durable:
@@ -42,10 +61,34 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
-        if isinstance(error, OSError):
-            why = error.strerror or error
+        failed = error if isinstance(error, OSError) or not isinstance(error, Exception) else raw and raw.failed
+        if isinstance(failed, OSError):
+            why = failed.strerror or failed
             raise UserError(f"Cannot write {path}: {why}. Give a folder that can be written to.") from error
         raise
+
+
+def writable_as_file(path: Path) -> Path:
+    """Where a file of this name is written: there, or where a link of this name leads.
+
+    Raises:
+        UserError: a device, a pipe or a folder has that name, which a file would replace.
+    """
+    try:
+        place = Path(os.path.realpath(path)) if path.is_symlink() else path
+        held = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror or error}. Give another file.") from error
+    if not stat.S_ISREG(held):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link that leads to itself", stat.S_IFIFO: "a pipe"}
+        what = kinds.get(stat.S_IFMT(held), "a device or socket")
+        raise UserError(f"Cannot write {path}: it is {what}, and no file. Give the name of a file.")
+    return place
+
+
+def named(text: str) -> Path:
+    """A path as a user writes it: with ``~`` for the home folder and ``$NAME`` for a variable."""
+    return Path(os.path.expanduser(os.path.expandvars(text)))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
+from fl_lightning.storage.files import named
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, WAITING, read_states, standing
 from fl_lightning.sweep.grid import Run
 from fl_lightning.sweep.spec import read_spec
@@ -34,7 +35,7 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "--jobs", type=int, metavar="N", help="runs at once (default: one a GPU, without GPUs one a core)"
     )
-    made.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (default: runs/<FILE's name>)")
+    made.add_argument("--out", type=named, metavar="DIR", help="the sweep's folder (default: runs/<FILE's name>)")
     made.add_argument("--dry_run", action="store_true", help="list what would run, as commands, and do nothing")
     made.add_argument("--slurm", metavar="SCRIPT", help="write a SLURM array script instead of running; -: print it")
     made.add_argument("--run", metavar="PLACE", help="do one run here, such as fedavg/seed-0 (what the script does)")

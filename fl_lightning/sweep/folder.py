@@ -24,6 +24,19 @@ WAITING, RUNNING, DONE, DIVERGED, FAILED = "waiting", "running", "done", "diverg
 _PATIENCE = 20.0  # seconds that what a killed sweep leaves may take to go
 
 
+def make(folder: Path) -> None:
+    """Make a folder of a sweep, where it is not there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"sweep --out: the folder {folder} cannot be made ({why}). Give another folder.") from None
+
+
 @contextmanager
 def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
     """Hold ``path`` alone (``shared``: beside others that share it) until the block ends, or this process does.
@@ -33,7 +46,7 @@ def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
     Raises:
         UserError: somebody alive holds it; ``what`` names it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     deadline = time.monotonic() + _PATIENCE
     with open(path, "a+", encoding="utf-8") as file:
         while True:

@@ -18,6 +18,7 @@ from typing import Any
 
 from fl_lightning.cli.compose import parse_yaml, prepare
 from fl_lightning.errors import UserError
+from fl_lightning.sweep.folder import make
 from fl_lightning.sweep.grid import Run
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
@@ -94,7 +95,7 @@ def places(
 
 def start(run: Run, place: Place, claims_hash: str | None) -> int:
     """Fork a worker that is ``fl-lightning fit`` for this run; its output goes to the run's log.txt. Its process id."""
-    run.folder.mkdir(parents=True, exist_ok=True)
+    make(run.folder)
     parent = os.getpid()
     pid = _fork()
     if pid == 0:
