@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.aggregation import metric_states
-from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.engines.client_trainer import Present, nobody
 from fl_lightning.engines.step_hooks import StepHooks, differentiated
+from fl_lightning.engines.step_logs import LAST, StepLogs
 from fl_lightning.learner import (
     IN_STEPS,
     Layout,
@@ -67,11 +68,13 @@ class LearnerCopy:
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = self.keeps_loss = False
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
-        self.sums: dict[str, Tensor] = {}  # over steps, float64; always the same tensors, which a recorded step adds to
-        self.numbers: dict[str, int] = {}
+        self.logs = StepLogs(learner, x.device)  # over steps
+        self.sums, self.numbers = self.logs.totals, self.logs.numbers
+        self.forks = True  # whether what is logged by step and by epoch gets names of its own, as in training
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._own_metrics = metric_states.metrics_of(learner)
+        self._outside = [outside(metric) for metric in self._own_metrics]
         self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
         self._logged_metrics: dict[str, int] = {}  # by name: which
         self._said = logged_of(learner)
@@ -186,11 +189,11 @@ class LearnerCopy:
 
     def reset(self) -> None:
         """Forget what was logged and what the learner's metrics gathered."""
-        self.logged, self._logged_metrics, self.numbers = {}, {}, {}
-        for total in self.sums.values():
-            total.zero_()
+        self.logged, self._logged_metrics = {}, {}
+        self.logs.clear()
         for metric in self.metrics:
             metric.reset()
+        self._outside = [outside(metric) for metric in self._own_metrics]
 
     def follow(self, learner: nn.Module) -> None:
         """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
@@ -252,7 +255,7 @@ class LearnerCopy:
 
     def _flush(self) -> None:
         for name, values in self.logged.items():
-            self._add(name, values)
+            self.logs.add(name, values)
         self.logged.clear()
 
     def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor:
@@ -264,23 +267,13 @@ class LearnerCopy:
         """What the steps since the last reset left in the learner's metrics; None where it has none."""
         if not self._own_metrics:
             return None
-        return metric_states.taken(self.learner, self._own_metrics, dict(self._logged_metrics))
+        return metric_states.taken(self.learner, self._own_metrics, dict(self._logged_metrics), self._outside)
 
     def take_logs(self) -> dict[str, Tensor]:
-        """Means over the steps since the last call, float64 scalars; metrics are apart."""
+        """Numbers over the steps since the last call, float64 scalars; metrics are apart."""
         self._flush()  # of hooks after the last gradient
-        means = {name: self.sums[name] / number for name, number in self.numbers.items()}
-        for total in self.sums.values():
-            total.zero_()
-        self.logged, self._logged_metrics, self.numbers = {}, {}, {}
-        return means
-
-    def _add(self, name: str, values: list[Tensor]) -> None:
-        if name not in self.sums:
-            self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.x.device)
-        for value in values:
-            self.sums[name].add_(value.reshape(()))
-        self.numbers[name] = self.numbers.get(name, 0) + len(values)
+        self.logged, self._logged_metrics = {}, {}
+        return self.logs.take()
 
     def load(self, round: Round, client: int) -> None:
         """To the server's model, and the buffers that a client starts from."""
@@ -301,26 +294,47 @@ class LearnerCopy:
             data.copy_(values[name])
             parameter.data = data  # to which the learner may have assigned
 
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def _log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        **others: Any,
+    ) -> None:
         if not self.logging:
             return
-        self._said.note(name, value, args[0] if args else kwargs.get("prog_bar"))
+        self._said.note(name, value, prog_bar)
+        forked = self.forks and on_epoch and on_step is not False
         if isinstance(value, Metric):
             if id(value) in self._places:
-                self._logged_metrics[name] = self._places[id(value)]
+                for each in (name, name + "_epoch") if forked else (name,):
+                    self._logged_metrics[each] = self._places[id(value)]
+                if forked and value._forward_cache is not None:
+                    self._put(name + "_step", value._forward_cache, LAST)
                 return
             value = value.compute() if value._forward_cache is None else value._forward_cache
+        self._put(name, value, reduce_fx)
+        if forked:
+            self._put(name + "_epoch", value, reduce_fx)
+            self._put(name + "_step", value, LAST)
+
+    def _put(self, name: str, value: Any, reduce_fx: Any) -> None:
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
+        self.logs.declare(name, reduce_fx)
         self.logged.setdefault(name, []).append(value.detach())
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         return LightningOptimizer(self.optimizer) if use_pl_optimizer and self.optimizer is not None else self.optimizer
 
-    def _log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+    def _log_dict(self, dictionary: Any, *args: Any, **flags: Any) -> None:
         items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
         for name, value in items:
-            self._log(name, value, *args, **kwargs)
+            self._log(name, value, *args, **flags)
 
 
 def _carries_over(value: object) -> bool:

@@ -22,6 +22,7 @@ from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.engines.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
 from fl_lightning.learner import check_gradient_hooks
@@ -74,11 +75,14 @@ class Stack:
             else:
                 self.g[rows] = torch.cat(parts, dim=1)
             for name, values in logs.items():
+                kind = self.copy.logs.kinds.get(name, "mean")
                 if name not in self.logged:
                     zeros = torch.zeros(2, n, dtype=torch.float64, device=self.x.device)
-                    self.logged[name] = (zeros[0], zeros[1])
+                    self.logged[name] = (zeros[0].fill_(START[kind]), zeros[1])
                 total, number = self.logged[name]
-                total[rows] += values
+                now = total[rows]
+                reduce_into(now, values, kind)
+                total[rows] = now
                 number[rows] += self._counts[name]
         if len(missing := set(range(n)) - {row for rows, _, _ in groups for row in rows}):
             self.g[sorted(missing)] = 0
@@ -102,7 +106,7 @@ class Stack:
             self._counts = {k: len(vs) for k, vs in logged.items()}
             return value, (
                 value,
-                {k: torch.stack([v.reshape(()) for v in vs]).double().sum() for k, vs in logged.items()},
+                {k: in_one_step(vs, self.copy.logs.kinds.get(k)) for k, vs in logged.items()},
             )
 
         with torch.enable_grad():  # only the learner's own parameters would ask for gradients here
@@ -112,9 +116,10 @@ class Stack:
         return gradients, logs
 
     def take_logs(self) -> tuple[dict[str, Tensor], dict[str, list[bool]]]:
-        """Means over each client's steps, ``(n,)`` float64, and which clients logged."""
+        """Numbers over each client's steps, ``(n,)`` float64, and which clients logged."""
         logged, self.logged = self.logged, {}
-        means = {name: total / number for name, (total, number) in logged.items()}
+        kinds = self.copy.logs.kinds
+        means = {name: of_steps(total, number, kinds.get(name)) for name, (total, number) in logged.items()}
         return means, {name: (number > 0).tolist() for name, (_, number) in logged.items()}
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation import metric_states
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
@@ -65,8 +66,8 @@ class Worker:
                     step(batch, index)
             clients.local_step = None
             clients.metrics = copy.take_metrics()
-            for name, mean in copy.take_logs().items():
-                clients.logs[name] = mean.reshape(1)
+            for name, value in {**copy.take_logs(), **metric_states.alone(clients.metrics)}.items():
+                clients.logs[name] = value.reshape(1)
             if step.clipped is not None:
                 clients.logs["clipped_steps"] = step.clipped / round.steps[client]
             work.methods.run("on_local_end", clients)

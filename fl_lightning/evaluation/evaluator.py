@@ -82,6 +82,7 @@ class Evaluator:
         self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
         self.copy.begin(data)
         self.copy.learner.eval()
+        self.copy.forks = False
         for part in self.copy.learner.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False  # a sparse gradient cannot be differentiated, and the values are the same

@@ -77,6 +77,8 @@ def rehearse(workshop: Workshop) -> Rehearsal:
         if any(not p.requires_grad for p in learner.parameters()):
             affordable = int(FROZEN_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else 0
             trial.run(client, min(setting.cohort.steps(client), max(TRIED_STEPS, affordable)))
+    except UserError:
+        raise
     except Exception as error:
         if setting.hooks_first:
             return Rehearsal(untried=f"a step before round 0 fails ({type(error).__name__}: {error})")

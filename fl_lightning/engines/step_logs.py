@@ -1,0 +1,98 @@
+"""What a learner logs in its local steps, reduced over a client's steps as Lightning reduces an epoch's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+
+LAST = "last"  # what Lightning calls <name>_step: the latest step's
+START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf, LAST: 0.0}
+WORDS = {LAST: LAST, "mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+FUNCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
+FUNCTIONS |= {sum: "sum", max: "max", min: "min"}
+
+
+class StepLogs:
+    """Numbers by name over a client's steps: always the same tensors, which a recorded step adds to.
+
+    ``kinds``: how each is reduced.
+    """
+
+    def __init__(self, learner: Any, device: torch.device) -> None:
+        self.learner, self.device = type(learner).__name__, device
+        self.totals: dict[str, Tensor] = {}
+        self.numbers: dict[str, int] = {}
+        self.kinds: dict[str, str] = {}
+
+    def declare(self, name: str, reduce_fx: Any) -> None:
+        """How ``self.log`` is asked to reduce a number.
+
+        Raises:
+            UserError: by a function of one's own, or otherwise than before.
+        """
+        word = reduce_fx.lower() if isinstance(reduce_fx, str) else ""
+        kind = WORDS.get(word) or FUNCTIONS.get(reduce_fx)
+        if kind is None:
+            raise UserError(
+                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}) is not accepted; as in plain "
+                "Lightning it is 'mean', 'sum', 'max' or 'min'. For another reduction log a metric of torchmetrics."
+            )
+        if self.kinds.setdefault(name, kind) != kind:
+            raise UserError(
+                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}), and elsewhere "
+                f"reduce_fx={self.kinds[name]!r}: one name has one reduction. Log it under two names."
+            )
+
+    def add(self, name: str, values: list[Tensor]) -> None:
+        """Add what one step logged."""
+        kind = self.kinds.get(name, "mean")
+        if name not in self.totals:
+            self.totals[name] = torch.full((), START[kind], dtype=torch.float64, device=self.device)
+        total = self.totals[name]
+        for value in values:
+            reduce_into(total, value.reshape(()), kind)
+        self.numbers[name] = self.numbers.get(name, 0) + len(values)
+
+    def clear(self) -> None:
+        """Begin anew, for another client."""
+        for name, total in self.totals.items():
+            total.fill_(START[self.kinds.get(name, "mean")])
+        self.numbers.clear()
+
+    def take(self) -> dict[str, Tensor]:
+        """What the steps since the last time give, float64 scalars."""
+        taken = {name: of_steps(self.totals[name], number, self.kinds.get(name)) for name, number in self.counted()}
+        self.clear()
+        return taken
+
+    def counted(self) -> list[tuple[str, int]]:
+        return list(self.numbers.items())
+
+
+def reduce_into(total: Tensor, value: Tensor, kind: str) -> None:
+    """Take a value into a total, in place; several at once, each into its own."""
+    if kind in ("mean", "sum"):
+        total.add_(value)
+    elif kind == LAST:
+        total.copy_(value)
+    else:
+        larger = torch.maximum if kind == "max" else torch.minimum
+        total.copy_(larger(total, value.to(total.dtype)))
+
+
+def of_steps(total: Tensor, number: int | Tensor, kind: str | None) -> Tensor:
+    """What a total over so many values stands for, as a tensor of its own."""
+    return total / number if kind in (None, "mean") else total.clone()
+
+
+def in_one_step(values: list[Tensor], kind: str | None) -> Tensor:
+    """Those that one step logged under one name, as one, float64."""
+    together = torch.stack([value.reshape(()) for value in values]).double()
+    if kind in (None, "mean", "sum"):
+        return together.sum()
+    return together[-1] if kind == LAST else together.amax() if kind == "max" else together.amin()

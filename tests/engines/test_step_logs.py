@@ -1,0 +1,165 @@
+"""What a learner logs in its steps is reduced as plain Lightning reduces it over the client's epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+from torchmetrics.wrappers import Running
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import SharpnessAwareMinimization
+from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
+
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "sequential"},
+    {"engine": "concurrent", "workers": 2, "capture": True},
+    {"engine": "stacked"},
+]
+
+
+class Reducing(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        own = {"on_step": False, "on_epoch": True}
+        self.log("sum", loss, reduce_fx="sum", **own)
+        self.log("max", loss, reduce_fx=max, **own)
+        self.log("min", loss, reduce_fx=torch.min, **own)
+        self.log("mean", loss, reduce_fx="AVG", **own)
+        self.log("both", loss, on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("forked", loss, on_epoch=True)
+        self.log_dict({"one": loss, "two": 2 * loss}, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+class Moving(Lit):
+    """Metrics whose states of several clients cannot be merged; and one that can, by step and epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = Running(torchmetrics.MeanMetric(), window=2)
+        self.own = CountsAndResets()
+        self.label = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.running(loss.detach())
+        self.own.update(loss.detach())
+        self.label(batch[1].double())
+        self.log("running", self.running, on_step=False, on_epoch=True)
+        self.log("own", self.own, on_step=False, on_epoch=True)
+        self.log("label", self.label, on_step=True, on_epoch=True)
+        return loss
+
+
+class CountsAndResets(torchmetrics.Metric):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.seen = 0
+
+    def update(self, value: Tensor) -> None:
+        self.total += value.double()
+        self.seen += 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.seen
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen = 0
+
+
+class Counts(CountsAndResets):
+    def reset(self) -> None:
+        torchmetrics.Metric.reset(self)
+
+
+def of_lightning(learner: Lit, data: Any, client: int, steps: int) -> dict[str, float]:
+    """Plain Lightning's numbers of one client's epoch."""
+    run = trainer(1, limit_val_batches=0)
+    run.fit(learner, as_batches(list(data.client_batches(client, 0, steps))))
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("learner", [Reducing, Moving])
+@pytest.mark.parametrize("arguments", ENGINES, ids=lambda given: given["engine"])
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_are_the_mean_over_clients_of_plain_lightnings(learner: type[Lit], arguments: dict[str, Any]) -> None:
+    data, run = blobs(clients=2, batch_size=11), trainer(1)  # 24 and 22 samples: the second client's batches are alike
+    module = federated(learner(), participation="all", local_epochs=None, local_steps=2, **arguments)
+    start = {name: value.clone() for name, value in module.learner.state_dict().items()}
+    run.fit(module, data)
+    found = []
+    for client in range(2):
+        alone = learner().double()
+        alone.load_state_dict(start)
+        found.append(of_lightning(alone, data, client, 2))
+    names = found[0].keys() - {"train/loss"}
+    assert names >= ({"both_step", "both_epoch", "forked_step", "one"} if learner is Reducing else {"label_step"})
+    for name in names:
+        mean = sum(each[name] for each in found) / 2
+        assert float(run.callback_metrics[name]) == pytest.approx(mean, rel=1e-6), name
+
+
+@pytest.mark.filterwarnings("ignore:SharpnessAware")
+def test_a_second_pass_is_not_counted_by_what_a_metric_keeps_aside() -> None:
+    class Still(Moving):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    found = []
+    for methods in ([], [SharpnessAwareMinimization(0.5)]):
+        torch.manual_seed(3)
+        run = trainer(1, methods)
+        run.fit(federated(Still(), engine="sequential"), blobs())
+        found.append([float(run.callback_metrics[name]) for name in ("running", "own", "label")])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+class OwnReduction(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("odd", loss, reduce_fx=torch.median)
+        return loss
+
+
+class TwoWays(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("odd", loss, reduce_fx="sum" if batch_idx else "max")
+        return loss
+
+
+class Beside(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = Counts()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.odd(loss.detach())
+        self.log("odd", self.odd)
+        return loss
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential", "stacked"])
+@pytest.mark.parametrize(
+    ("learner", "said", "before"),
+    [
+        (OwnReduction, r"OwnReduction: self.log\('odd', reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'", True),
+        (Beside, r"Beside: its metric Counts counts in seen, which is no state of it", True),
+        (TwoWays, r"TwoWays: self.log\('odd', reduce_fx='sum'\), and elsewhere reduce_fx='max'", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_what_cannot_be_reduced_is_refused_by_name(learner: Any, said: str, before: bool, engine: str) -> None:
+    module = federated(learner(), engine=engine)
+    with pytest.raises(UserError, match=said):
+        trainer(1).fit(module, blobs())
+    assert not before or (module.run.state.rounds == 0 and module.run.loop is None), "before round 0"
