@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Upload
+from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Upload, ordered_sum
 
 
 class ConsensusDistanceLogger(FederatedCallback):
@@ -49,14 +49,14 @@ class ConsensusDistanceLogger(FederatedCallback):
     def on_round_end(self, server: Server) -> None:
         mean = self.moved.mean()
         if not self.per_layer:
-            server.log("consensus/total", (self.squared.mean() - mean @ mean).clamp(min=0))
+            server.log("consensus/total", (self.squared.mean() - ordered_sum(mean**2)).clamp(min=0))
             return
         variance = (self.squared.mean() - mean**2).clamp(min=0)
-        server.log("consensus/total", variance.sum())
+        server.log("consensus/total", ordered_sum(variance))
         centre = (server.w_before.double() + mean) ** 2
         for layer, slices in layers(server.layout).items():
-            raw = torch.stack([variance[s].sum() for s in slices]).sum()
-            norm = torch.stack([centre[s].sum() for s in slices]).sum()
+            raw = torch.stack([ordered_sum(variance[s]) for s in slices]).sum()
+            norm = torch.stack([ordered_sum(centre[s]) for s in slices]).sum()
             server.log(f"consensus/{layer}", raw)
             server.log(f"consensus_per_coordinate/{layer}", raw / sum(s.stop - s.start for s in slices))
             if norm > 0:

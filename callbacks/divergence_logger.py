@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.callback import Clients, ClientState, FederatedCallback, Server, ServerState, Upload
+from fl_lightning.callback import Clients, ClientState, FederatedCallback, Server, ServerState, Upload, ordered_sum
 
 
 class DivergenceLogger(FederatedCallback):
@@ -70,10 +70,11 @@ class DivergenceLogger(FederatedCallback):
     def on_round_end(self, server: Server) -> None:
         step = (server.evaluated - server.w_before).double()
         mean = self.moved.mean().double()
-        participants = self.moved_squared.mean() - 2 * mean @ step + step @ step
+        participants = self.moved_squared.mean() - ordered_sum(2 * mean * step - step**2)
         server.log("divergence/participants", participants.clamp(min=0))
-        server.log("divergence/update", ((server.w - server.w_before).double() ** 2).sum())
+        server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
         if self._every_client(server.num_clients):
             away = (server.evaluated - server.initial_model).double()
-            total = self.sum_squared - 2 * self.sum @ away
-            server.log("divergence/all", (total / server.num_clients + away @ away).clamp(min=0))
+            total = self.sum_squared - 2 * ordered_sum(self.sum * away)
+            mean = total / server.num_clients + ordered_sum(away**2)
+            server.log("divergence/all", mean.clamp(min=0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
+from fl_lightning.callback import Clients, FederatedCallback, Server, Upload, ordered_sum
 
 
 class DriftLogger(FederatedCallback):
@@ -40,4 +40,4 @@ class DriftLogger(FederatedCallback):
         server.log("drift/norm", self.length.mean())
         together, n = self.direction.sum(), self.moving.sum()
         if n > 1:
-            server.log("drift/cosine", (together @ together - n) / (n * (n - 1)))
+            server.log("drift/cosine", (ordered_sum(together**2) - n) / (n * (n - 1)))

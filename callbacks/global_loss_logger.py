@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from fl_lightning import checks
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
 from fl_lightning.metrics import is_accuracy
+from fl_lightning.round.sums import ordered_norm
 
 
 class GlobalLossLogger(Measurement):
@@ -56,7 +55,7 @@ class GlobalLossLogger(Measurement):
         if accuracy is None:
             accuracy = _accuracy(evaluator.mean(w, samples, step="validation_step").logged)
         assert found.gradient is not None
-        values = {"train_loss": found.loss, "grad_norm": float(torch.linalg.vector_norm(found.gradient))}
+        values = {"train_loss": found.loss, "grad_norm": float(ordered_norm(found.gradient))}
         if accuracy is not None:
             values["train_acc"] = accuracy
         if self.validated(trainer.current_epoch) and "val/loss" in trainer.callback_metrics:

@@ -20,6 +20,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
+    ordered_norm,
 )
 
 
@@ -77,5 +78,5 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
 
     def on_server_update(self, server: Server) -> None:
         mean = self.dual.mean()
-        norm = torch.linalg.vector_norm(mean)
+        norm = ordered_norm(mean)
         self.s = mean * (self.radius / norm).nan_to_num(posinf=0.0)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Note, Server, UserError, suggest
+from fl_lightning.callback import FederatedCallback, Note, Server, UserError, ordered_norm, suggest
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
 PIECE = 4096  # coordinates
@@ -167,6 +167,6 @@ def geometric_median(u: Tensor) -> Tensor:
     for _ in range(1000):
         weights = 1 / torch.linalg.vector_norm(u - z, dim=1).clamp(min=1e-12)
         before, z = z, (weights @ u) / weights.sum()
-        if torch.linalg.vector_norm(z - before) <= 1e-10 * torch.linalg.vector_norm(z):
+        if ordered_norm(z - before) <= 1e-10 * ordered_norm(z):
             break
     return z

@@ -17,6 +17,7 @@ from fl_lightning.learner import Layout
 from fl_lightning.lightning import pl
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
+from fl_lightning.round.sums import ordered_norm, ordered_sum
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule
 from fl_lightning.state import ClientState, Coefficient, Declaration, Scratch, ServerState, Staging, Upload
@@ -42,6 +43,8 @@ __all__ = [
     "Upload",
     "UserError",
     "generator",
+    "ordered_norm",
+    "ordered_sum",
     "suggest",
 ]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,7 +181,7 @@ class Logged:
 
 
 def read_rows(path: Path, complete: bool = False, before: int | None = None) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, values as text ("" where missing), without a last line torn by a kill.
+    """Columns and rows of a metrics.csv, or its .gz: values as text ("" where missing), no last line torn by a kill.
 
     Args:
         path: the file.
@@ -190,9 +192,9 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
         UserError: it is missing or no such file.
     """
     try:
-        content = path.read_bytes()
+        content = _content(path)
         content[: content.find(b"\n")].decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
     text = content.decode(errors="replace").replace("\0", "\ufffd")  # what a crash of the machine leaves
     text = text if complete else text[: text.rfind("\n") + 1]
@@ -212,6 +214,12 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
             )
         break
     return columns, whole
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of ``path``; where it is not there, those that ``path.gz`` holds."""
+    packed = path.with_name(f"{path.name}.gz")
+    return gzip.decompress(packed.read_bytes()) if packed.is_file() and not path.is_file() else path.read_bytes()
 
 
 class Metrics(Mapping[str, Column]):

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
+from fl_lightning.report.claimed import difference_unit, shown_first, unit_of
 from fl_lightning.report.drawing import (
     COLOURS,
     INK,
@@ -21,7 +22,7 @@ from fl_lightning.report.drawing import (
     styled,
 )
 from fl_lightning.report.layers import FORMS, forms, over_time
-from fl_lightning.report.sections import unit_of
+from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import Pair, Summary, Verdict
 from fl_lightning.report.wording import SCORE_TITLES, Unit
 
@@ -29,8 +30,9 @@ from fl_lightning.report.wording import SCORE_TITLES, Unit
 @styled
 def intervals(summary: Summary) -> list[Drawing]:
     """Every pair as a row: a dot a seed, the mean, its interval, and the margin of a claim."""
-    verdicts: Sequence[Verdict | None] = summary.verdicts or [None] * len(summary.pairs)
-    rows = [(pair, said) for pair, said in zip(summary.pairs, verdicts, strict=True) if pair.differences]
+    shown: list[tuple[Pair, Verdict | None]] = [(said.pair, said) for said in shown_first(summary.verdicts)]
+    shown = shown or [(pair, None) for pair in summary.pairs]
+    rows = [(pair, said) for pair, said in shown if pair.differences and not _of_shares(said)]
     if not rows:
         return []
     kinds = list(dict.fromkeys((pair.metric, pair.scale) for pair, _ in rows))  # what shares an axis
@@ -39,21 +41,24 @@ def intervals(summary: Summary) -> list[Drawing]:
     panels = drawn.subplots(len(kinds), 1, squeeze=False, height_ratios=[0.42 * h + 0.1 for h in heights])[:, 0]
     for axes, kind in zip(panels, kinds, strict=True):
         own = [(pair, said) for pair, said in rows if (pair.metric, pair.scale) == kind]
-        shown = Unit() if kind[1] == "log_ratio" else unit_of(summary, kind[0])
+        unit = difference_unit(summary, own[0][0])
         axes.axvline(0, color=INK, linewidth=0.9)
         for y, (pair, said) in enumerate(own):
             colour = COLOURS[0] if said is None else VERDICT_COLOURS[said.verdict]
-            _interval(axes, y, pair, shown, colour)
+            _interval(axes, y, pair, unit, colour)
             if said is not None and said.claim.margin:
-                margin = said.claim.margin * shown.factor * (1 if said.claim.direction == "greater" else -1)
-                axes.plot([margin, margin], [y - 0.36, y + 0.36], color=INK, linewidth=1.1, linestyle=(0, (1, 2)))
+                for sign in (
+                    (1, -1) if said.claim.kind == "equivalence" else (-1 if said.claim.direction == "less" else 1,)
+                ):
+                    margin = said.claim.margin * unit.factor * sign
+                    axes.plot([margin, margin], [y - 0.36, y + 0.36], color=INK, linewidth=1.1, linestyle=(0, (1, 2)))
         names = [pair.a if said is None else _claimed(said) for pair, said in own]  # without claims b is the first arm
         axes.set_yticks(range(len(own)), names)
         axes.set_ylim(len(own) - 0.5, -0.5)
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in own))
         b = "b" if summary.verdicts else own[0][0].b
-        what = f"log of a / b in {kind[0]}" if kind[1] == "log_ratio" else f"a − {b} in {kind[0]}"
-        axes.set_xlabel(f"{what}{', points' if shown.percent else ''} ({scores})")
+        what = {"log_ratio": f"log of a / b in {kind[0]}", "number": f"Spearman's ρ, {kind[0]}"}
+        axes.set_xlabel(f"{what.get(kind[1], f'a − {b} in {kind[0]}')}{', points' if unit.percent else ''} ({scores})")
         axes.spines["left"].set_visible(False)
         plain(axes, "x")
         axes.tick_params(axis="y", length=0)
@@ -66,8 +71,16 @@ def intervals(summary: Summary) -> list[Drawing]:
 
 def _claimed(said: Verdict) -> str:
     claim, sign = said.claim, ">" if said.claim.direction == "greater" else "<"
+    sign = "≈" if claim.kind == "equivalence" else sign
+    if claim.kind not in ("difference", "equivalence"):
+        return f"{claim.id}   {claim.kind.replace('_', ' ')}"
     long = len(claim.id) + len(claim.a) + len(claim.b) > 56
     return f"{claim.id}   {claim.a} {sign}{chr(10) if long else ' '}{claim.b}"
+
+
+def _of_shares(said: Verdict | None) -> bool:
+    """Whether it is a claim without an interval."""
+    return said is not None and said.claim.kind == "diverges"
 
 
 def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
@@ -84,7 +97,7 @@ def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
 @styled
 def heat_map(summary: Summary) -> list[Drawing]:
     """Mean score over a grid of two axes; without one, arms by seeds."""
-    shown, score = unit_of(summary), "last10"
+    shown, score = unit_of(summary), SCORES[0]
     grid = two_axes(list(summary.arms))
     if grid is not None:
         rows, columns, names = grid

@@ -1,11 +1,11 @@
-"""What was claimed before the runs, and what they say about it."""
+"""What was claimed before the runs, as claims.yaml says it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,42 @@ import yaml
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import MODES
+from fl_lightning.report.layers import FORMS
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES
 
+KINDS: dict[str, tuple[str, ...]] = {  # kind → keys that it needs besides id and metric
+    "difference": ("a", "b", "direction", "margin"),
+    "equivalence": ("a", "b", "margin"),
+    "interaction": ("a", "b", "c", "d", "direction", "margin"),
+    "to_target": ("a", "b", "direction", "margin", "target", "cost"),
+    "trend": ("direction", "over"),
+    "diverges": ("arm", "against"),
+}
+COSTS = ("rounds", "bytes", "gradients")
 _CHOICES = {
-    "score": SCORES, "direction": ("greater", "less"), "scale": ("difference", "log_ratio"), "mode": MODES,
+    "score": SCORES, "direction": ("greater", "less"), "scale": ("difference", "log_ratio"), "kind": tuple(KINDS),
+    "cost": COSTS, "mode": MODES,
 }  # fmt: skip
-_REQUIRED = ("id", "a", "b", "metric", "direction", "margin")
-_KNOWN = (*_REQUIRED, "score", "scale", "mode", "text")
+_TEXTS = ("text", "family", "paper_predicts", "we_predict")
+_ANY = ("id", "metric", "kind", "score", "mode", "primary", *_TEXTS)
+_MORE: dict[str, tuple[str, ...]] = {  # what a kind may have
+    "difference": ("scale",),
+    "equivalence": ("scale", "direction"),
+    "interaction": ("scale",),
+    "to_target": ("scale",),
+    "trend": ("arm", "margin"),
+    "diverges": ("direction", "margin", "factor"),
+}
+_NUMBERS = {"margin": 0.0, "factor": 0.0, "target": -math.inf}  # and the least that is accepted
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``a`` is ``direction`` than ``b`` by at least ``margin``: in ``score`` of ``metric``, paired by seed."""
+    """``a`` is ``direction`` than ``b`` by at least ``margin``: in ``score`` of ``metric``, paired by seed.
+
+    ``kind`` says what is claimed instead; ``arms`` in the names that the report has for them.
+    """
 
     id: str
     a: str
@@ -34,10 +57,38 @@ class Claim:
     metric: str
     direction: str
     margin: float
-    score: str = "last10"
+    score: str = SCORES[0]
     scale: str = "difference"
     mode: str = ""  # max or min: which way is better, for what a diverged run has; "": by the metric
     text: str = ""  # the claim in words, for the reader
+    kind: str = "difference"
+    c: str = ""
+    d: str = ""
+    arm: str = ""
+    against: str = ""
+    target: float = math.nan
+    target_arm: str = ""  # whose score of the same seed is the target
+    target_score: str = SCORES[0]
+    cost: str = ""
+    over: str = ""
+    factor: float = 10.0
+    family: str | None = None
+    primary: bool = False
+    paper_predicts: str = ""
+    we_predict: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What its numbers are: differences of the metric, log ratios, or ρ and shares."""
+        return "number" if self.kind in ("trend", "diverges") else self.scale
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms that it is about; of a trend over an axis none: there ``arm`` names a method."""
+        if self.kind == "trend":
+            return (self.arm,) if self.over == "layers" else ()
+        named = (self.a, self.b, self.c, self.d, self.arm, self.against, self.target_arm)
+        return tuple(dict.fromkeys(name for name in named if name))
 
 
 @dataclass(frozen=True)
@@ -48,6 +99,8 @@ class ClaimsFile:
     claims: tuple[Claim, ...]
     hash: str
     stated: tuple[str, ...]
+    names: Mapping[str, str]  # arm as the claims name it → as the report does
+    folders: tuple[Path, ...] = ()  # of the runs of its sweeps; empty: of all runs
 
     @property
     def changed(self) -> bool | None:
@@ -63,18 +116,18 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
     """
     if given is not None:
         return [read_claims(given, found.runs)]
-    files: list[ClaimsFile] = []
+    files: dict[str, ClaimsFile] = {}
     for sweep in found.sweeps:
         if sweep.claims is not None:
             own = [run for run in found.runs if run.folder in sweep.runs]
-            read = read_claims(sweep.claims, own)
-            twin = next((i for i, file in enumerate(files) if file.hash == read.hash), None)
-            if twin is None:
-                files.append(read)
-            else:  # one claim over several sweeps, each with its copy
-                files[twin] = ClaimsFile(read.path, read.claims, read.hash, (*files[twin].stated, *read.stated))
+            read = replace(read_claims(sweep.claims, own), names=sweep.names, folders=sweep.runs)
+            if read.hash in files:  # one claim over several sweeps, each with its copy
+                before = files[read.hash]
+                stated, names = (*before.stated, *read.stated), {**before.names, **read.names}
+                read = replace(read, stated=stated, names=names, folders=(*before.folders, *read.folders))
+            files[read.hash] = read
     ids: dict[str, Path] = {}
-    for file in files:
+    for file in files.values():
         for claim in file.claims:
             if claim.id in ids:
                 raise UserError(
@@ -82,7 +135,7 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
                     "one, or give the claims that are meant: --claims FILE."
                 )
             ids[claim.id] = file.path
-    return files
+    return list(files.values())
 
 
 def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
@@ -94,73 +147,86 @@ def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
     try:
         data = path.read_bytes()
         entries = parse_yaml(data.decode())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"--claims {path}: cannot be read ({' '.join(str(error).split())}).") from None
     if not isinstance(entries, list):
-        raise UserError(f"--claims {path}: a list of claims is expected, each with {', '.join(_REQUIRED)}.")
+        raise UserError(f"--claims {path}: a list of claims is expected, each with id and metric.")
     claims = tuple(_claim(path, number, entry) for number, entry in enumerate(entries, start=1))
     for claim in claims:
         if sum(other.id == claim.id for other in claims) > 1:
             raise UserError(f"--claims {path}: two claims have the id {claim.id!r}. An id names one claim.")
+        primary = [other.id for other in claims if other.primary and other.family == claim.family]
+        if len(primary) > 1:
+            raise UserError(
+                f"--claims {path}: {' and '.join(primary)} are both the primary claim of their family. "
+                "A family has at most one."
+            )
     stated = (run.record.get("claims_hash") for run in runs)
-    return ClaimsFile(path, claims, hashlib.sha256(data).hexdigest(), tuple(str(h) for h in stated if h))
+    return ClaimsFile(path, claims, hashlib.sha256(data).hexdigest(), tuple(str(h) for h in stated if h), {})
 
 
 def _claim(path: Path, number: int, entry: Any) -> Claim:
     where = f"--claims {path}, claim {number}"
     if not isinstance(entry, dict):
-        raise UserError(f"{where}: a mapping is expected, with {', '.join(_REQUIRED)}.")
-    for key in entry:
-        if key not in _KNOWN:
-            raise UserError(f"{where}: the key {key!r} is not known.{suggest(key, _KNOWN)} Known: {', '.join(_KNOWN)}.")
-    missing = [key for key in _REQUIRED if entry.get(key) is None]
-    if missing:
-        raise UserError(f"{where}: {', '.join(missing)} missing. Every claim has {', '.join(_REQUIRED)}.")
+        raise UserError(f"{where}: a mapping is expected, with id, metric and what its kind needs.")
     for key, accepted in _CHOICES.items():
         if key in entry and entry[key] not in accepted:
             raise UserError(f"{where}: {key} {entry[key]!r} is not known. Accepted: {', '.join(accepted)}.")
-    margin = entry["margin"]
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
-        raise UserError(f"{where}: margin {margin!r}: a number of at least 0 is expected, in the metric's own unit.")
-    texts = {key: str(value) for key, value in entry.items() if key != "margin"}
-    return Claim(**texts, margin=float(margin))
+    kind = entry.get("kind", "difference")
+    required = ("id", *KINDS[kind][:2], "metric", *KINDS[kind][2:])
+    known = (*_ANY, *KINDS[kind], *_MORE[kind])
+    for key in entry:
+        if key not in known:
+            hint = suggest(str(key), known)
+            raise UserError(
+                f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} Known: {', '.join(known)}."
+            )
+    missing = [key for key in required if entry.get(key) is None]
+    if kind == "trend" and entry.get("over") == "layers" and not entry.get("arm"):
+        missing.append("arm")
+    if missing:
+        raise UserError(f"{where}: {', '.join(missing)} missing. Every claim of kind {kind} has {', '.join(required)}.")
+    given: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
+    given |= {key: str(value) for key, value in entry.items() if value is not None}
+    for key in _NUMBERS:
+        if key in entry and not (key == "target" and isinstance(entry[key], dict)):
+            given[key] = _number(where, key, entry[key])
+    given |= _target(where, entry.get("target"))
+    primary = entry.get("primary", False)
+    if not isinstance(primary, bool):
+        raise UserError(f"{where}: primary {primary!r}: true or false is expected.")
+    given["primary"] = primary
+    if kind == "to_target":
+        given["scale"] = "log_ratio"
+    if kind == "trend" and given["over"] == "layers":
+        given["metric"] = _form(where, given["metric"])
+    return Claim(**given)
 
 
-def differences(claim: Claim, values: Sequence[tuple[float | None, float | None]]) -> list[float | None]:
-    """a - b (or the log of a / b) of each pair of scores; None where it has none."""
-    found: list[float | None] = []
-    for a, b in values:
-        if a is None or b is None:
-            found.append(None)
-        elif claim.scale == "log_ratio":
-            found.append(math.log(a / b) if a > 0 and b > 0 else None)
-        else:
-            found.append(a - b)
-    return found
+def _number(where: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _NUMBERS[key] <= value < math.inf:
+        least = "" if key == "target" else " of at least 0"
+        unit = ", in the metric's own unit" if key == "margin" else ""
+        raise UserError(f"{where}: {key} {value!r}: a number{least} is expected{unit}.")
+    return float(value)
 
 
-def verdict(
-    direction: str, margin: float, mean: float | None, low: float | None, high: float | None, lost: bool = False
-) -> str:
-    """What a paired interval says about a claim.
+def _target(where: str, target: Any) -> dict[str, Any]:
+    """The fields of a target that is another arm's score."""
+    if not isinstance(target, dict):
+        return {}
+    score = target.get("score", SCORES[0])
+    if set(target) - {"arm", "score"} or not target.get("arm") or score not in SCORES:
+        raise UserError(
+            f"{where}: target {str(target)[:80]}: a number is expected, or {{arm: ARM, score: SCORE}} with a score of "
+            f"{', '.join(SCORES)}."
+        )
+    return {"target": math.nan, "target_arm": str(target["arm"]), "target_score": score}
 
-    Args:
-        direction: of the claim; "less" turns mean and interval round.
-        margin: what counts as an effect.
-        mean, low, high: of a - b; None where there were too few pairs.
-        lost: a pair was left out because a run of it diverged: nothing is reproduced then.
 
-    >>> verdict("greater", 0.005, 0.02, 0.01, 0.03), verdict("less", 0.005, 0.02, 0.01, 0.03)
-    ('reproduced', 'contradicted')
-    >>> verdict("greater", 0.005, 0.001, -0.001, 0.003), verdict("greater", 0.005, 0.01, -0.01, 0.03)
-    ('not reproduced', 'inconclusive')
-    """
-    if mean is None or low is None or high is None:
-        return "inconclusive"
-    if direction == "less":
-        mean, low, high = -mean, -high, -low
-    if low > 0 and mean >= margin:
-        return "inconclusive" if lost else "reproduced"
-    if high < 0:
-        return "contradicted"
-    return "not reproduced" if high < margin else "inconclusive"
+def _form(where: str, metric: str) -> str:
+    """The consensus by layer that a trend over layers is about."""
+    forms = [form.rstrip("/") for form in FORMS]
+    if metric.rstrip("/") not in forms:
+        raise UserError(f"{where}: metric {metric!r}: over layers it is one of {', '.join(forms)}.")
+    return metric.rstrip("/")

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     written = contents(summary, title + (" and others" if len(given.folders) > 3 else ""))
     _write(out, written)
     for said in summary.verdicts:
-        print(f"{said.claim.id}: {said.verdict}")
+        print(f"{said.claim.id}: {said.printed}")
     for note in summary.notes:
         print(f"note: {note}")
     print(f"→ {out / 'report.html'} ({', '.join(name for name in written if '/' not in name)}, figures/)")

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from fl_lightning.report.budgets import AXES, spending
+from fl_lightning.report.claimed import unit_of
 from fl_lightning.report.drawing import INK, Drawing, figure, legend, logarithmic, look, plain, styled
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
-from fl_lightning.report.sections import unit_of
 from fl_lightning.report.summary import Summary
 from fl_lightning.report.wording import Unit, size
 

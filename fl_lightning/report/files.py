@@ -30,6 +30,9 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
         "report.csv": comma_separated(*rows(summary)),
         "report.json": json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     }
+    if len(summary.settings) > 1:
+        cells = sections.pivot(summary)
+        files["pivot.csv"] = comma_separated(cells.columns, [[cell.text for cell in row] for row in cells.rows])
     written = {name: text.encode() for name, text in files.items()}
     for drawing in drawings:
         written[f"figures/{drawing.key}.png"] = png(drawing.figure)

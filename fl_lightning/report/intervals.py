@@ -46,6 +46,20 @@ def paired(differences: Sequence[float]) -> Interval:
     return Interval(n, mean, sd, mean - half, mean + half, p)
 
 
+def equivalent(found: Interval, margin: float) -> float | None:
+    """p of two one-sided tests that the mean of ``found`` lies within ± ``margin``: the larger one.
+
+    >>> equivalent(Interval(2, 0.0, 0.0), 0.1), equivalent(Interval(2, 0.1, 0.0), 0.1)
+    (0.0, 1.0)
+    """
+    if found.mean is None or found.sd is None:
+        return None
+    inside = margin - abs(found.mean)
+    if not found.sd:
+        return float(inside <= 0)
+    return float(stdtr(found.n - 1, -inside / (found.sd / math.sqrt(found.n))))
+
+
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction; None stands for no comparison, and is not counted.
 

@@ -6,20 +6,19 @@ import html
 from collections.abc import Sequence
 from importlib.resources import files
 
+from fl_lightning.report.claimed import difference_unit, sentence, shown_first
 from fl_lightning.report.drawing import Drawing, inline
-from fl_lightning.report.sections import sentence, unit_of
 from fl_lightning.report.summary import Summary, Verdict
 from fl_lightning.report.tables import Table
 from fl_lightning.report.tables import page as table_html
-from fl_lightning.report.wording import Unit
 
 # first parts of keys, in the order of reading
 ORDER = (
-    "claims", "scores", "intervals", "pairs", "curves", "budgets", "target", "communication", "heatmap", "consensus",
-    "measurements", "published", "runs",
+    "claims", "scores", "pivot", "intervals", "pairs", "curves", "budgets", "target", "communication", "heatmap",
+    "consensus", "measurements", "published", "runs",
 )  # fmt: skip
 SHORT = {  # in the list of contents
-    "scores": "Scores", "pairs": "Differences", "budgets": "Equal cost", "target": "Until {}",
+    "scores": "Scores", "pivot": "Settings", "pairs": "Differences", "budgets": "Equal cost", "target": "Until {}",
     "communication": "Communication", "consensus": "Consensus", "measurements": "Measurements",
     "published": "Published",
 }  # fmt: skip
@@ -94,13 +93,15 @@ def _verdicts(summary: Summary) -> str:
     """A card for each claim: what was claimed, what the runs say."""
     if not summary.verdicts:
         return ""
-    return f'<div class="cards">{"".join(_card(summary, said) for said in summary.verdicts)}</div>\n'
+    return f'<div class="cards">{"".join(_card(summary, said) for said in shown_first(summary.verdicts))}</div>\n'
 
 
 def _card(summary: Summary, said: Verdict) -> str:
     pair, found = said.pair, said.pair.interval
-    shown = Unit() if pair.scale == "log_ratio" else unit_of(summary, pair.metric)
-    claimed = said.claim.text or sentence(pair, said.claim.direction)
+    shown = difference_unit(summary, pair)
+    claimed = said.claim.text or sentence(said.claim)
+    if said.claim.kind == "diverges":
+        claimed = f"{claimed}: in {(found.mean or 0) * found.n:.0f} of {found.n} seeds"
     if found.low is not None:
         numbers = f"{shown.difference(found.mean)} {shown.of_difference}".strip()
         numbers += f", 95 % interval {shown.difference(found.low)} to {shown.difference(found.high)}, n = {found.n}"
@@ -109,7 +110,7 @@ def _card(summary: Summary, said: Verdict) -> str:
     changed = '<p class="changed">The claims were edited after the runs started.</p>' if said.changed else ""
     return (
         f'<article class="card {said.verdict.replace(" ", "-")}"><h3><span>{html.escape(said.claim.id)}</span> '
-        f"{html.escape(said.verdict)}</h3><p>{html.escape(claimed)}</p><p class=numbers>{html.escape(numbers)}</p>"
+        f"{html.escape(said.printed)}</h3><p>{html.escape(claimed)}</p><p class=numbers>{html.escape(numbers)}</p>"
         f"{changed}</article>"
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ class Run:
     record: Mapping[str, Any]  # run.json
     columns: Mapping[str, Column]
     directions: Directions = field(default_factory=lambda: Directions(ASK))  # of all that are looked at together
+    faults: tuple[str, ...] = ()  # of metrics.csv, where it can be read all the same
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Key of its sweep's grid → value as named; empty of a run that no sweep made."""
+        axes = self.record.get("axes")
+        return {str(key): str(value) for key, value in axes.items()} if isinstance(axes, dict) else {}
 
     @property
     def finished(self) -> bool:
@@ -66,6 +74,8 @@ class Sweep:
     claims: Path | None  # its claims.yaml
     spec: Mapping[str, Any]  # its sweep.yaml
     runs: tuple[Path, ...]
+    waiting: tuple[tuple[str, str, str], ...] = ()  # (arm, seed, status) without a run yet
+    names: Mapping[str, str] = field(default_factory=dict)  # arm → what the report calls it, where that differs
 
 
 @dataclass
@@ -74,8 +84,13 @@ class Found:
 
     runs: list[Run] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
-    waiting: list[tuple[str, str, str]] = field(default_factory=list)  # (arm, seed, status) without a run yet
     directions: Directions = field(default_factory=lambda: Directions(ASK))  # which way is better in a metric
+    apart: dict[Path, str] = field(default_factory=dict)  # a run's folder → its sweep, where that is kept apart
+
+    @property
+    def waiting(self) -> list[tuple[str, str, str]]:
+        """(arm, seed, status) of what has not begun."""
+        return [(own.names.get(arm, arm), seed, status) for own in self.sweeps for arm, seed, status in own.waiting]
 
     @property
     def arms(self) -> dict[str, list[Run]]:
@@ -97,15 +112,50 @@ def find(folders: Sequence[Path]) -> Found:
         if (folder / "run.json").is_file():
             paths = [folder]
         else:
-            sweep = _sweep(folder, found)
+            sweep = _sweep(folder)
             found.sweeps.append(sweep)
             paths = list(sweep.runs)
         for path in paths:
             if path.resolve() not in seen:  # named twice, or also part of a sweep named before
                 seen.add(path.resolve())
                 found.runs.append(read_run(path, found.directions))
+    _keep_apart(found)
     _refuse_twins(found.runs)
     return found
+
+
+def _keep_apart(found: Found) -> None:
+    """Arms of one name are one arm in sweeps with the same claims; in others they are called ``<sweep>/<arm>``."""
+    keys = {path: _kin(sweep) for sweep in reversed(found.sweeps) for path in sweep.runs}
+    names = {_kin(sweep): sweep.folder.resolve() for sweep in reversed(found.sweeps)}
+    short = [folder.name for folder in names.values()]
+    labels = {
+        key: folder.name if short.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}"
+        for key, folder in names.items()
+    }
+    of_arm: dict[str, set[str]] = {}
+    for run in found.runs:
+        of_arm.setdefault(run.arm, set()).add(keys.get(run.folder, ""))
+    twice = {arm for arm, its in of_arm.items() if len(its) > 1}
+    parted = {key for arm in twice for key in of_arm[arm] if key}
+    found.apart = {run.folder: labels[key] for run in found.runs if (key := keys.get(run.folder, "")) in parted}
+    found.sweeps = [
+        replace(sweep, names={arm: f"{labels[_kin(sweep)]}/{arm}" for arm in twice} if _kin(sweep) in parted else {})
+        for sweep in found.sweeps
+    ]
+    found.runs = [
+        replace(run, arm=f"{found.apart[run.folder]}/{run.arm}")
+        if run.folder in found.apart and run.arm in twice
+        else run
+        for run in found.runs
+    ]
+
+
+def _kin(sweep: Sweep) -> str:
+    """The same for sweeps that are reported as one: with the same claims, or folders of runs that no sweep made."""
+    if sweep.claims is not None:
+        return hashlib.sha256(sweep.claims.read_bytes()).hexdigest()
+    return str(sweep.folder.resolve()) if (sweep.folder / "sweep.yaml").is_file() else ""
 
 
 def read_run(folder: Path, directions: Directions | None = None) -> Run:
@@ -130,14 +180,37 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
     arm = record.get("arm") or record.get("title") or folder.name
     directions = directions or Directions(ASK)
     directions.record(record.get("modes"))  # older runs have none
-    return Run(folder, status, seed, str(arm), record, _columns(folder, status), directions)
+    columns = _columns(folder, status)
+    faults = _faults(folder, status, record, columns["round"])
+    return Run(folder, status, seed, str(arm), record, columns, directions, faults)
+
+
+def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> tuple[str, ...]:
+    """What says that metrics.csv of a finished run has lost something."""
+    if status not in FINISHED or not len(rounds):
+        return ()
+    found = []
+    last, asked = int(rounds[-1]), record.get("rounds")
+    if absent := last + 1 - len(rounds):
+        found.append(f"lacks {absent} of the rounds 0 to {last}")
+    if status == "done" and isinstance(asked, int) and 0 <= last + 1 < asked:
+        found.append(f"ends after {last + 1} of {asked} rounds")
+    path = folder / "metrics.csv"
+    if path.is_file() and not path.read_bytes().endswith(b"\n"):
+        found.append("has a last line without an end, which may have been cut")
+    return tuple(found)
 
 
 def _columns(folder: Path, status: str) -> dict[str, Column]:
     path = folder / "metrics.csv"
-    if status != "done" and not path.is_file():  # it ended before its first round did
+    packed = folder / "metrics.csv.gz"
+    if status != "done" and not path.is_file() and not packed.is_file():  # it ended before its first round did
         return {"round": np.empty(0)}
     names, rows = read_rows(path, complete=status in FINISHED)
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise UserError(
+            f"report {folder}: {path} has two columns {twice[0]!r}, and which is meant is not known. Remove one."
+        )
     try:
         columns = {n: np.array([float(row[n]) if row[n] else math.nan for row in rows], dtype=float) for n in names}
     except ValueError as error:
@@ -150,7 +223,7 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
     return found
 
 
-def _sweep(folder: Path, found: Found) -> Sweep:
+def _sweep(folder: Path) -> Sweep:
     """The runs of a sweep in its grid's order (that of runs.csv), or of a folder of runs by name."""
     if not folder.is_dir():
         raise UserError(f"report {folder}: there is no such folder. Give folders of runs or of sweeps, such as runs/x.")
@@ -159,7 +232,7 @@ def _sweep(folder: Path, found: Found) -> Sweep:
     by_place = {path: (order.get(_place(path, folder), len(order)), _natural(path)) for path in paths}
     there = {_place(path, folder) for path in paths}
     states = _states(folder)
-    found.waiting += [(a, s, status) for (a, s), status in states.items() if f"{a}/seed-{s}" not in there]
+    waiting = [(a, s, status) for (a, s), status in states.items() if f"{a}/seed-{s}" not in there]
     if not paths:
         begun = (
             f"none of its {len(states)} runs has begun" if states else "neither it nor its subfolders have a run.json"
@@ -174,6 +247,7 @@ def _sweep(folder: Path, found: Found) -> Sweep:
         claims if claims.is_file() else None,
         _mapping(folder / "sweep.yaml"),
         tuple(sorted(paths, key=by_place.__getitem__)),
+        tuple(waiting),
     )
 
 

@@ -6,66 +6,44 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from fl_lightning.report.budgets import View, views
+from fl_lightning.report.budgets import CPU, View, views
+from fl_lightning.report.claimed import claims, difference_unit, interval, unit_of
 from fl_lightning.report.communication import papers_ratio, to_target, traffic
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.layers import FORMS, forms, over_time
-from fl_lightning.report.published import published, setting
+from fl_lightning.report.published import published
 from fl_lightning.report.runs import Run
 from fl_lightning.report.scores import SCORES, measured, window
-from fl_lightning.report.summary import Arm, Pair, Summary
+from fl_lightning.report.summary import Arm, Summary
 from fl_lightning.report.tables import Cell, Table, mark_best
-from fl_lightning.report.wording import NONE, SCORE_TITLES, Unit, p_value, seconds, size, times, unit
-
-
-def unit_of(summary: Summary, metric: str | None = None) -> Unit:
-    """How this report shows values of ``metric`` (None: the report's own metric)."""
-    name = metric or summary.metric
-    values = [measured(run, name)[1] for run in summary.found.runs]
-    return unit(name, max((float(v.max()) for v in values if len(v)), default=1.0))
+from fl_lightning.report.wording import NONE, SCORE_TITLES, p_value, seconds, size, times
 
 
 def tables(summary: Summary) -> list[Table]:
     """Every table that has something to say, in the order of the page."""
     made = [
-        claims(summary), scores(summary), pairs(summary), *targets(summary), budgets(summary), communication(summary),
-        *consensus(summary), *beside_published(summary), runs(summary),
+        claims(summary), scores(summary), pivot(summary), pairs(summary), *targets(summary), budgets(summary),
+        communication(summary), *consensus(summary), *beside_published(summary), runs(summary),
     ]  # fmt: skip
     return [table for table in made if table is not None and table.rows]
 
 
-def claims(summary: Summary) -> Table:
-    """The claims and their verdicts."""
-    table = Table("claims", "Claims", ["claim", "verdict", "a − b", "95 % interval", "margin", "n", "setting"])
-    for said in summary.verdicts:
-        claim, found, shown = said.claim, said.pair.interval, _difference_unit(summary, said.pair)
-        run = next((r for r in summary.found.runs if r.arm in (claim.a, claim.b)), None)
-        rounds = "" if run is None else f"{run.record.get('rounds') or run.rounds_done} rounds"
-        table.add(
-            f"{claim.id}: {sentence(said.pair, claim.direction)}",
-            Cell(said.verdict, mark="verdict " + said.verdict.replace(" ", "-")),
-            Cell(shown.difference(found.mean), found.mean),
-            _interval(shown, said.pair),
-            Cell(
-                shown.difference(claim.margin).lstrip("+") + (f" {shown.of_difference}" if shown.percent else ""),
-                claim.margin,
-            ),
-            Cell(str(found.n), found.n),
-            ", ".join(text for text in ("" if run is None else setting(run), rounds) if text) or NONE,
-        )
-    table.note = (
-        "Reproduced: the interval excludes 0 in the claimed direction and the mean is at least the margin. "
-        "Contradicted: it excludes 0 the other way. Not reproduced: its upper end is below the margin. Inconclusive: "
-        "else. These runs say nothing of a number published for another network, data or number of rounds."
-    )
+def pivot(summary: Summary) -> Table:
+    """Methods by settings, where there are several of either."""
+    shown = unit_of(summary)
+    title = f"Methods by settings: {summary.metric}{', %' if shown.percent else ''}, {SCORE_TITLES[SCORES[0]]}"
+    table = Table("pivot", title, ["method", *summary.settings])
+    methods = dict.fromkeys(method for own in summary.settings.values() for method in own)
+    for method in methods if len(summary.settings) > 1 else ():
+        cells = []
+        for own in summary.settings.values():
+            mean, sd = summary.arms[own[method]].mean_sd(SCORES[0]) if method in own else (None, None)
+            cells.append(Cell(shown.value(mean, sd), mean))
+        table.add(method, *cells)
+    for column in range(1, 1 + len(summary.settings)):
+        mark_best(table, column, lambda: summary.greater)
+    table.note = "Mean ± sample deviation over seeds. Arms are compared within a setting, with its first."
     return table
-
-
-def sentence(pair: Pair, direction: str) -> str:
-    """A claim in words: ``fedinit-0.1 > fedavg in val/acc (mean of last 10)``."""
-    ratio = ", log ratio" if pair.scale == "log_ratio" else ""
-    sign = ">" if direction == "greater" else "<"
-    return f"{pair.a} {sign} {pair.b} in {pair.metric} ({SCORE_TITLES[pair.score]}{ratio})"
 
 
 def scores(summary: Summary) -> Table:
@@ -115,14 +93,14 @@ def pairs(summary: Summary) -> Table:
     columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
     table = Table("pairs", "Paired differences in numbers", columns)
     for pair in summary.pairs:
-        found, shown = pair.interval, _difference_unit(summary, pair)
+        found, shown = pair.interval, difference_unit(summary, pair)
         table.add(
             f"{pair.a} − {pair.b}" if pair.scale == "difference" else f"log {pair.a} / {pair.b}",
             f"{pair.metric}, {SCORE_TITLES[pair.score]}",
             Cell(
                 shown.difference(found.mean) + (f" {shown.of_difference}" if found.mean is not None else ""), found.mean
             ),
-            _interval(shown, pair),
+            interval(shown, pair),
             Cell(NONE if found.sd is None else shown.difference(found.sd).lstrip("+"), found.sd),
             Cell(str(found.n), found.n),
             Cell(p_value(found.p), found.p),
@@ -133,17 +111,6 @@ def pairs(summary: Summary) -> Table:
         "step-down correction over the rows of this table."
     )
     return table
-
-
-def _interval(shown: Unit, pair: Pair) -> Cell:
-    found = pair.interval
-    if found.low is None:
-        return Cell("needs 2 pairs" if found.n == 1 else NONE)
-    return Cell(f"{shown.difference(found.low)} to {shown.difference(found.high)}", found.low)
-
-
-def _difference_unit(summary: Summary, pair: Pair) -> Unit:
-    return Unit() if pair.scale == "log_ratio" else unit_of(summary, pair.metric)
 
 
 def targets(summary: Summary) -> list[Table]:
@@ -197,7 +164,7 @@ def _ratio_papers(arm: Arm, first: Arm, target: str) -> float | None:
 def budgets(summary: Summary) -> Table:
     """The smoothed metric at equal rounds, gradients, bytes and seconds."""
     shown, found = unit_of(summary), views(by_arm(summary), summary.metric)
-    title = f"At equal cost: smoothed {summary.metric}{', %' if shown.percent else ''}"
+    title = f"At equal cost: {summary.metric}{', %' if shown.percent else ''}, last third of what was spent"
     table = Table("budgets", title, ["arm", *(_budget(view) for view in found)])
     for name in summary.arms if found else ():
         cells = []
@@ -208,7 +175,9 @@ def budgets(summary: Summary) -> Table:
     for column in range(1, 1 + len(found)):
         mark_best(table, column, lambda: summary.greater)
     table.note = (
-        "Each column is what the run that spent least could afford; every other run is read where it had spent that."
+        "Each column is what the run that spent least spent in all: every run is scored by its mean over the last "
+        "third of that, and by nothing later. Seconds are the processor's, all threads and processes; on a GPU the "
+        "clock's, of runs that did not overlap."
     )
     return table
 
@@ -223,7 +192,7 @@ def _budget(view: View) -> str:
         "rounds": f"{view.budget:.0f} rounds",
         "gradients": f"{view.budget:,.0f} gradients",
         "bytes": f"{size(view.budget)} sent",
-        "seconds": f"{seconds(view.budget)} of rounds",
+        "seconds": f"{seconds(view.budget)} {'of processors' if view.what == CPU else 'of rounds'}",
     }[view.axis]
 
 
@@ -296,10 +265,10 @@ def beside_published(summary: Summary) -> list[Table]:
 def runs(summary: Summary) -> Table:
     """Every run and where it is."""
     shown = unit_of(summary)
-    table = Table("runs", "Runs", ["arm", "seed", "status", "rounds", SCORE_TITLES["last10"], "folder"])
+    table = Table("runs", "Runs", ["arm", "seed", "status", "rounds", SCORE_TITLES[SCORES[0]], "folder"])
     for arm in summary.arms.values():
         for run in arm.runs:
-            score = arm.scores["last10"].get(run.seed)
+            score = arm.scores[SCORES[0]].get(run.seed)
             asked = run.record.get("rounds")
             table.add(
                 arm.name,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import UserError, suggest
-from fl_lightning.report.claims import Claim, ClaimsFile, differences, gather, verdict
+from fl_lightning.report.claims import Claim, ClaimsFile, gather
+from fl_lightning.report.evidence import evidence, logged, named
 from fl_lightning.report.intervals import Interval, holm, mean_sd, paired
+from fl_lightning.report.notes import notes_on
 from fl_lightning.report.runs import Found, Run
-from fl_lightning.report.scores import SCORES, measured, reached, score_of
+from fl_lightning.report.scores import SCORES, reached, score_of
+from fl_lightning.report.settings import settings
+from fl_lightning.report.verdicts import judge
 
 BySeed = dict[int, float | None]
 
@@ -66,7 +68,7 @@ class Arm:
 
 @dataclass
 class Pair:
-    """``a`` against ``b``, paired by seed; ``differences`` are those of the seeds that both have."""
+    """``a`` against ``b``, paired by seed; ``differences`` are those of the seeds that count."""
 
     a: str
     b: str
@@ -74,7 +76,7 @@ class Pair:
     score: str
     interval: Interval
     differences: dict[int, float] = field(default_factory=dict)
-    scale: str = "difference"
+    scale: str = "difference"  # or log_ratio, or that of ρ and of shares: number
     p_holm: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -85,12 +87,19 @@ class Pair:
 
 @dataclass
 class Verdict:
-    """What the runs say about a claim."""
+    """What the runs say about a claim; ``provisional`` while runs of its family are missing."""
 
     claim: Claim
     verdict: str
     pair: Pair
     changed: bool | None
+    left_out: int = 0
+    provisional: bool = False
+
+    @property
+    def printed(self) -> str:
+        """The verdict as a reader sees it."""
+        return f"{self.verdict}, provisional" if self.provisional else self.verdict
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it."""
@@ -104,6 +113,14 @@ class Verdict:
             "margin": self.claim.margin,
             "n": found.n,
             "changed": self.changed,
+            "kind": self.claim.kind,
+            "family": self.claim.family,
+            "primary": self.claim.primary,
+            "p": found.p,
+            "p_holm": self.pair.p_holm,
+            "values": self.pair.differences,
+            "left_out": self.left_out,
+            "provisional": self.provisional,
         }
 
 
@@ -118,6 +135,7 @@ class Summary:
     verdicts: list[Verdict]
     notes: list[str]  # what a reader has to know to read it right
     found: Found
+    settings: dict[str, dict[str, str]]  # setting → method → arm
 
     @property
     def greater(self) -> bool:
@@ -127,7 +145,7 @@ class Summary:
     @property
     def scored(self) -> bool:
         """Whether any run logs the metric."""
-        return _logged(self.found, self.metric)
+        return logged(self.found, self.metric)
 
     def to_json(self) -> dict[str, Any]:
         """report.json."""
@@ -136,6 +154,7 @@ class Summary:
             "arms": {name: arm.to_json() for name, arm in self.arms.items()},
             "pairs": [pair.to_json() for pair in self.pairs],
             "claims": [verdict.to_json() for verdict in self.verdicts],
+            "settings": self.settings,
         }
 
 
@@ -154,119 +173,56 @@ def summarise(
         UserError: a file of claims that is none, or runs that cannot be paired because they saw other partitions.
     """
     files = gather(found, claims)
-    by_arm = found.arms
-    arms = {name: _arm(name, runs, metric, targets, _logged(found, metric)) for name, runs in by_arm.items()}
-    notes = _notes(found, metric, files)
-    verdicts: list[Verdict] = []
+    arms = {name: _arm(name, runs, metric, targets, logged(found, metric)) for name, runs in found.arms.items()}
+    notes, by_setting = notes_on(found, metric, files), settings(found)
+    verdicts = [said for file in files for said in _judged(file, found, notes)]
     if files:
-        for file in files:
-            for claim in file.claims:
-                pair, lost = _pair(claim, by_arm, found, notes)
-                interval = pair.interval
-                said = verdict(claim.direction, claim.margin, interval.mean, interval.low, interval.high, lost)
-                verdicts.append(Verdict(claim, said, pair, file.changed))
-        pairs = [v.pair for v in verdicts]
+        pairs = [said.pair for said in verdicts if said.claim.kind in ("difference", "equivalence")]
     else:
-        first, *others = by_arm
-        against = [Claim("", name, first, metric, "", 0.0) for name in others]  # nothing is claimed
-        pairs = [_pair(claim, by_arm, found, notes)[0] for claim in against]
+        pairs = _within_settings(by_setting, metric, found, notes)
+    return Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
+
+
+def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
+    """The verdicts on a file's claims, corrected within each family."""
+    own = [run for run in found.runs if not file.folders or run.folder in file.folders]
+    claims = [named(claim, file.names) for claim in file.claims]
+    measured = [evidence(claim, found, notes, own) for claim in claims]
+    judged: dict[int, Verdict] = {}
+    for family in dict.fromkeys(claim.family for claim in claims):
+        places = [place for place, claim in enumerate(claims) if claim.family == family]
+        provisional = any(measured[place].incomplete for place in places)
+        for place, said in zip(places, judge([(claims[p], measured[p]) for p in places]), strict=True):
+            claim, seen = claims[place], measured[place]
+            pair = Pair(
+                claim.a, claim.b, claim.metric, claim.score, said.interval, seen.values, claim.unit, said.p_holm
+            )
+            judged[place] = Verdict(claim, said.verdict, pair, file.changed, seen.left_out, provisional)
+    return [judged[place] for place in range(len(claims))]
+
+
+def _within_settings(
+    by_setting: Mapping[str, Mapping[str, str]], metric: str, found: Found, notes: list[str]
+) -> list[Pair]:
+    """Without claims: every arm against its setting's first, corrected over all pairs."""
+    pairs = []
+    for own in by_setting.values():
+        first, *others = own.values()
+        for name in others:
+            claim = Claim("", name, first, metric, "", 0.0)  # nothing is claimed
+            seen = evidence(claim, found, notes)
+            pairs.append(Pair(name, first, metric, claim.score, paired(list(seen.values.values())), seen.values))
     for pair, corrected in zip(pairs, holm([pair.interval.p for pair in pairs]), strict=True):
         pair.p_holm = corrected
-    return Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found)
+    return pairs
 
 
-def _logged(found: Found, metric: str) -> bool:
-    return any(len(measured(run, metric)[0]) for run in found.runs)
+def _score(run: Run, metric: str, score: str, any_logged: bool) -> float | None:
+    return score_of(run, metric, score) if any_logged else None  # where no run has the metric nobody has lost in it
 
 
-def _score(run: Run, metric: str, score: str, logged: bool, mode: str | None = None) -> float | None:
-    return score_of(run, metric, score, mode) if logged else None  # where no run has the metric nobody has lost in it
-
-
-def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], logged: bool) -> Arm:
+def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_logged: bool) -> Arm:
     finished = [run for run in runs if run.finished]
-    scores = {score: {run.seed: _score(run, metric, score, logged) for run in finished} for score in SCORES}
+    scores = {score: {run.seed: _score(run, metric, score, any_logged) for run in finished} for score in SCORES}
     costs = {target: {run.seed: reached(run, metric, float(target)) for run in finished} for target in targets}
     return Arm(name, runs, scores, costs)
-
-
-def _pair(claim: Claim, by_arm: Mapping[str, list[Run]], found: Found, notes: list[str]) -> tuple[Pair, bool]:
-    """The paired interval, and whether a pair was left out because one of its runs diverged."""
-    a, b = ({run.seed: run for run in by_arm.get(name, []) if run.finished} for name in (claim.a, claim.b))
-    for name in (claim.a, claim.b):
-        if name not in by_arm:
-            hint = suggest(name, by_arm) or f" There are: {', '.join(by_arm)}."
-            _add(notes, f"Claim {claim.id} is about the arm {name}, of which there is no run.{hint}")
-    seeds = sorted(a.keys() & b.keys())
-    for seed in seeds:
-        _refuse_other_partition(a[seed], b[seed])
-    for name, own, other in ((claim.a, a, b), (claim.b, b, a)):
-        if alone := sorted(own.keys() - other.keys()):
-            other_name = claim.b if name == claim.a else claim.a
-            numbers = ", ".join(map(str, alone))
-            which = "seed" if len(alone) == 1 else "seeds"
-            _add(notes, f"{which.capitalize()} {numbers} of {name}: no finished run of {other_name} to pair with.")
-    logged = _logged(found, claim.metric)
-    if not logged:
-        _add(notes, _absent(found, claim.metric))
-    scored = [
-        tuple(_score(arm[seed], claim.metric, claim.score, logged, claim.mode or None) for arm in (a, b))
-        for seed in seeds
-    ]
-    between = dict(zip(seeds, differences(claim, [(x, y) for x, y in scored]), strict=True))
-    lost = any(between[s] is None and "diverged" in (a[s].status, b[s].status) for s in seeds)
-    if out := [s for s in seeds if between[s] is None and logged]:
-        why = "diverged, so it has no score to compare" if lost else "has no score to compare"
-        _add(notes, f"{claim.a} − {claim.b} in {claim.metric}: a run with seed {', '.join(map(str, out))} {why}.")
-    kept = {seed: value for seed, value in between.items() if value is not None}
-    pair = Pair(claim.a, claim.b, claim.metric, claim.score, paired(list(kept.values())), kept, claim.scale)
-    return pair, lost
-
-
-def _refuse_other_partition(a: Run, b: Run) -> None:
-    ours, theirs = (run.record.get("partition_hash") for run in (a, b))
-    if ours != theirs:
-        raise UserError(
-            f"report: {a.folder} and {b.folder} both have seed {a.seed} but other partitions of the data ({ours} and "
-            f"{theirs}), so they are no pair: the split, not the method, could make the difference. Compare runs with "
-            "the same --data options and seed."
-        )
-
-
-def _add(notes: list[str], note: str) -> None:
-    if note not in notes:
-        notes.append(note)
-
-
-def _absent(found: Found, metric: str) -> str:
-    names = dict.fromkeys(name for run in found.runs for name in run.columns if name != "round")
-    return f"No run logs {metric}, so nothing is scored by it.{suggest(metric, names)}"
-
-
-def _notes(found: Found, metric: str, files: list[ClaimsFile]) -> list[str]:
-    """What stands out before any pair is looked at."""
-    notes: list[str] = []
-    if not _logged(found, metric):
-        notes.append(_absent(found, metric))
-    for file in files:
-        if file.changed:
-            notes.append(f"{file.path} was edited after the runs started: its hash is none that a run recorded.")
-        elif others := sum(stated != file.hash for stated in file.stated):
-            notes.append(f"{others} of {len(file.stated)} runs recorded other claims than those in {file.path}.")
-    for name, runs in found.arms.items():
-        if len({run.record.get("config_hash") for run in runs}) > 1:
-            notes.append(f"Runs of {name} differ in their config by more than the seed.")
-        if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
-            notes.append(f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped.")
-        for status in ("running", "stopped", "failed"):
-            if seeds := [str(run.seed) for run in runs if run.status == status]:
-                notes.append(
-                    f"{name}, seed {', '.join(seeds)}: {status}. Shown in the curves, kept out of every score."
-                )
-    if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
-        notes.append("Runs differ in their number of rounds: compare them at equal rounds below.")
-    absent = Counter(status for _, _, status in found.waiting)
-    if absent:
-        counts = ", ".join(f"{number} {status}" for status, number in absent.items())
-        notes.append(f"Runs of the sweep that left no run.json: {counts}.")
-    return notes

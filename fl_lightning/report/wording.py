@@ -96,6 +96,7 @@ def times(ratio: float | None) -> str:
 
 
 SCORE_TITLES = {
+    "tail": "last third of gradients",
     "last10": "mean of last 10",
     "smoothed": "smoothed, best of last 50",
     "last": "last round",

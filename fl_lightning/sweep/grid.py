@@ -94,6 +94,16 @@ def runs(sweep: Path, prefix: str, arm: Arm, its_seeds: Sequence[int]) -> list[R
     return found
 
 
+def by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
+    """The first run of every group, then the second ones, …: what is done at any time is paired by seed.
+
+    >>> by_seed([[1, 2], [3], [4, 5]])  # type: ignore[list-item]
+    [1, 3, 4, 2, 5]
+    """
+    longest = max(map(len, groups), default=0)
+    return [group[place] for place in range(longest) for group in groups if place < len(group)]
+
+
 def value_name(value: Any) -> str:
     """A value as a part of a folder's name.
 

@@ -13,13 +13,17 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.sweep import folder as files
 from fl_lightning.sweep import slurm, workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
-from fl_lightning.sweep.grid import Arm, Run, arms, runs, seeds
+from fl_lightning.sweep.grid import Arm, Run, arms, by_seed, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
 from fl_lightning.sweep.selection import Candidate, at_the_end, candidates, choose, which_way
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import Table
 
-_FREE = ("seed_everything", "ckpt_path", "trainer.default_root_dir", "trainer.max_epochs")  # may differ in one folder
+# What may differ in one folder: what names a run or says where things lie; more rounds than before are added.
+_FREE = (
+    "seed_everything", "ckpt_path", "trainer.default_root_dir", "trainer.max_epochs", "trainer.enable_progress_bar",
+    "data.init_args.root", "data.init_args.download",
+)  # fmt: skip
 
 
 class Sweep:
@@ -45,7 +49,7 @@ class Sweep:
 
     def listed(self) -> list[Run]:
         """The sweep's own runs, in the grid's order, with what was chosen for their arms so far."""
-        return [run for arm in self.arms for run in self._runs(arm)]
+        return by_seed([self._runs(arm) for arm in self.arms])
 
     def run(self, jobs: int | None) -> int | None:
         """Do what is not done; the number of the signal that stopped it, else None."""
@@ -81,6 +85,8 @@ class Sweep:
             files.locked(run.folder / ".sweep.lock", f"sweep --run {place}"),
         ):
             status = files.standing(run, files.read_states(self.folder))
+            if (run.folder / "run.json").is_file():
+                self._refuse_other_settings(run, self._rehearse([run], 1)[0])
             if status == DONE:
                 print(f"{run.folder}: is done")
                 return 0
@@ -142,7 +148,7 @@ class Sweep:
             raise UserError(f"sweep {self.spec.name}: select.metric: {directions.question([metric])}")
 
     def _select(self, places: list[workers.Place]) -> int | None:
-        every = [run for candidate in self.candidates for run in candidate.runs]
+        every = by_seed([candidate.runs for candidate in self.candidates])
         rounds = self._check([candidate.runs for candidate in self.candidates], len(places))
         self._stand()
         files.write_states(self.folder, self.states)
@@ -215,17 +221,34 @@ class Sweep:
         return [self._configs[run] for run in its_runs]
 
     def _refuse_other_settings(self, run: Run, config: Mapping[str, Any]) -> None:
+        """Refuse a run that began, or was made elsewhere, with anything else that decides it."""
         try:
             before = parse_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
         except OSError:
+            self._refuse_other_hash(run, config)
             return
         now, then = _flat(config), _flat(before if isinstance(before, dict) else {})
-        for key in now:
-            if key in then and then[key] != now[key] and key not in _FREE:
-                raise UserError(
-                    f"sweep {self.spec.name}: {run.folder} began with {key} {then[key]}, and now it is {now[key]}. "
-                    "Runs with other settings belong in another folder: give --out, or remove this run."
-                )
+        differ = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in _FREE]
+        rounds, asked = then.get("trainer.max_epochs"), now.get("trainer.max_epochs")
+        if isinstance(rounds, int) and isinstance(asked, int) and 0 < asked < rounds:
+            differ.append("trainer.max_epochs")
+        for key in differ:
+            began, wanted = (of.get(key, "nothing") for of in (then, now))
+            raise UserError(
+                f"sweep {self.spec.name}: {run.folder} began with {key} {began}, and now it is {wanted}. "
+                "Runs with other settings belong in another folder: give --out, or remove this run."
+            )
+
+    def _refuse_other_hash(self, run: Run, config: Mapping[str, Any]) -> None:
+        """Of a run without config.yaml there is its hash to compare."""
+        from fl_lightning.cli.run_record import config_hash
+
+        then = files.record(run).get("config_hash")
+        if then is not None and then != config_hash(config):
+            raise UserError(
+                f"sweep {self.spec.name}: {run.folder} has no config.yaml, and its run.json says that it began with "
+                "other settings than these. Put the file back, give --out, or remove this run."
+            )
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -42,6 +42,7 @@ def warm() -> None:
 
     gc.collect()
     gc.freeze()  # the workers' collectors leave these pages alone, so they stay shared
+    atexit.register(gc.unfreeze)  # at the end they are to be collected: bindings print what is left of them
 
 
 def usable_cores() -> list[int]:
@@ -213,12 +214,19 @@ def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> int:
     if place.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpus
     os.sched_setaffinity(0, place.cores)
+    _share_threads(len(place.cores))
+    return fit_here(run, claims_hash)
+
+
+def _share_threads(number: int) -> None:
+    """As many threads within an operation as cores; where OMP_NUM_THREADS is set it holds, as it does for ``fit``."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        return
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # of the processes that the run starts itself
-        os.environ[name] = str(len(place.cores))
+        os.environ.setdefault(name, str(number))
     import torch
 
-    torch.set_num_threads(len(place.cores))
-    return fit_here(run, claims_hash)
+    torch.set_num_threads(number)
 
 
 def _answers(questions: Sequence[Callable[[], Any]]) -> list[Any]:

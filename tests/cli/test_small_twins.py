@@ -75,7 +75,7 @@ def test_a_twin_is_as_it_was_planned(name: str) -> None:
     assert found == PLAN[name.removeprefix("experiment/")]
     folder = Path(str(packaged()[name])).parent
     for claim in read_claims(folder / twin["claims"], []).claims:
-        assert claim.score == "last10", claim
+        assert claim.score == "tail", claim
         assert claim.margin == MARGINS.get(claim.metric) or claim.metric.startswith("divergence/"), claim
 
 

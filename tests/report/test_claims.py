@@ -165,7 +165,10 @@ def test_two_sweeps_bring_their_own_claims(tmp_path: Path) -> None:
         ("id: A1", "a list of claims"),
         ("- {id: A1, a: x, b: y}", "metric, direction, margin missing"),
         ("- {id: A1, a: x, b: y, metric: m, direction: up, margin: 1}", "greater, less"),
-        ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, score: lst}", "last10, smoothed, last, max"),
+        (
+            "- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, score: lst}",
+            "tail, last10, smoothed",
+        ),
         ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: much}", "a number of at least 0"),
         ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, marign: 2}", "Did you mean 'margin'?"),
         ("- [", "cannot be read"),

@@ -44,7 +44,7 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
         "arm,seed,status,folder\n" + "".join(f"{a},{s},done,x\n" for a in ("base", "same", "better") for s in curves[a])
     )
     found = report(tmp_path / "out", tmp_path / "s")
-    assert list(found) == ["metric", "arms", "pairs", "claims"] and found["metric"] == "val/acc"
+    assert list(found) == ["metric", "arms", "pairs", "claims", "settings"] and found["metric"] == "val/acc"
     assert list(found["arms"]) == ["base", "same", "better"]  # the grid's order
     last10 = {arm: {s: float(np.mean(c[-10:])) for s, c in own.items()} for arm, own in curves.items()}
     for arm, own in curves.items():
@@ -52,13 +52,13 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
         assert (entry["n"], entry["diverged"], entry["unfinished"]) == (len(own), 0, 0)
         assert entry["runs"] == [str(tmp_path / "s" / arm / f"seed-{s}") for s in own]
         scores = entry["scores"]["last10"]
-        assert set(entry["scores"]) == {"last", "last10", "max", "smoothed"}
+        assert set(entry["scores"]) == {"last", "last10", "max", "smoothed", "tail"}
         assert close(scores["mean"], float(np.mean(list(last10[arm].values()))))
         assert close(scores["sd"], float(np.std(list(last10[arm].values()), ddof=1)))
         assert all(close(scores["values"][str(s)], v) for s, v in last10[arm].items())
         assert all(close(entry["scores"]["max"]["values"][str(s)], float(c.max())) for s, c in own.items())
     assert [(p["a"], p["b"], p["score"], p["n"]) for p in found["pairs"]] == [
-        ("same", "base", "last10", 3), ("better", "base", "last10", 4),
+        ("same", "base", "tail", 3), ("better", "base", "tail", 4),  # of 30 rounds the last ten
     ]  # fmt: skip
     p_values = []
     for pair in found["pairs"]:
@@ -158,9 +158,8 @@ def test_runs_by_themselves_come_in_the_order_of_the_command_line(tmp_path: Path
     found = report(tmp_path / "out", one, other, one)  # the same folder twice is one run
     assert list(found["arms"]) == ["SCAFFOLD", "FedInit"]
     assert (found["pairs"][0]["a"], found["pairs"][0]["b"]) == ("FedInit", "SCAFFOLD")
-    assert (
-        (tmp_path / "out/report.csv").read_text().startswith("arm,seed,status,rounds,last10,smoothed,last,max,folder")
-    )
+    head = "arm,seed,status,rounds,tail,last10,smoothed,last,max,folder"
+    assert (tmp_path / "out/report.csv").read_text().startswith(head)
 
 
 def test_another_partition_is_refused_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.report.runs import Run, read_run
-from fl_lightning.report.scores import reached, scores, smooth
+from fl_lightning.report.scores import reached, scores, smooth, tail
 
 short = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 long = st.builds(  # up to where the window is at its widest; some fall, so that their maximum lies before the last 50
@@ -34,7 +34,7 @@ def smoothed_by_hand(values: list[float]) -> list[float]:
     if width < 3:
         return values
     half = width // 2
-    weights = [0.5 - 0.5 * math.cos(2 * math.pi * k / (width - 1)) for k in range(width)]
+    weights = [0.5 - 0.5 * math.cos(2 * math.pi * (k + 1) / (width + 1)) for k in range(width)]  # none of them is 0
     smoothed = []
     for t in range(len(values)):
         inside = [(weights[k + half], values[t + k]) for k in range(-half, half + 1) if 0 <= t + k < len(values)]
@@ -88,7 +88,9 @@ def test_a_higher_target_is_never_reached_earlier(values: list[float], one: floa
 
 @pytest.mark.parametrize("status", ["diverged", "running", "stopped", "failed"])
 def test_only_a_run_that_is_done_reaches_a_target(status: str) -> None:
-    assert reached(run_of([0.9] * 5, status), "val/acc", 0.5) == {"rounds": None, "bytes": None, "seconds": None}
+    assert reached(run_of([0.9] * 5, status), "val/acc", 0.5) == dict.fromkeys(
+        ("rounds", "bytes", "gradients", "seconds")
+    )
 
 
 def test_what_was_not_measured_is_left_out_and_rounds_stay_rounds(tmp_path: Path) -> None:
@@ -98,13 +100,18 @@ def test_what_was_not_measured_is_left_out_and_rounds_stay_rounds(tmp_path: Path
         "time/round": [1.0] * 7 + [None],
     }
     run = read_run(make_run(tmp_path / "x", "a", 0, columns))
-    assert reached(run, "val/acc", 0.6) == {"rounds": 6, "bytes": 60, "seconds": 6.0}
-    assert reached(run, "val/acc", 0.7) == {"rounds": 8, "bytes": None, "seconds": None}  # not known, so not said
+    assert reached(run, "val/acc", 0.6) == {"rounds": 6, "bytes": 60, "gradients": None, "seconds": 6.0}
+    assert reached(run, "val/acc", 0.7) == {
+        "rounds": 8,
+        "bytes": None,
+        "gradients": None,
+        "seconds": None,
+    }  # not known, so not said
     assert scores(run.column("val/acc")[[1, 5, 7]]) == {"last10": 0.5, "smoothed": 0.8, "last": 0.8, "max": 0.8}
 
 
 def test_no_value_no_score() -> None:
-    assert set(scores(np.empty(0)).values()) == {None}
+    assert set(scores(np.empty(0)).values()) == {None} and tail(run_of([]), "val/acc") is None
 
 
 def test_the_last_line_counts_without_a_line_break_where_the_run_ended(tmp_path: Path) -> None:

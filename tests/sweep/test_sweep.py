@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +132,96 @@ def test_a_slurm_task_is_one_run(cli: Cli, sweep_file: Path) -> None:
     assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--run", "fedavg/seed-0").returncode == 0
     assert set(states(cli.folder / "runs/demo").values()) == {"done"}
     assert json.loads((cli.folder / "runs/demo/fedavg/seed-0/run.json").read_text())["arm"] == "fedavg"
+
+
+@pytest.mark.slow
+def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -> None:
+    few = ("method=method/fedavg", "trainer.max_epochs=2", "seed_everything=0")
+    assert cli("sweep", sweep_file, *few).returncode == 0
+    text = sweep_file.read_text()
+    added = {
+        "partition": "  data.partition: {class_path: Dirichlet, init_args: {alpha: 0.1}}\n",
+        "optimizer": "  model.server_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5}}\n",
+        "method": "  method+: [DriftLogger]\n",
+    }
+    for key, line in added.items():
+        sweep_file.write_text(text.replace("fixed:\n", f"fixed:\n{line}"))
+        result = cli("sweep", sweep_file, *few)
+        assert result.returncode == 2 and "fedavg/seed-0 began with " in result.stderr, (key, result.stderr)
+        assert key in result.stderr
+    sweep_file.write_text(text)
+    fewer = cli("sweep", sweep_file, *few, "trainer.max_epochs=1")
+    assert fewer.returncode == 2 and "began with trainer.max_epochs 2, and now it is 1" in fewer.stderr
+    assert cli("sweep", sweep_file, *few, "data.init_args.root=elsewhere").returncode == 0  # decides nothing
+    (cli.folder / "runs/demo/fedavg/seed-0/config.yaml").unlink()
+    assert cli("sweep", sweep_file, *few).returncode == 0
+    other = cli("sweep", sweep_file, *few, "model.participation=0.3")
+    assert other.returncode == 2 and "has no config.yaml" in other.stderr
+
+
+METHOD = """
+import torch
+from fl_lightning.callback import FederatedCallback
+
+
+class Threads(FederatedCallback):
+    def on_round_end(self, server):
+        server.log("threads", torch.get_num_threads())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_a_sweep_has_the_bits_of_the_command_that_it_lists(tmp_path: Path) -> None:
+    """Whatever the number of threads, which is the environment's; and nothing is printed of what a binding leaves."""
+    (tmp_path / "mine.py").write_text(METHOD)
+    (tmp_path / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu]
+fixed:
+  trainer.max_epochs: 2
+  model.engine: concurrent
+  model.participation: 0.3
+  model.learner.network: {class_path: fl_lightning.models.MLP, init_args: {sizes: [64, 1000, 10]}}
+  method+: [DivergenceLogger, DriftLogger, ConsensusDistanceLogger, DynamicRegularization, mine.Threads]
+grid: {seed_everything: [0]}
+""")
+
+    def told(threads: int, *argv: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{tmp_path}", "OMP_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-m", "fl_lightning", *argv]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result
+
+    listed = told(1, "sweep", "s.yaml", "--dry_run").stdout
+    (command,) = [line for line in listed.splitlines() if "fl-lightning fit" in line]
+    argv = shlex.split(command.partition("fl-lightning ")[2])
+    place = "--trainer.default_root_dir="
+    told(2, *(f"{place}alone" if word.startswith(place) else word for word in argv))
+    assert "nanobind" not in told(1, "sweep", "s.yaml").stderr
+    alone, swept = (
+        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(path.open())]
+        for path in (tmp_path / "alone/metrics.csv", tmp_path / "runs/s/s/seed-0/metrics.csv")
+    )
+    assert [row.pop("threads") for row in swept] == ["1.0", "1.0"]
+    assert len(os.sched_getaffinity(0)) == 1 or [row["threads"] for row in alone] == ["2.0", "2.0"]
+    alone = [{k: v for k, v in row.items() if k != "threads"} for row in alone]
+    assert alone == swept
+
+
+@pytest.mark.slow
+def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file: Path) -> None:
+    few = ("method=[method/fedavg,method/scaffold]", "trainer.max_epochs=1", "seed_everything=[0,1]", "--jobs", 1)
+    first = cli("sweep", sweep_file, *few)
+    done = [line.partition(":")[0] for line in first.stdout.splitlines() if "done, val/acc" in line]
+    assert done == ["fedavg/seed-0", "scaffold/seed-0", "fedavg/seed-1", "scaffold/seed-1"]
+    for seed in (0, 1):  # what a repository keeps of a run
+        there, kept = (cli.folder / f"{parent}/fedavg/seed-{seed}" for parent in ("runs/demo", "kept"))
+        kept.mkdir(parents=True)
+        for name in ("run.json", "config.yaml"):
+            shutil.copy(there / name, kept / name)
+        (kept / "metrics.csv.gz").write_bytes(gzip.compress((there / "metrics.csv").read_bytes()))
+    again = cli("sweep", sweep_file, *few, "--out", "kept")
+    assert again.returncode == 0 and "fedavg/seed-0: done" not in again.stdout
+    assert set(states(cli.folder / "kept").values()) == {"done"}
+    values = [line.split()[1:] for line in again.stdout.splitlines() if line.startswith("  fedavg")]
+    assert values == [line.split()[1:] for line in first.stdout.splitlines() if line.startswith("  fedavg")]

@@ -1,0 +1,111 @@
+"""From what was measured of a claim, a number a seed, to its interval, its p and its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from fl_lightning.report.claims import Claim
+from fl_lightning.report.intervals import Interval, equivalent, holm, paired
+
+LEAST = 5  # pairs that a verdict needs
+LEAST_DIVERGING = 3
+LEVEL = 0.05
+
+
+@dataclass
+class Evidence:
+    """What the runs say about a claim; ``values`` are those of the seeds that count.
+
+    ``lost``: a seed is left out in a way that would help the claim, so nothing is reproduced. ``left_out``: how many
+    are. ``incomplete``: runs of it are still missing.
+    """
+
+    values: dict[int, float] = field(default_factory=dict)
+    lost: bool = False
+    left_out: int = 0
+    incomplete: bool = False
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim's interval, its p corrected over its family, and what they come to."""
+
+    interval: Interval
+    p_holm: float | None
+    verdict: str
+
+
+def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Judged]:
+    """The verdicts on all claims of one family, which are corrected together."""
+    intervals = [interval(claim, evidence) for claim, evidence in family]
+    corrected = holm([found.p for found in intervals])
+    return [
+        Judged(found, p, _verdict(claim, evidence, found, p))
+        for (claim, evidence), found, p in zip(family, intervals, corrected, strict=True)
+    ]
+
+
+def interval(claim: Claim, evidence: Evidence) -> Interval:
+    """Mean, 95 % interval and p of a claim; an equivalence has the p of its two one-sided tests."""
+    values = list(evidence.values.values())
+    if claim.kind == "diverges":
+        return Interval(len(values), fmean(values) if values else None)
+    found = paired(values)
+    if claim.kind == "equivalence":
+        return Interval(found.n, found.mean, found.sd, found.low, found.high, equivalent(found, claim.margin))
+    return found
+
+
+def _verdict(claim: Claim, evidence: Evidence, found: Interval, p_holm: float | None) -> str:
+    if claim.kind == "diverges":
+        said = _of_divergence(claim.direction, list(evidence.values.values()))
+    elif claim.kind == "equivalence":
+        said = _of_likeness(claim.margin, found, p_holm)
+    else:
+        said = verdict(claim.direction, claim.margin, found, p_holm)
+    return "inconclusive" if said == "reproduced" and evidence.lost else said
+
+
+def verdict(direction: str, margin: float, found: Interval, p_holm: float | None) -> str:
+    """What a paired interval says about a claim that ``direction`` turns.
+
+    >>> clear = Interval(5, 0.02, 0.01, 0.01, 0.03, 0.01)
+    >>> verdict("greater", 0.005, clear, 0.02), verdict("less", 0.005, clear, 0.02)
+    ('reproduced', 'contradicted')
+    >>> verdict("greater", 0.005, clear, 0.06)
+    'inconclusive'
+    >>> small = Interval(5, 0.001, 0.001, -0.001, 0.003, 0.3)
+    >>> verdict("greater", 0.005, small, 0.3), verdict("greater", 0.002, small, 0.3)
+    ('not reproduced', 'inconclusive')
+    """
+    mean, low, high = found.mean, found.low, found.high
+    if mean is None or low is None or high is None or found.n < LEAST:
+        return "inconclusive"
+    if direction == "less":
+        mean, low, high = -mean, -high, -low
+    sure = p_holm is not None and p_holm < LEVEL
+    if sure and low > 0 and mean >= margin:
+        return "reproduced"
+    if sure and high < 0:
+        return "contradicted"
+    return "not reproduced" if high < margin else "inconclusive"
+
+
+def _of_likeness(margin: float, found: Interval, p_holm: float | None) -> str:
+    if found.low is None or found.high is None or found.n < LEAST:
+        return "inconclusive"
+    if p_holm is not None and p_holm < LEVEL:
+        return "reproduced"
+    return "contradicted" if found.low > margin or found.high < -margin else "inconclusive"
+
+
+def _of_divergence(direction: str, values: Sequence[float]) -> str:
+    if len(values) < LEAST_DIVERGING:
+        return "inconclusive"
+    if direction == "less":  # it is claimed not to diverge
+        values = [1 - value for value in values]
+    if all(values):
+        return "reproduced"
+    return "not reproduced" if any(values) else "contradicted"

@@ -1,0 +1,34 @@
+"""Sums over the coordinates of a vector that do not depend on the number of threads.
+
+PyTorch shares a long sum out among its threads, so that each number of them rounds it otherwise.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+_PIECE = 4096  # one thread sums a piece; all pieces of a row of pieces are summed at once
+
+
+def ordered_sum(v: Tensor) -> Tensor:
+    """The sum of all entries of ``v``, by pieces whose bounds are always the same.
+
+    >>> import torch
+    >>> ordered_sum(torch.ones(10_000))
+    tensor(10000.)
+    """
+    v = v.reshape(-1)
+    while len(v) > _PIECE:
+        v = pad(v, (0, -len(v) % _PIECE)).view(-1, _PIECE).sum(1)
+    return v.sum()
+
+
+def ordered_norm(v: Tensor) -> Tensor:
+    """‖v‖, summed in float64.
+
+    >>> import torch
+    >>> ordered_norm(torch.tensor([3.0, 4.0]))
+    tensor(5.)
+    """
+    return ordered_sum(v.double().square()).sqrt().to(v.dtype)

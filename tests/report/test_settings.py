@@ -1,0 +1,152 @@
+"""Arms within settings, sweeps side by side; what runs have lost, and claims that are none."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import make_arm, make_run, report
+from test_claims import write as written
+
+from fl_lightning.errors import UserError
+from fl_lightning.report.command import main
+
+
+def refused(*argv: object) -> str:
+    """The paragraph of a report that is refused."""
+    with pytest.raises(UserError) as error:
+        main([*map(str, argv), "--out", "nowhere"])
+    return str(error.value)
+
+
+# --------------------------------------------------------------------------- settings, several sweeps
+
+
+def grid(folder: Path, alphas: tuple[str, ...] = ("0.1", "0.6"), shift: float = 0.0) -> Path:
+    for alpha in alphas:
+        for method, level in (("fedavg", 0.7), ("fedinit-0.1", 0.75)):
+            arm = f"{method}_Dirichlet-{alpha}"
+            axes = {"method": method, "data.partition": f"Dirichlet-{alpha}"}
+            for seed in range(5):
+                columns = {"val/acc": [level + shift + 0.001 * seed * (method != "fedavg")] * 20}
+                partition = f"{alpha} {seed}"
+                make_run(folder / arm / f"seed-{seed}", arm, seed, columns, partition=partition, axes=axes)
+    (folder / "sweep.yaml").write_text("configs: [base]\n")
+    return folder
+
+
+def test_arms_are_compared_within_a_setting(tmp_path: Path) -> None:
+    found = report(tmp_path / "out", grid(tmp_path / "s"))
+    assert found["settings"] == {
+        f"Dirichlet-{alpha}": {m: f"{m}_Dirichlet-{alpha}" for m in ("fedavg", "fedinit-0.1")}
+        for alpha in ("0.1", "0.6")
+    }
+    assert [(pair["a"], pair["b"]) for pair in found["pairs"]] == [
+        (f"fedinit-0.1_Dirichlet-{alpha}", f"fedavg_Dirichlet-{alpha}") for alpha in ("0.1", "0.6")
+    ]
+    for kind in ("md", "tex", "html"):
+        text = (tmp_path / f"out/report.{kind}").read_text()
+        assert "Methods by settings" in text and text.count("Dirichlet-0.6") > 1, kind
+    assert "| fedavg | 70.00 ± 0.00 | 70.00 ± 0.00 |" in (tmp_path / "out/report.md").read_text()
+    assert (tmp_path / "out/pivot.csv").read_text().startswith("method,Dirichlet-0.1,Dirichlet-0.6\n")
+
+
+def test_without_other_axes_there_is_one_setting(tmp_path: Path) -> None:
+    for arm in "ab":
+        make_arm(tmp_path / "s", arm, {0: 0.5})
+    found = report(tmp_path / "out", tmp_path / "s")
+    assert found["settings"] == {"all": {"a": "a", "b": "b"}}
+    assert not (tmp_path / "out/pivot.csv").exists()
+
+
+def test_a_trend_over_an_axis_is_of_its_own_method(tmp_path: Path) -> None:
+    folder = grid(tmp_path / "s", ("0.1", "0.6", "10"))
+    for path in folder.glob("*/seed-*"):  # FedAvg rises with α
+        alpha = float(path.parent.name.partition("-")[2].rpartition("-")[2])
+        if path.parent.name.startswith("fedavg"):
+            rows = "".join(f"{t},{0.5 + 0.01 * alpha}\n" for t in range(9))
+            (path / "metrics.csv").write_text(f"round,val/acc\n{rows}")
+    shared = {"kind": "trend", "over": "data.partition", "metric": "val/acc", "direction": "greater"}
+    claims = [{"id": "T", "arm": "fedavg", **shared}, {"id": "U", "arm": "fedinit-0.1", **shared, "family": "f"}]
+    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))["claims"]
+    assert said[0]["values"] == pytest.approx({str(s): 1.0 for s in range(5)}) and said[0]["verdict"] == "reproduced"
+    assert (said[1]["n"], said[1]["verdict"]) == (0, "inconclusive")  # constant: ρ is not defined
+    several = refused(folder, "--claims", written(tmp_path / "d.yaml", {"id": "T", **shared}))
+    assert "several methods were swept" in several
+
+
+def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
+    claim = {"a": "up", "b": "base", "metric": "val/acc", "direction": "greater", "margin": 0.005}
+    for name, level in (("one", 0.9), ("two", 0.1)):
+        make_arm(tmp_path / name, "base", {s: 0.5 + 0.001 * s for s in range(5)})
+        make_arm(tmp_path / name, "up", {s: level + 0.002 * s for s in range(5)})
+        written(tmp_path / name / "claims.yaml", {"id": f"{name}-A", **claim})
+    found = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
+    assert set(found["arms"]) == {"one/base", "one/up", "two/base", "two/up"}
+    assert [(e["id"], e["verdict"]) for e in found["claims"]] == [("one-A", "reproduced"), ("two-A", "contradicted")]
+    assert set(found["settings"]) == {"one/all", "two/all"}
+    for folder in (tmp_path / "one/up/seed-4", tmp_path / "one/base/seed-4"):  # half of one sweep elsewhere: still one
+        half = tmp_path / "half" / folder.relative_to(tmp_path / "one")
+        half.parent.mkdir(parents=True)
+        folder.rename(half)
+    (tmp_path / "half/claims.yaml").write_bytes((tmp_path / "one/claims.yaml").read_bytes())
+    found = report(tmp_path / "out", tmp_path / "one", tmp_path / "half")
+    assert set(found["arms"]) == {"base", "up"} and found["claims"][0]["n"] == 5
+
+
+# --------------------------------------------------------------------------- what was damaged is said
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda lines: [*lines[:5], *lines[7:]], "lacks 2 of the rounds 0 to 19"),
+        (lambda lines: lines[:-3], "ends after 17 of 20 rounds"),
+        (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], "last line without an end"),
+    ],
+)
+def test_what_a_run_has_lost_is_said(tmp_path: Path, change: Any, words: str) -> None:
+    make_arm(tmp_path / "s", "a", {0: 0.5})
+    path = tmp_path / "s/a/seed-0/metrics.csv"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    report(tmp_path / "out", tmp_path / "s")
+    assert words in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_column_that_stands_twice_is_refused_and_removed_claims_are_said(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    make_arm(folder, "up", {0: 0.5, 1: 0.5}, claims_hash=hashlib.sha256(b"gone").hexdigest())
+    report(tmp_path / "out", folder)
+    assert "claims.yaml was removed" in (tmp_path / "out/report.md").read_text()
+    path = folder / "up/seed-0/metrics.csv"
+    path.write_text("round,val/acc,val/acc\n" + "".join(f"{t},0.1,0.9\n" for t in range(30)))
+    assert "two columns 'val/acc'" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "claim, words",
+    [
+        ({"kind": "trnd"}, "difference, equivalence, interaction, to_target, trend, diverges"),
+        ({"kind": "interaction", "direction": "less", "margin": 0}, "c, d missing"),
+        ({"kind": "to_target", "direction": "less", "margin": 0, "target": 0.8}, "cost missing"),
+        ({"kind": "to_target", "direction": "less", "margin": 0, "target": {"arm": ""}, "cost": "rounds"}, "{arm: A"),
+        ({"kind": "equivalence"}, "margin missing"),
+        ({"kind": "equivalence", "margin": 1, "over": "layers"}, "'over' is not known in a claim of kind equivalence"),
+        ({"direction": "less", "margin": 0, "primary": "yes"}, "true or false"),
+    ],
+)  # fmt: skip
+def test_claims_of_each_kind_are_checked(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
+    make_arm(tmp_path / "s", "a", {0: 0.5})
+    path = written(tmp_path / "c.yaml", {"id": "A", "a": "a", "b": "b", "metric": "val/acc", **claim})
+    assert words in refused(tmp_path / "s", "--claims", path)
+
+
+def test_a_family_has_one_primary_claim(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "a", {0: 0.5})
+    one = {"a": "a", "b": "b", "metric": "val/acc", "direction": "less", "margin": 0, "primary": True}
+    path = written(tmp_path / "c.yaml", {"id": "A", **one}, {"id": "B", **one})
+    assert "A and B are both the primary claim" in refused(tmp_path / "s", "--claims", path)
+    written(path, {"id": "A", **one}, {"id": "B", **one, "family": "f"})
+    assert len(report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]) == 2
