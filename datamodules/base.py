@@ -311,7 +311,7 @@ class FederatedDataModule(pl.LightningDataModule):
     # ---- loaders for Lightning
 
     def train_dataloader(self) -> RoundToken:
-        return RoundToken()
+        return RoundToken.of(self.trainer)
 
     def val_dataloader(self) -> Any:
         if self._who.held_out is not None:

@@ -19,6 +19,7 @@ from fl_lightning.datamodules.samples import (
     TensorSamples,
     makes_batches,
 )
+from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl, rank_zero_warn
 from fl_lightning.sampling import generator
 
@@ -56,6 +57,23 @@ def _versions(batches: list[tuple[Tensor, ...]]) -> list[int]:
 
 class RoundToken:
     """The training loader as Lightning sees it: one batch an epoch, since one epoch is one round."""
+
+    @classmethod
+    def of(cls, trainer: Any) -> RoundToken:
+        """For a federated fit.
+
+        Raises:
+            UserError: a learner by itself is fitted, whose training step knows nothing of rounds.
+        """
+        fitted = getattr(trainer, "lightning_module", None)
+        if fitted is not None and not hasattr(fitted, "global_model"):
+            name = type(fitted).__name__
+            raise UserError(
+                f"data: {type(trainer.datamodule).__name__} is for federated runs, and {name} was given to the Trainer "
+                f"by itself. Wrap it: trainer.fit(FederatedModule({name}(…)), data); to train {name} as it is, give it "
+                "a DataLoader, or federate with one client that has all samples."
+            )
+        return cls()
 
     def __len__(self) -> int:
         return 1

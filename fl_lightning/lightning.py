@@ -7,9 +7,12 @@ the other. So everything here comes from one of them, and nothing else in the pa
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from fl_lightning.errors import UserError
 
 NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
 _HOMES = {
@@ -76,6 +79,33 @@ else:
 FABRIC = import_module("lightning_fabric" if NAMESPACES[0] == NAMESPACE else "lightning.fabric")
 LOGGERS = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric")
 """Names of Lightning's own loggers, for whoever wants them quiet."""
+
+
+def explain_to_other_trainers(kind: type) -> None:
+    """Let a Trainer of the other Lightning, where a package has imported that, say why it takes no ``kind`` of ours.
+
+    Its own error is that a module has to be a LightningModule, which ours is.
+    """
+    for name in NAMESPACES:
+        other = getattr(sys.modules.get(name), "Trainer", None)
+        if name != NAMESPACE and other not in (None, pl.Trainer) and "_explains" not in vars(other):
+            other._explains = True
+            for command in ("fit", "validate", "test", "predict"):
+                setattr(other, command, _explaining(getattr(other, command), kind, name))
+
+
+def _explaining(command: Any, kind: type, other: str) -> Any:
+    @wraps(command)
+    def explained(trainer: Any, model: Any = None, *given: Any, **named: Any) -> Any:
+        if isinstance(model, kind):
+            raise UserError(
+                f"this Trainer is of {other}, and {kind.__name__} of {NAMESPACE}: fl_lightning takes whichever a "
+                "process imports first, which another package may have done. Use its Trainer and callbacks, import "
+                f"{NAMESPACE} as pl; or import {other} before everything else."
+            )
+        return command(trainer, model, *given, **named)
+
+    return explained
 
 
 def __getattr__(name: str) -> Any:

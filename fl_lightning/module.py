@@ -15,6 +15,7 @@ from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import Layout
 from fl_lightning.learner_hooks import LearnerHooks
+from fl_lightning.lightning import explain_to_other_trainers
 from fl_lightning.metrics import Logged
 from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
@@ -93,6 +94,7 @@ class FederatedModule(LearnerHooks):
         given = locals()
         super().__init__()
         self.automatic_optimization = False
+        explain_to_other_trainers(FederatedModule)
         checks.check_learner(learner)
         self.settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self.adopt(learner)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fl_lightning import checks
 from fl_lightning.buffers import WORDS as BUFFER_WORDS
+from fl_lightning.errors import UserError
 from fl_lightning.schedules import Schedule
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -53,6 +54,8 @@ class Settings:
             kind = int if isinstance(self.participation, Integral) else float
             object.__setattr__(self, "participation", kind(self.participation))
         checks.one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
+        for name in ("client_optimizer", "server_optimizer"):
+            check_factory(name, getattr(self, name))
         checks.positive("local_epochs", self.local_epochs)
         checks.positive("local_steps", self.local_steps, whole=True)
         checks.positive("clip_norm", self.clip_norm)
@@ -109,3 +112,15 @@ class Settings:
             "local_epochs": self.local_epochs,
             "local_steps": self.local_steps,
         }
+
+
+def check_factory(name: str, given: object) -> None:
+    """Refuse what makes no optimizer: a dict as configs have it, a name, an optimizer that is made already."""
+    if given is None or (callable(given) and not isinstance(given, Optimizer)):
+        return
+    shown = f"{given!r}"[:100] if isinstance(given, (dict, str)) else f"a {type(given).__name__}"
+    raise UserError(
+        f"{name}={shown} is no function; in Python it is one of the parameters, such as "
+        f"{name}=lambda params: torch.optim.SGD(params, lr=0.1). A mapping with class_path and init_args belongs into "
+        "a config."
+    )

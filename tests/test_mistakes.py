@@ -1,0 +1,70 @@
+"""What people try in Python first, and cannot work: each ends in a paragraph with the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from fl_lightning import FederatedModule, UserError
+from tests.helpers.learners import Lit, blobs, trainer
+
+
+@pytest.mark.parametrize("name", ["client_optimizer", "server_optimizer"])
+@pytest.mark.parametrize(
+    "given",
+    [{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}, "SGD", 0.1, [torch.optim.SGD], "made"],
+    ids=["dict", "name", "number", "list", "made"],
+)
+def test_an_optimizer_that_is_no_function(name, given) -> None:
+    if given == "made":
+        given = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(UserError, match=f"^{name}=.* is no function.*lambda params: torch.optim.SGD"):
+        FederatedModule(Lit(), **{name: given})
+
+
+def test_an_optimizer_s_class_is_one() -> None:
+    FederatedModule(Lit(), client_optimizer=torch.optim.SGD, server_optimizer=None)
+
+
+def test_a_learner_by_itself_on_federated_data() -> None:
+    with pytest.raises(UserError, match=r"Lit was given to the Trainer by itself. Wrap it: .*FederatedModule\(Lit"):
+        trainer(1).fit(Lit(), blobs())
+    trainer(1).validate(Lit().double(), blobs(), verbose=False)  # which needs no rounds
+
+
+OTHER = """
+import {first}
+import {second} as pl
+from tests.helpers.learners import Lit, blobs
+from fl_lightning import FederatedModule
+module = FederatedModule(Lit(), local_epochs=1)
+trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
+for command in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+    try:
+        command(module, blobs())
+    except Exception as error:
+        print(type(error).__name__, error)
+import {second}.demos.boring_classes as demos
+quiet = {{"enable_progress_bar": False, "enable_model_summary": False}}
+pl.Trainer(fast_dev_run=True, logger=False, **quiet).fit(model=demos.BoringModel())
+print("its own fits")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["pytorch_lightning", "lightning.pytorch"])
+def test_the_trainer_of_the_other_lightning(first: str) -> None:
+    """A package that was imported before decided which is ours; the Trainer said that a module must be one."""
+    pytest.importorskip("lightning.pytorch")
+    if pl.__name__ != "pytorch_lightning":
+        pytest.skip("one stands in for the other")
+    second = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[first]
+    code = OTHER.format(first=first, second=second)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    told = [line for line in ended.stdout.splitlines() if line.startswith("UserError this Trainer is of " + second)]
+    assert len(told) == 4 and f"FederatedModule of {first}" in told[0], ended.stdout + ended.stderr
+    assert "its own fits" in ended.stdout
