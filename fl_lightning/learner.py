@@ -233,33 +233,30 @@ def norms_of(learner: nn.Module) -> list[str]:
     ]
 
 
-def check_learner_parameters(learner: nn.Module) -> None:
-    """Refuse parameters that cannot lie in one flat vector.
-
-    Raises:
-        UserError: lazy parameters, several dtypes, or nothing to train.
-    """
-    lazy = [n for n, p in learner.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise UserError(
-            f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is not known yet. "
-            "Run one batch through it first, or build it with the sizes written out (Linear, not LazyLinear)."
-        )
-    dtypes = {p.dtype for _, p in trainable(learner)}
-    if len(dtypes) > 1:
-        named = ", ".join(sorted(str(d) for d in dtypes))
-        raise UserError(
-            f"learner {type(learner).__name__} has trainable parameters of several dtypes ({named}); a federated run "
-            "needs one. Convert it (learner.float()) or freeze the others (requires_grad_(False))."
-        )
-    if not dtypes:
-        raise UserError(
-            f"learner {type(learner).__name__} has no trainable parameters: nothing to average. Leave requires_grad "
-            "on for at least one, and create them in __init__, setup or configure_model."
-        )
-
-
 def logged_of(learner: Any) -> Logged:
     """What the run that ``learner`` belongs to notes of the metrics that it logs; by itself, a note for nobody."""
     module = getattr(getattr(learner, "_trainer", None), "lightning_module", None)
     return getattr(module, "logged", None) or Logged()
+
+
+def without_graphs(learner: nn.Module) -> dict[int, Any]:
+    """For ``copy.deepcopy``: copies of the tensors that modules hold with a graph, which has none of its own.
+
+    The hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` leave such a weight on their layer.
+    """
+    memo: dict[int, Any] = {}
+    waiting: list[Any] = [value for module in learner.modules() for value in vars(module).values()]
+    seen = set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.is_leaf or value.is_inference():
+                memo[id(value)] = value.detach().clone()
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+    return memo

@@ -104,6 +104,12 @@ class LearnerHooks(pl.LightningModule):
         strict = strict and self.learner.strict_loading
         return self.learner.load_state_dict(state_dict, strict=strict)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Inside another module, as WeightAveraging's, whose state has the learner's own names, too."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}learner.{name[len(prefix) :]}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def adopt(self, learner: Any) -> None:
         """Hide steps that the learner does not have, so that Lightning skips their loops; take hooks that it has."""
         self.learner = learner

@@ -141,7 +141,7 @@ def test_own_buffers_resume_to_the_same_bits(tmp_path: Any) -> None:
     def ends(rounds: int, path: Any = None) -> Any:
         policy = {"*_memory": "own", "queue_idx": "own"}
         module = federated(Remembering(), buffers=policy, participation="all")
-        run = trainer(rounds)
+        run = trainer(rounds, default_root_dir=tmp_path)
         run.fit(module, blobs(clients=3), ckpt_path=path)
         run.save_checkpoint(tmp_path / f"{rounds}.ckpt")
         rows = [module.client_rows.read("buffer.embedding_memory", i) for i in range(3)]

@@ -16,7 +16,7 @@ LONGEST = 350
 LAYERS = """
 errors lightning
 configs processes devices sampling schedules strategies metrics storage
-optim checks learner buffers settings state loggers facts
+optim checks learner parameters buffers settings state loggers facts
 round rounds
 callback
 methods

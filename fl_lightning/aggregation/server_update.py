@@ -115,7 +115,9 @@ def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
     if found is None:
         return
     evaluated = found.w if found.evaluated is None else found.evaluated
-    saved["state_dict"] = model.export(model=(evaluated, found.buffers)).state_dict()
+    # WeightAveraging saves its averages as the state_dict, and beside them what they are averages of
+    present = "current_model_state" if "current_model_state" in saved else "state_dict"
+    saved[present] = model.export(model=(evaluated, found.buffers)).state_dict()
     if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
         saved["optimizer_states"], saved["global_step"] = [found.optimizer], found.steps["total"]["completed"]
         saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"] = found.steps

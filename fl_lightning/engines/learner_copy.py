@@ -28,8 +28,10 @@ from fl_lightning.learner import (
     logged_of,
     tie,
     trainable,
+    without_graphs,
 )
 from fl_lightning.lightning import LightningOptimizer
+from fl_lightning.parameters import slots_of_parameters
 from fl_lightning.round.clients import LOSS
 from fl_lightning.round.context import Round
 
@@ -61,6 +63,7 @@ class LearnerCopy:
         self._third: tuple[Tensor, ...] | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
+        self.slots_of_parameters = slots_of_parameters(learner)
         self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}  # frozen parameters, and where they lie
         self.forward_context, self.convert = forward_context, convert
         self.step: Callable[..., Any] = learner.training_step
@@ -113,7 +116,7 @@ class LearnerCopy:
         for parameter, _ in self._written.values():
             memo.pop(id(parameter), None)
         trainers = [part._trainer for part in lightning_modules(learner)]
-        memo.update({id(trainer): trainer for trainer in trainers})
+        memo.update({id(trainer): trainer for trainer in trainers} | without_graphs(learner))
         copied = copy.deepcopy(learner, memo)
         another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
         another.treat_as_buffers(self._written)

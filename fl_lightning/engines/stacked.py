@@ -26,6 +26,7 @@ from fl_lightning.engines.step_logs import START, in_one_step, of_steps, reduce_
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
 from fl_lightning.learner import check_gradient_hooks
+from fl_lightning.parameters import check_same_parameters, slots_of_parameters
 from fl_lightning.round.clients import LOSS, Clients
 from fl_lightning.round.context import Round
 
@@ -41,7 +42,10 @@ class _Step(nn.Module):
         self.step = step
 
     def forward(self, *arguments: Any) -> Any:
-        return self.step(*arguments)
+        slots = slots_of_parameters(self.learner)
+        output = self.step(*arguments)
+        check_same_parameters(self.learner, slots)  # here: functional_call puts back what it replaced
+        return output
 
 
 class Stack:

@@ -16,6 +16,7 @@ from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.replay.capture import Capture
+from fl_lightning.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
@@ -64,6 +65,7 @@ class Worker:
             else:
                 for index, batch in enumerate(batches):
                     step(batch, index)
+            check_same_parameters(copy.learner, copy.slots_of_parameters)
             clients.local_step = None
             clients.metrics = copy.take_metrics()
             for name, value in {**copy.take_logs(), **metric_states.alone(clients.metrics)}.items():

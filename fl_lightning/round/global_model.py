@@ -17,12 +17,13 @@ from fl_lightning.learner import (
     IN_STEPS,
     Layout,
     buffer_values,
-    check_learner_parameters,
     flatten,
     lightning_modules,
     tie,
     trainable,
+    without_graphs,
 )
+from fl_lightning.parameters import Slots, check_learner_parameters, check_same_parameters, slots_of_parameters
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 
@@ -57,6 +58,7 @@ class GlobalModel:
         self.written: tuple[str, ...] = ()
         self.found: Found | None = None
         self._layout: Layout | None = None
+        self._slots: Slots = []
         self._w: Tensor | None = None
         self._evaluated: Tensor | None = None
 
@@ -81,6 +83,7 @@ class GlobalModel:
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """A round begins, which may change what it finds; ``buffers``: copies of them."""
+        check_same_parameters(self.learner, self._slots)
         self.found = Found(self.w.detach(), self._evaluated, buffers)
 
     def committed(self) -> Found:
@@ -106,6 +109,7 @@ class GlobalModel:
                 self._w.data, self._evaluated = flat, None
             else:
                 self._w = flat.clone().requires_grad_(True)
+        self._slots = slots_of_parameters(self.learner)
         tie(parameters, self._layout.views(self.evaluated.detach()))
 
     def evaluate_at(self, vector: Tensor | None) -> None:
@@ -193,7 +197,7 @@ class GlobalModel:
     def copied_learner(self) -> Any:
         """A copy that knows no Trainer and shares no memory."""
         trainers = {id(part._trainer): None for part in lightning_modules(self.learner) if part._trainer is not None}
-        learner = copy.deepcopy(self.learner, trainers)
+        learner = copy.deepcopy(self.learner, {**trainers, **without_graphs(self.learner)})
         for part in lightning_modules(learner):
             for name in IN_STEPS:
                 part.__dict__.pop(name, None)

@@ -115,7 +115,7 @@ def test_one_that_a_step_registers_keeps_clients_off_copies() -> None:
 
 
 def test_a_run_that_copies_began_goes_on_one_after_the_other(tmp_path: Any) -> None:
-    run = trainer(1)
+    run = trainer(1, default_root_dir=tmp_path)
     run.fit(federated(Lit(), engine="concurrent", workers=2), blobs())
     run.save_checkpoint(tmp_path / "run.ckpt")
     learner = Lit()

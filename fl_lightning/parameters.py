@@ -1,0 +1,99 @@
+"""A learner's parameters as objects in memory: what cannot lie in one flat vector, and what would leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner import trainable
+
+Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None]]]
+
+
+def check_learner_parameters(learner: nn.Module) -> None:
+    """Refuse parameters that cannot lie in one flat vector.
+
+    Raises:
+        UserError: lazy parameters, several dtypes, nothing to train, or two over the same memory.
+    """
+    lazy = [n for n, p in learner.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UserError(
+            f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is not known yet. "
+            "Run one batch through it first, or build it with the sizes written out (Linear, not LazyLinear)."
+        )
+    dtypes = {p.dtype for _, p in trainable(learner)}
+    if len(dtypes) > 1:
+        named = ", ".join(sorted(str(d) for d in dtypes))
+        raise UserError(
+            f"learner {type(learner).__name__} has trainable parameters of several dtypes ({named}); a federated run "
+            "needs one. Convert it (learner.float()) or freeze the others (requires_grad_(False))."
+        )
+    if not dtypes:
+        raise UserError(
+            f"learner {type(learner).__name__} has no trainable parameters: nothing to average. Leave requires_grad "
+            "on for at least one, and create them in __init__, setup or configure_model."
+        )
+    for one, other in sharing(learner):
+        raise UserError(
+            f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same memory, which a "
+            "federated run would silently take apart, as each parameter gets a place in one vector. Make them one "
+            "Parameter (b.weight = a.weight, not a new nn.Parameter over its data), or give each its own (clone())."
+        )
+
+
+def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of two tensors over the same memory, a trainable parameter one of them."""
+    spans = []
+    for name, tensor in [*learner.named_parameters(), *learner.named_buffers()]:
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            start = tensor.data_ptr()
+            spans.append((start, start + extent(tensor) * tensor.element_size(), name, tensor))
+    spans.sort(key=lambda span: span[:3])
+    for j, (_, end, name, tensor) in enumerate(spans):
+        for start, _, other, beside in spans[j + 1 :]:
+            if start >= end:
+                break
+            if (tensor.requires_grad or beside.requires_grad) and overlap(tensor, beside):
+                yield name, other
+
+
+def extent(tensor: Tensor) -> int:
+    """How many elements lie from its first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors whose extents meet have an element in common, which two columns of one have not."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype != other.dtype:
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    last = max(t.storage_offset() + extent(t) for t in (one, other))
+    marks = torch.zeros(last - first, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+
+
+def slots_of_parameters(learner: nn.Module) -> Slots:
+    """Which Parameter each module has under which name."""
+    return [(path, module, dict(module._parameters)) for path, module in learner.named_modules()]
+
+
+def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
+    """Refuse a learner that has put another Parameter in the place of one.
+
+    Raises:
+        UserError: with its name.
+    """
+    for path, module, before in slots:
+        now = module._parameters
+        leaf = next((n for n in {**before, **now} if now.get(n) is not before.get(n)), None)
+        if leaf is not None:
+            raise UserError(
+                f"learner {type(learner).__name__}: a new Parameter was assigned to {path + '.' if path else ''}{leaf} "
+                "in a step or hook. It would be no part of the model that clients train and the server averages. "
+                "Change it in place (….data.copy_(…)), or make it in __init__, setup or configure_model."
+            )
