@@ -21,9 +21,8 @@ from fl_lightning import checks
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
-from fl_lightning.evaluation.in_round import without_prefix
 from fl_lightning.evaluation.measurement import Measurement
-from fl_lightning.metrics import Directions, check_mode, is_accuracy
+from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
 from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside
@@ -68,6 +67,8 @@ class PerClientEvaluation(Measurement):
         >>> sorted(name for name in logged if name.startswith("clients/"))
         ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
     """
+
+    of_own_models = True  # what it logs is shown in place of what is validated, where clients have models of their own
 
     def __init__(
         self,

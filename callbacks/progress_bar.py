@@ -8,20 +8,19 @@ import sys
 import time
 from typing import Any
 
-from fl_lightning.callbacks.run_card import Tally, closing_table
+from fl_lightning import facts
+from fl_lightning.callbacks.run_card import LABELS, Tally, closing_table
 from fl_lightning.lightning import ProgressBar, Tqdm, pl
 
-_SHOWN = (
-    ("loss", "train/loss", "{:.4f}"),
-    ("accuracy", "val/acc", "{:.4f}"),
-    ("Δ", "divergence/participants", "{:.3g}"),
-)
 _PAUSE = 0.1  # seconds between two drawings
 _LINES = 20  # of a run whose output is not a terminal
 
 
 class FederatedProgressBar(ProgressBar):
     """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02 left``.
+
+    After the accuracy comes what is monitored, and what the learner logs with ``prog_bar=True``. Where clients have
+    parts of their own and PerClientEvaluation measures them, ``clients/acc`` takes the place of ``val/acc``.
 
     On a terminal it is redrawn at most ten times a second; elsewhere (a file, a pipe) about twenty plain lines are
     printed in a run. After the fit, the closing table and the run's warnings follow.
@@ -156,9 +155,12 @@ class FederatedProgressBar(ProgressBar):
         return f"{number}/{self._total}" if self._total is not None else str(number)
 
     def _read(self, trainer: pl.Trainer) -> None:
-        metrics = trainer.callback_metrics
-        shown = [f" · {label} {form.format(float(metrics[key]))}" for label, key, form in _SHOWN if key in metrics]
-        self._values = "".join(shown)
+        metrics, told = trainer.callback_metrics, list[str]()
+        for name in dict.fromkeys(["train/loss", *facts.shown(trainer), "divergence/participants"]):
+            if name in metrics:
+                form = {"divergence/participants": "{:.3g}"}.get(name, "{:.4f}" if name in LABELS else "{:.4g}")
+                told.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")
+        self._values = "".join(told)
 
     def _draw(self, number: int, text: str | None = None) -> None:
         if self._bar is not None:

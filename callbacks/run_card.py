@@ -19,9 +19,15 @@ from fl_lightning.schedules import arguments
 from fl_lightning.storage.files import written_aside
 
 _SHOWN = (
-    "val/acc", "train/loss", "divergence/participants", "time/round",
+    "train/loss", "divergence/participants", "time/round",
     "communication/total_parameters", "communication/total_bytes",
 )  # fmt: skip
+
+
+LABELS = {
+    "train/loss": "loss", "val/acc": "accuracy", "clients/acc": "accuracy of clients", "divergence/participants": "Δ",
+}  # fmt: skip
+"""How metrics are called where they are shown to people, if not by their names."""
 
 
 class RunCard(pl.Callback):
@@ -68,29 +74,32 @@ class Tally:
 
     def __init__(self) -> None:
         self._rounds: list[int] = []
-        self._columns: dict[str, list[float]] = {name: [] for name in _SHOWN}
+        self._rows: list[dict[str, float]] = []
 
     def add(self, trainer: pl.Trainer) -> None:
         """Note the round that ends."""
         if _csv(trainer) is None:
-            metrics = trainer.callback_metrics
             self._rounds.append(trainer.current_epoch)
-            for name, column in self._columns.items():
-                column.append(float(metrics[name]) if name in metrics else math.nan)
+            self._rows.append(_values(trainer))
 
     def metrics(self, trainer: pl.Trainer) -> Metrics:
         """The table so far."""
-        path = _csv(trainer)
-        return Metrics(self._rounds, self._columns) if path is None else Metrics.read(path)
+        path, modes = _csv(trainer), facts.modes(trainer)
+        if path is not None:
+            return Metrics.read(path, modes)
+        rows = [*self._rows[:-1], _values(trainer)] if self._rows else []  # with what was measured after the last round
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
+        return Metrics(self._rounds, columns, modes)
 
 
 def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
     """What came out of a run, as (what, value): only what was logged. Its notes come last."""
     folder = Path(trainer.default_root_dir)
     rows = [("rounds", str(trainer.current_epoch))]
-    best, at = metrics.best("val/acc")
-    if at >= 0:
-        rows.append(("accuracy", f"last {metrics.last('val/acc'):.4f}, best {best:.4f} (round {at + 1})"))
+    for name in facts.shown(trainer):
+        if name != "train/loss" and not math.isnan(metrics.last(name)):
+            rows.append((LABELS.get(name, name), metrics.described(name)))
     for label, name, form in [
         ("training loss", "train/loss", "{:.4f}"),
         ("divergence Δ", "divergence/participants", "{:.4g}"),
@@ -106,6 +115,12 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows.append(("curves", f"tensorboard --logdir {folder}"))
     return rows + [("note", note) for note in getattr(trainer.lightning_module, "notes", [])]
+
+
+def _values(trainer: pl.Trainer) -> dict[str, float]:
+    """What was logged last of what is shown."""
+    metrics = trainer.callback_metrics
+    return {name: float(metrics[name]) for name in (*_SHOWN, *facts.shown(trainer)) if name in metrics}
 
 
 def _csv(trainer: pl.Trainer) -> Path | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_only, rank_zero_warn
+from fl_lightning.metrics import MODES, without_prefix
 from fl_lightning.schedules import Schedule, decay_text
 from fl_lightning.storage.apart import is_plain
 
@@ -75,6 +76,44 @@ def in_one_line(run: Any) -> str:
     return " · ".join(
         filter(None, [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")])
     )
+
+
+def shown(trainer: Any) -> list[str]:
+    """The metrics by which a run is shown, the first first: accuracy, what is monitored, what the learner shows.
+
+    That is what it logs with ``prog_bar=True``. Where clients have parts or models of their own, and
+    PerClientEvaluation measures these, its values stand in place of what is validated: w with the mean of personal
+    parts serves nobody.
+    """
+    module, callbacks = trainer.lightning_module, trainer.callbacks
+    logged = getattr(module, "logged", None)
+    names = ["val/acc", *_monitored(trainer)]
+    names += [] if logged is None else logged.shown_of(trainer.callback_metrics)
+    if any(hasattr(callback, "of_own_models") for callback in callbacks) and _personal(module):
+        names = [name if (bare := without_prefix(name)) == name else f"clients/{bare}" for name in names]
+    return list(dict.fromkeys(names))
+
+
+def modes(trainer: Any) -> dict[str, str]:
+    """Which way is better in metrics, as torchmetrics and callbacks that monitor say: ``"max"`` or ``"min"``."""
+    logged = getattr(trainer.lightning_module, "logged", None)
+    given = _monitored(trainer)
+    told = {} if logged is None else logged.modes_of(trainer.callback_metrics)
+    return told | {name: mode for name, mode in given.items() if mode in MODES}
+
+
+def _monitored(trainer: Any) -> dict[str, Any]:
+    """What callbacks monitor, and the mode by which each does."""
+    callbacks = [callback for callback in trainer.callbacks if isinstance(getattr(callback, "monitor", None), str)]
+    return {callback.monitor: getattr(callback, "mode", None) for callback in callbacks}
+
+
+def _personal(module: Any) -> bool:
+    """Whether clients end with parts or models of their own."""
+    run = getattr(module, "run", None)
+    if run is None or run.loop is None:
+        return False
+    return run.methods.owner("personal") is not None or (run.loop.parts is not None and None in run.loop.parts.periods)
 
 
 def log_to(loggers: list[Any], facts: Facts) -> None:

@@ -33,6 +33,7 @@ _LESS = {
 _LESS_OF_OURS = re.compile(r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$")
 _APPENDED = re.compile(r"(_finetuned)?(_weighted|_std|_worst10)?$")  # by PerClientEvaluation
 _FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
+_STEP = re.compile(r"_step(/dataloader_idx_\d+)?$")
 _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
 
 
@@ -58,6 +59,11 @@ def higher_is_better(name: str) -> bool:
             f"better for {', '.join(sorted(_GREATER))}, rouge…; less for {', '.join(sorted(_LESS))}."
         )
     return greater
+
+
+def without_prefix(name: str) -> str:
+    """A metric's name without what says that it is of validation: ``val/acc`` → ``acc``."""
+    return re.sub(r"^(validation|valid|val)[/_.-]", "", name)
 
 
 def is_accuracy(name: str) -> bool:
@@ -179,6 +185,11 @@ class Logged:
         found = {name: self.modes.get(_FORKED.sub("", name)) for name in names}
         return {**self.modes, **{name: mode for name, mode in found.items() if mode is not None}}
 
+    def shown_of(self, names: Iterable[str]) -> list[str]:
+        """What is shown, under the names that Lightning makes of one; of a step's and an epoch's value the latter."""
+        given = [name for name in names if not _STEP.search(name)]
+        return [name for own in self.shown for name in given if own in (name, _FORKED.sub("", name))]
+
 
 def read_rows(path: Path, complete: bool = False, before: int | None = None) -> tuple[list[str], list[Row]]:
     """Columns and rows of a metrics.csv, or its .gz: values as text ("" where missing), no last line torn by a kill.
@@ -273,6 +284,15 @@ class Metrics(Mapping[str, Column]):
         best = np.nanargmax if self._directions.greater(name, mode) else np.nanargmin
         at = int(best(self[name]))
         return float(self[name][at]), self.rounds[at]
+
+    def described(self, name: str) -> str:
+        """The last value, and the best with its round where it is known which way is better."""
+        form = "{:.4f}" if is_accuracy(name) else "{:.4g}"
+        told = f"last {form.format(self.last(name))}"
+        if self._directions.known(name) is None:
+            return told
+        best, at = self.best(name)
+        return f"{told}, best {form.format(best)} (round {at + 1})"
 
     def median(self, name: str) -> float:
         """The median of the logged values; nan where there is none."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from fl_lightning import facts
 from fl_lightning.aggregation.metric_states import tells_mode
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
@@ -111,10 +112,7 @@ class _Events(TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1.
-
-        The layout of the tab of custom scalars goes with them.
-        """
+        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import summary as tensorboard
 
@@ -126,8 +124,19 @@ class _Events(TensorBoardLogger):
         for info in content.experiment.hparam_infos:
             info.differs = info.name in _COLUMNS  # these come first; the tab shows five, by name unless told
         plugin.content = content.SerializeToString()
-        for summary in (experiment, begun, ended, of_tensorboard.custom_scalars({"Federated": _CHARTS})):
+        for summary in (experiment, begun, ended):
             writer.add_summary(summary, step)
+
+    @rank_zero_only
+    def log_layout(self, shown: list[str]) -> None:
+        """The tab of custom scalars, with a chart of each metric that is ``shown`` and in no other, up front."""
+        from torch.utils.tensorboard import summary as tensorboard
+
+        known = [re.compile(pattern) for _, patterns in _CHARTS.values() for pattern in patterns]
+        new = [name for name in shown if not any(pattern.match(name) for pattern in known)]
+        charts = {name: ["Multiline", [f"{re.escape(name)}$"]] for name in new} | _CHARTS
+        layout = cast(Any, tensorboard).custom_scalars({"Federated": charts})
+        self.experiment._get_file_writer().add_summary(layout)
 
 
 class RunFolder(pl.Callback):
@@ -147,7 +156,7 @@ class RunFolder(pl.Callback):
 
     def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
         self.folder, self.stem, self.config, self.tensorboard = folder, stem, config, tensorboard
-        self._written = False
+        self._written = self._laid_out = False
         self._lock: RunLock | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -185,6 +194,23 @@ class RunFolder(pl.Callback):
             print(pl_module.describe(), flush=True)
             going_on = f", going on with round {first_round}" if first_round else ""
             print(f"→ {self.folder}{going_on}", flush=True)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (
+            trainer.fit_loop.epoch_loop.val_loop._has_run or not trainer.enable_validation
+        ):  # from now on it is known what the learner logs
+            self._lay_out(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._lay_out(trainer)
+
+    def _lay_out(self, trainer: pl.Trainer) -> None:
+        """Give TensorBoard its layout, once."""
+        if not self._laid_out:
+            self._laid_out = True
+            for logger in trainer.loggers:
+                if isinstance(logger, _Events):
+                    logger.log_layout(facts.shown(trainer))
 
     def _claim(self) -> Path:
         """Create the folder (the next free one, where two runs start at once)."""

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fl_lightning import facts
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
@@ -30,6 +31,7 @@ def run_record(
     arm: str | None = None,
     claims_hash: str | None = None,
     modes: Mapping[str, str] | None = None,
+    shown: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The content of run.json.
 
@@ -45,6 +47,7 @@ def run_record(
         arm: what a sweep calls this setting.
         claims_hash: of the claims that were made before the run.
         modes: metric → "max" or "min", of logged torchmetrics that say which way they are better.
+        shown: names of the metrics by which it is shown, the first first.
     """
     return {
         "status": status,
@@ -56,6 +59,7 @@ def run_record(
         "claims_hash": claims_hash,
         "rounds": rounds,
         "modes": dict(modes or {}),
+        "shown": list(shown),
         "command": list(command),
         "versions": {**{package: _version(package) for package in _PACKAGES}, "python": platform.python_version()},
     }
@@ -91,6 +95,7 @@ class RunRecord(pl.Callback):
         self.config, self.command, self.arm, self.claims_hash = config, list(command), arm, claims_hash
         self._path: Path | None = None  # known, and ours to write, once training starts
         self._modes: dict[str, str] = {}
+        self._shown: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._path = Path(trainer.default_root_dir) / "run.json"
@@ -100,7 +105,7 @@ class RunRecord(pl.Callback):
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._path is not None and self._take_modes(trainer):  # now, as a run that is killed has them too
+        if self._path is not None and self._take_names(trainer):  # now, as a run that is killed has them too
             self._write("running", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -116,16 +121,17 @@ class RunRecord(pl.Callback):
             status = "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
         self._write(status, trainer)
 
-    def _take_modes(self, trainer: pl.Trainer) -> bool:
-        """Note what the learner's torchmetrics said of themselves; whether that is new."""
-        before, logged = dict(self._modes), getattr(trainer.lightning_module, "logged", None)
+    def _take_names(self, trainer: pl.Trainer) -> bool:
+        """Note what the learner's torchmetrics said of themselves, and what is shown; whether that is new."""
+        before, logged = (dict(self._modes), self._shown), getattr(trainer.lightning_module, "logged", None)
+        self._shown = [name for name in facts.shown(trainer) if name in trainer.callback_metrics] or self._shown
         if logged is not None:
             self._modes |= logged.modes_of(trainer.callback_metrics)
-        return self._modes != before
+        return (self._modes, self._shown) != before
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
-        self._take_modes(trainer)
+        self._take_names(trainer)
         if self._path is None or not trainer.is_global_zero:
             return
         describe: Callable[[], str] | None = getattr(module, "describe", None)
@@ -140,6 +146,7 @@ class RunRecord(pl.Callback):
             arm=self.arm,
             claims_hash=self.claims_hash,
             modes=self._modes,
+            shown=self._shown,
         )
         with written_aside(self._path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,9 @@ from torch import Tensor
 
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import IN_STEPS, lightning_modules, overrides
+from fl_lightning.metrics import without_prefix
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
-
-
-def without_prefix(name: str) -> str:
-    """A metric's name without what says that it is of validation: ``val/acc`` → ``acc``."""
-    return re.sub(r"^(validation|valid|val)[/_.-]", "", name)
 
 
 class OwnMetrics(dict[str, Tensor]):

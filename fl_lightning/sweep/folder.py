@@ -178,6 +178,16 @@ def progress(run: Run, metric: str) -> tuple[int, float | None]:
     return (int(rows[-1]["round"]) + 1 if rows else 0), (values[-1] if values else None)
 
 
+def shown_of(run: Run) -> list[str]:
+    """The metrics by which a run is shown, as its run.json says; of an older run none."""
+    try:
+        record = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    shown = record.get("shown") if isinstance(record, dict) else None
+    return [name for name in shown if isinstance(name, str)] if isinstance(shown, list) else []
+
+
 def why_failed(run: Run) -> str:
     """The last thing that a failed run said."""
     try:

@@ -37,7 +37,7 @@ class Sweep:
         self.chosen: dict[str, Mapping[str, Any]] = {}
         self.states: dict[Run, str] = {}
         self.selecting = False
-        self.metric = spec.select.metric if spec.select else "val/acc"
+        self.metric = spec.select.metric if spec.select else None
         self._claims_hash: str | None = None
         self._configs: dict[Run, dict[str, Any]] = {}  # whole, of those that were rehearsed
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING, progress, why_failed
+from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING, progress, shown_of, why_failed
 from fl_lightning.sweep.grid import Run
 
 _EVERY = 1.0  # seconds between two looks at the runs' files
@@ -18,17 +18,17 @@ class Table:
 
     Args:
         title: first line, such as the sweep's folder.
-        metric: whose newest value is shown.
+        metric: whose newest value is shown first; None: what each run is shown by, else ``val/acc``.
         rounds: asked of each run, by its place.
     """
 
-    def __init__(self, title: str, metric: str, rounds: Mapping[str, int | None]) -> None:
+    def __init__(self, title: str, metric: str | None, rounds: Mapping[str, int | None]) -> None:
         self.title, self.metric, self.rounds = title, metric, rounds
         self._live = sys.stdout.isatty()
         self._drawn = 0  # lines on the screen
         self._next = 0.0
         self._began = time.monotonic()
-        self._values: dict[Run, str] = {}  # of runs that ended
+        self._values: dict[Run, dict[str, str]] = {}  # of runs that ended, by metric
 
     def show(self, states: Mapping[Run, str], last: bool = False) -> None:
         """Draw it, if it is time to."""
@@ -50,7 +50,8 @@ class Table:
         if self._live and status not in (FAILED,):
             return
         over = sum(state not in (WAITING, RUNNING) for state in states.values())
-        text = {DONE: f"{self.metric} {self._cell(run, status)}", FAILED: why_failed(run)}.get(status, "")
+        values = ", ".join(f"{name} {value}" for name, value in self._told(run).items()) if status == DONE else ""
+        text = why_failed(run) if status == FAILED else values
         self._clear()
         self._drawn = 0
         print(f"{run.place}: {status}{', ' if text else ''}{text} ({over} of {len(states)})", flush=True)
@@ -64,10 +65,11 @@ class Table:
         seconds = int(time.monotonic() - self._began)
         told = ", ".join(f"{number} {status}" for status, number in counts(states).items())
         rows: dict[str, dict[int, str]] = {}
+        names = dict.fromkeys(name for run, status in states.items() if status == DONE for name in self._told(run))
         for run, status in states.items():
-            rows.setdefault(run.place.rpartition("/")[0], {})[run.seed] = self._cell(run, status)
+            rows.setdefault(run.place.rpartition("/")[0], {})[run.seed] = self._cell(run, status, list(names))
         seeds = list(dict.fromkeys(run.seed for run in states))
-        head = [self.metric, *(f"seed {seed}" for seed in seeds)]
+        head = [", ".join(names) or self.metric or "val/acc", *(f"seed {seed}" for seed in seeds)]
         grid = [head, *([arm, *(cells.get(seed, "") for seed in seeds)] for arm, cells in rows.items())]
         widths = [max(len(row[column]) for row in grid) for column in range(len(head))]
         body = [
@@ -83,16 +85,23 @@ class Table:
             "",
         ]
 
-    def _cell(self, run: Run, status: str) -> str:
-        """A done run's value, the round of one that runs, or the state."""
+    def _told(self, run: Run) -> dict[str, str]:
+        """A done run's newest values of what it is shown by."""
+        if run not in self._values:
+            first = [self.metric] if self.metric else []
+            names = dict.fromkeys([*first, *shown_of(run)] or ["val/acc"])
+            found = {name: progress(run, name)[1] for name in names}
+            self._values[run] = {name: f"{value:.4f}" for name, value in found.items() if value is not None}
+        return self._values[run]
+
+    def _cell(self, run: Run, status: str, names: list[str]) -> str:
+        """A done run's values of ``names``, the round of one that runs, or the state."""
         if status == RUNNING:
-            done, rounds = progress(run, self.metric)[0], self.rounds.get(run.place)
+            done, rounds = progress(run, "round")[0], self.rounds.get(run.place)
             return f"{done}/{rounds}" if rounds else f"round {done}"
         if status == DONE:
-            if run not in self._values:
-                value = progress(run, self.metric)[1]
-                self._values[run] = "done" if value is None else f"{value:.4f}"
-            return self._values[run]
+            told = self._told(run)
+            return ", ".join(told.get(name, "–") for name in names) if told else "done"
         return "·" if status == WAITING else status
 
 
