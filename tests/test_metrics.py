@@ -232,18 +232,18 @@ def test_what_torchmetrics_say_decides_and_is_written_down(tmp_path: Path) -> No
     assert table["clients/acc_worst10"] >= table["clients/acc"]  # an error under the name of an accuracy
 
 
-def test_a_resumed_run_keeps_what_was_written_and_an_older_one_has_nothing(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped", "modes": {"val/mine": "min", "val/x": 3}}))
-    record = RunRecord("{}", [])
-    record._path = tmp_path / "run.json"
-
-    class Later:
-        current_epoch, default_root_dir, is_global_zero, max_epochs = 3, str(tmp_path), True, 5
-        lightning_module, datamodule = None, None
-        callback_metrics: dict[str, Any] = {}
-
-    record.on_train_start(Later, None)  # type: ignore[arg-type]
-    assert json.loads((tmp_path / "run.json").read_text())["modes"] == {"val/mine": "min"}
+def test_a_resumed_run_keeps_what_was_written(tmp_path: Path) -> None:
+    where, path = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}, tmp_path / "run.json"
+    record = [keeping(tmp_path, "val/quality"), RunRecord("{}", [])]
+    trainer(1, record, **where).fit(federated(Telling()), data())
+    written = json.loads(path.read_text())
+    assert written["modes"] == MODES
+    path.write_text(json.dumps({**written, "modes": {"val/mine": "min", "val/x": 3}}))
+    again = keeping(tmp_path, "val/quality")
+    fit = trainer(2, [again, RunRecord("{}", [])], **where)
+    fit.fit(federated(Telling()), data(), ckpt_path=str(tmp_path / "checkpoints/last.ckpt"))
+    assert json.loads(path.read_text())["modes"] == {**MODES, "val/mine": "min"} and again.mode == "min"
+    assert again.best == pytest.approx(min(record[0].best, float(fit.callback_metrics["val/quality"])))  # type: ignore[attr-defined]
 
 
 def test_reports_and_sweeps_read_what_torchmetrics_said(tmp_path: Path) -> None:
