@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any
 
 import torch
@@ -149,6 +150,12 @@ def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
 def lightning_modules(learner: nn.Module) -> list[Any]:
     """The learner and the LightningModules inside it, of either namespace."""
     return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
+
+
+def lent_logs(learner: nn.Module) -> dict[int, Any]:
+    """By id, the ``log`` and ``log_dict`` that Lightning lends to parts that are callbacks: the run's module's."""
+    found = [vars(part).get(name) for part in learner.modules() for name in SHIMS[:2]]
+    return {id(log): log for log in found if isinstance(log, MethodType)}
 
 
 def lightning_base(learner: object) -> Any:

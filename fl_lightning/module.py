@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks, facts
+from fl_lightning.engines import batch_callbacks
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import Layout
@@ -185,12 +186,14 @@ class FederatedModule(LearnerHooks):
     # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
 
     def configure_callbacks(self) -> Any:
+        batch_callbacks.give_back(self.trainer)  # of a fit that ended with an exception
         if self.trainer.state.fn == "fit":  # the first hook of a fit: before Lightning's own, terser refusals
             checks.check_trainer(self.trainer)
         return self.learner.configure_callbacks()
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
+            batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
         self.connect_learner()
         self.learner.setup(stage)
@@ -252,6 +255,7 @@ class FederatedModule(LearnerHooks):
         self.learner.on_save_checkpoint(saved)
 
     def teardown(self, stage: str) -> None:
+        batch_callbacks.give_back(self.trainer)
         self.learner.teardown(stage)
         self.release_learner()
         self.run.close()

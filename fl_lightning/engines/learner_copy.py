@@ -24,6 +24,7 @@ from fl_lightning.learner import (
     buffer_slots,
     check_trainable,
     fill,
+    lent_logs,
     lightning_modules,
     logged_of,
     tie,
@@ -116,7 +117,7 @@ class LearnerCopy:
         for parameter, _ in self._written.values():
             memo.pop(id(parameter), None)
         trainers = [part._trainer for part in lightning_modules(learner)]
-        memo.update({id(trainer): trainer for trainer in trainers} | without_graphs(learner))
+        memo.update({id(trainer): trainer for trainer in trainers} | without_graphs(learner) | lent_logs(learner))
         copied = copy.deepcopy(learner, memo)
         another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
         another.treat_as_buffers(self._written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
+from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.choice.workshop import conversion, forward_context
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
@@ -28,6 +30,7 @@ from fl_lightning.processes import gathered, place
 
 Share = Callable[[], list[Counted]]
 Term = Callable[[Any, int, int], Leaf]  # (batch, its samples, its number) -> what it adds to a sum over samples
+VALIDATION = "on_validation_batch_start"
 MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28  # of a batch: samples, memory, and what its backward pass needs
 
 
@@ -68,6 +71,8 @@ class Evaluator:
         (38, torch.Size([31]))
     """
 
+    convert_validation: Convert | None = None  # where callbacks change batches otherwise than in training
+
     def __init__(
         self,
         learner: Any,
@@ -97,7 +102,10 @@ class Evaluator:
         model, data, device = run.model, trainer.datamodule, trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
-        return cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
+        made = cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
+        if batch_callbacks.looking(trainer) or batch_callbacks.looking(trainer, VALIDATION):
+            made.convert_validation = conversion(trainer, model.learner, data, VALIDATION)
+        return made
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
@@ -219,7 +227,6 @@ class Evaluator:
         """The mean loss of a batch; ``graph``: with what its gradient needs."""
         self._graph = graph or self._builds_graph
         try:
-            self.copy.present.index = index
             return self.copy.loss(batch, index)[1]
         except RuntimeError as error:  # a step that takes gradients itself
             if self._graph or "does not require grad" not in str(error):
@@ -233,19 +240,19 @@ class Evaluator:
             yield
 
     def _term(self, gradient: bool, step: str) -> Term:
-        copy = self.copy
+        own = self.copy
 
         def term(batch: Any, number: int, index: int) -> Leaf:
-            copy.logging = step == "training_step"
+            own.logging = step == "training_step"
             loss = self.loss(batch, index, gradient)
             values = {"loss": loss.detach().double() * number}
             if gradient:
-                found = torch.autograd.grad(loss, copy.parameters, allow_unused=True, materialize_grads=True)
+                found = torch.autograd.grad(loss, own.parameters, allow_unused=True, materialize_grads=True)
                 values["gradient"] = flatten(found).double() * number
-            copy.logging = True
+            own.logging = True
             if step != "training_step":
                 self._validation(batch, index)
-            for name, logged in copy.logged.items():
+            for name, logged in own.logged.items():
                 values["sum:" + name] = torch.stack([v.double().reshape(()) for v in logged]).mean() * number
                 values["num:" + name] = torch.tensor(number, dtype=torch.float64, device=loss.device)
             values["samples"] = torch.tensor(number, dtype=torch.int64, device=loss.device)
@@ -255,6 +262,8 @@ class Evaluator:
 
     def _validation(self, batch: Any, index: int) -> None:
         self._graph, step = False, self.copy.learner.validation_step
+        if self.convert_validation is not None:
+            batch = self.convert_validation(self.copy.learner, self._given)
         with self._context():
             step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
@@ -263,7 +272,10 @@ class Evaluator:
         self.copy.logged = {}
         self.copy.load_buffers(self.buffers)
         seed_client(self.seed, 0, index, "evaluate")
+        self.copy.present.index = index
         try:
+            if self.convert_validation is not None:
+                self._given = copy.deepcopy(batch)
             if self.copy.convert is not None:
                 batch = self.copy.convert(self.copy.learner, batch)
             return term(batch, number, index)

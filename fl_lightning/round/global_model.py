@@ -18,6 +18,7 @@ from fl_lightning.learner import (
     Layout,
     buffer_values,
     flatten,
+    lent_logs,
     lightning_modules,
     tie,
     trainable,
@@ -197,7 +198,11 @@ class GlobalModel:
     def copied_learner(self) -> Any:
         """A copy that knows no Trainer and shares no memory."""
         trainers = {id(part._trainer): None for part in lightning_modules(self.learner) if part._trainer is not None}
-        learner = copy.deepcopy(self.learner, {**trainers, **without_graphs(self.learner)})
+        lent = lent_logs(self.learner)
+        learner = copy.deepcopy(self.learner, {**trainers, **without_graphs(self.learner), **lent})
+        for part in learner.modules() if lent else ():
+            for name in [n for n in IN_STEPS if id(vars(part).get(n)) in lent]:
+                del part.__dict__[name]
         for part in lightning_modules(learner):
             for name in IN_STEPS:
                 part.__dict__.pop(name, None)

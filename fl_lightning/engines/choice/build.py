@@ -23,7 +23,7 @@ from fl_lightning.engines.streams import Streams, own_stream
 from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
-from fl_lightning.learner import gradient_hook
+from fl_lightning.learner import IN_STEPS, gradient_hook
 
 CLEARLY = 1.2  # how much faster something unusual has to be, so that the choice is stable where it matters little
 PYTHON_SECONDS = 0.002  # a step that is not captured and takes less is mostly Python, which one thread runs at a time
@@ -101,7 +101,12 @@ def nothing_left(setting: Setting) -> ExitStack:
     """Within, steps may be tried: what these change outside of copies of the learner is put back."""
     stack = ExitStack()
     stack.enter_context(random_state_kept(setting.w))
-    stack.enter_context(traces_undone([setting.learner, setting.work.data]))
+    roots = [setting.learner, setting.work.data]
+    for callback in setting.looking:
+        own = {name: value for name, value in vars(callback).items() if name not in IN_STEPS}
+        roots += own.values()
+        stack.callback(vars(callback).update, own)
+    stack.enter_context(traces_undone(roots))
     return stack
 
 

@@ -93,6 +93,10 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     if hooked := gradient_hook(setting.learner) or gradient_hook(learner):
         reason = f"its {hooked} has a hook on its gradient, which copies of the learner have not"
         return Rehearsal(Obstacle(reason), written, buffers=buffers)
+    if setting.looking:
+        callback = type(setting.looking[0]).__name__
+        reason = f"the callback {callback} is called with each client's batch, and there is one of it for all"
+        return Rehearsal(Obstacle(reason), written)
     if drew:
         return Rehearsal(Obstacle("its training_step draws random numbers (dropout, say)"), written, buffers=buffers)
     if changed:

@@ -27,7 +27,9 @@ from fl_lightning.engines.replay.reachable import (
     of_function,
     slots_of,
 )
+from fl_lightning.learner import IN_STEPS
 
+SKIPPED = ("_parameters", "_buffers", "_trainer", *IN_STEPS)  # of a module, which leads elsewhere
 SMALL = 2**20  # elements of a tensor that is kept to be put back
 LONG = 1000  # items; of longer containers, arrays are not kept: a partition's
 ARRAYS = (*PLAIN, Tensor, np.ndarray)
@@ -46,7 +48,7 @@ def traces_undone(roots: Iterable[Any]) -> Iterator[None]:
             continue
         seen[id(value)] = value
         if isinstance(value, nn.Module):
-            waiting += [v for name, v in vars(value).items() if name not in ("_parameters", "_buffers", "_trainer")]
+            waiting += [v for name, v in vars(value).items() if name not in SKIPPED]
             undo.append(partial(put_back_items, vars(value), held_items(vars(value))))
             waiting.append(type(value))
         elif not isinstance(value, (ModuleType, BuiltinFunctionType)):

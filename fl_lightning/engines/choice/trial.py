@@ -221,6 +221,8 @@ def why_not_stacked(workshop: Workshop) -> str:
         return f"its training_step changes the frozen parameter {workshop.written[0]}"
     if (hooks := workshop.original.hooks) is not None:
         return f"its {hooks.names[0]} takes one client's batch"
+    if setting.looking:
+        return f"the callback {type(setting.looking[0]).__name__} takes one client's batch"
     before = RandomState(setting.w)
     ids = setting.cohort.tried(0)
     try:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from fl_lightning.buffers import BufferPolicy
+from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
@@ -47,6 +48,7 @@ class Setting:
         hooks_first: whether hooks that run later, at the start of training or of a round, may prepare the learner.
         schedule: the learner's lr scheduler, where it is stepped.
         keeps_loss: whether a callback asks for the mean loss of local steps.
+        looking: callbacks that are called with each batch, and may change it.
         rounds: how many the run has; -1: no end.
         skips_nonfinite: whether clients whose model is not finite are left out, and the run goes on.
     """
@@ -71,6 +73,7 @@ class Setting:
     hooks_first: bool = False
     schedule: ClientSchedule | None = None
     keeps_loss: bool = False
+    looking: tuple[Any, ...] = ()
     rounds: int = -1
     skips_nonfinite: bool = False
 
@@ -162,6 +165,7 @@ def setting_of(
         forward_context=forward_context(trainer, model.w.device),
         convert=conversion(trainer, model.learner, trainer.datamodule),
         policy=BufferPolicy(model.learner, settings.buffers),
+        looking=tuple(batch_callbacks.looking(trainer)),
         hooks_first=any(map(begins_rounds, [model.learner, *trainer.callbacks])),
         rounds=-1 if trainer.max_epochs is None else trainer.max_epochs,
         skips_nonfinite=settings.on_nonfinite == "skip",
@@ -190,22 +194,27 @@ def in_bfloat16(device: str) -> AbstractContextManager[Any]:
     return stack
 
 
-def conversion(trainer: Any, learner: Any, data: Any) -> Convert | None:
-    """How a client's batch becomes what the learner gets: its own transfer hooks, the Trainer's precision.
+def conversion(trainer: Any, learner: Any, data: Any, hook: str = batch_callbacks.START) -> Convert | None:
+    """How a client's batch becomes what the learner gets: its own transfer hooks, the Trainer's precision, callbacks.
 
     Where the data module has such a hook too, that is called in its place, as Lightning does.
+
+    Args:
+        hook: of callbacks that may change the batch.
     """
     precision, device = trainer.precision_plugin, trainer.strategy.root_device
     of_data = getattr(data, "transfer_hooks", ())
     transfers = [hook for hook in TRANSFER if overrides(learner, hook) and hook not in of_data]
-    if not transfers and type(precision).convert_input is Precision.convert_input:
+    change = batch_callbacks.changed(trainer, hook)
+    if not transfers and change is None and type(precision).convert_input is Precision.convert_input:
         return None
 
     def convert(learner: Any, batch: Any) -> Any:
         for hook in transfers:
             extra = (device, 0) if hook == "transfer_batch_to_device" else (0,)
             batch = getattr(learner, hook)(batch, *extra)
-        return precision.convert_input(batch)
+        batch = precision.convert_input(batch)
+        return batch if change is None else change(learner, batch)
 
     return convert
 

@@ -1,0 +1,146 @@
+"""Callbacks that change batches get the clients', as in plain training; the round's token they never see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LambdaCallback, LearningRateMonitor, ThroughputMonitor, Timer, TQDMProgressBar
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor, nn
+
+from fl_lightning import FederatedCallback, UserError
+from fl_lightning.callbacks import PerClientEvaluation, SharpnessAwareMinimization
+from fl_lightning.engines.client_trainer import View
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+
+class Scaling(nn.Module, pl.Callback):
+    """A pre-processor: a part of its learner and a callback of it, which changes batches in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(3.0))
+
+    def change(self, batch: Any) -> None:
+        batch[0].mul_(self.factor).add_(1)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        assert trainer.fit_loop.batch_idx == batch_idx and trainer.num_training_batches > 1
+        self.change(batch)
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.change(batch)
+
+
+class Preprocessing(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = Scaling()
+
+    def configure_callbacks(self) -> Any:
+        return [self.scaling]
+
+
+class Scaled(Lit):
+    """The same, done in its steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((3 * batch[0] + 1, batch[1]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((3 * batch[0] + 1, batch[1]), batch_idx)
+
+
+def fitted(learner: type[Lit], callbacks: Any = (), rounds: int = 3, **arguments: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module, run = federated(learner(), buffers="keep", **arguments), trainer(rounds, callbacks)
+    data = blobs()
+    data.client_test_fraction = 0.25
+    run.fit(module, data)
+    return module, run
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential", "stacked"])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_a_callback_of_the_learner_changes_the_clients_batches(engine: str) -> None:
+    module, run = fitted(Preprocessing, engine=engine)
+    plain, other = fitted(Scaled, engine="sequential")
+    assert torch.equal(module.global_vector, plain.global_vector)
+    assert run.callback_metrics["val/loss"] == other.callback_metrics["val/loss"]
+    assert module.run.plan.engine == "sequential" and not any(type(c) is View for c in run.callbacks)
+
+
+def test_a_batch_is_changed_once_in_each_pass_and_in_clients_evaluations() -> None:
+    def callbacks() -> Any:
+        return [SharpnessAwareMinimization(), PerClientEvaluation()]
+
+    module, run = fitted(Preprocessing, callbacks(), engine="auto")
+    plain, other = fitted(Scaled, callbacks(), engine="sequential")
+    assert torch.equal(module.global_vector, plain.global_vector)
+    own = {name for name in other.callback_metrics if name.startswith("clients/")}
+    assert own and all(run.callback_metrics[name] == other.callback_metrics[name] for name in own)
+
+
+def test_a_callback_of_the_trainer_does_too_and_side_by_side_is_refused_by_name() -> None:
+    class Ours(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            batch[0].mul_(3).add_(1)
+
+    lambdas = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: batch[0].mul_(3).add_(1))
+    plain, _ = fitted(Scaled, engine="sequential")
+    for callback in (Ours(), lambdas):
+        module, run = fitted(Lit, [callback])
+        assert torch.equal(module.global_vector, plain.global_vector) and callback in run.callbacks
+    with pytest.raises(UserError, match=r"engine='concurrent' cannot train Lit: the callback Ours is called with each"):
+        fitted(Lit, [Ours()], engine="concurrent")
+
+
+def test_a_second_fit_and_one_after_a_failure_have_each_callback_once() -> None:
+    torch.manual_seed(0)
+    module, run = federated(Preprocessing(), buffers="keep"), trainer(3)
+
+    class Failing(pl.Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            raise OSError
+
+    run.callbacks.append(Failing())
+    for _ in range(2):
+        with pytest.raises(OSError):
+            run.fit(module, blobs())
+    assert [type(c).__name__ for c in run.callbacks].count("View") == 1
+    run.callbacks = [c for c in run.callbacks if not isinstance(c, Failing)]
+    run.validate(module, blobs(), verbose=False)
+    assert [type(c) for c in run.callbacks if isinstance(c, nn.Module)] == [Scaling]
+
+
+def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(tmp_path: Any) -> None:
+    class Counting(pl.Callback):
+        calls = 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.calls += 1
+
+    counting, monitor = Counting(), LearningRateMonitor()
+    standard = [Timer(), monitor, TQDMProgressBar(), ThroughputMonitor(batch_size_fn=len)]
+    run = trainer(2, [counting, *standard], logger=CSVLogger(tmp_path), enable_progress_bar=True)
+    run.fit(federated(), blobs())
+    assert counting.calls == 2 and monitor.lrs and all(c in run.callbacks for c in standard)
+
+
+def test_where_no_clients_batch_can_be_had_it_is_refused() -> None:
+    class After(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            print(batch[0].mean())
+
+    class Method(FederatedCallback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            rest[0][0].mul_(2)
+
+    for callback, told in ((After(), "After looks .* on_train_batch_end"), (Method(), r"Method looks .* local_batch")):
+        with pytest.raises(UserError, match=told):
+            fitted(Lit, [callback])
