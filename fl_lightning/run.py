@@ -117,7 +117,13 @@ class FederatedRun:
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
         coins = self.secret if self.methods.draws_from == "secret" else self.methods.draws_from
-        return Cohort(trainer.datamodule, self.seed(trainer), coins=coins, **self.settings.cohort())
+        return Cohort(
+            trainer.datamodule,
+            self.seed(trainer),
+            coins=coins,
+            quick=int(trainer.fast_dev_run),
+            **self.settings.cohort(),
+        )
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""

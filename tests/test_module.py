@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
 from fl_lightning import FederatedModule, UserError
-from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 
@@ -120,10 +120,19 @@ def test_precisions_train(precision: Any) -> None:
     assert module.global_vector.dtype == expected[precision]
 
 
-def test_fast_dev_run_works() -> None:
-    module = federated()
-    trainer(5, fast_dev_run=True).fit(module, blobs())
-    assert torch.isfinite(module.global_vector).all()
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize(("quick", "steps"), [(True, 1), (2, 2), (100, 9)])
+@pytest.mark.filterwarnings("ignore:engine=")
+def test_fast_dev_run_trains_so_many_batches_of_one_client(quick: Any, steps: int, engine: str) -> None:
+    """And no more than the client would; in one round, whatever max_epochs says, and methods for many work too."""
+    module, data, run = federated(engine=engine, local_epochs=3), blobs(), trainer(5, fast_dev_run=quick)
+    run.callbacks.append(RobustAggregation(rule="krum", byzantine=0))
+    run.fit(module, data)
+    assert run.callback_metrics["cost/gradients"] == steps and run.current_epoch == 1
+    assert len(module.participants(0)) == 1 and torch.isfinite(module.global_vector).all()
+    other = federated(engine=engine, local_epochs=3)
+    trainer(1).fit(other, blobs())
+    assert other.participants(0)[:1] == module.participants(0), "one of those that the run itself begins with"
 
 
 def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:

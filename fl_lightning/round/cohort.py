@@ -20,6 +20,7 @@ class Cohort:
         data: the run's: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
         seed: the run's.
         coins: what decides who takes part is drawn from this; None: the seed.
+        quick: the Trainer's ``fast_dev_run``: one client takes part, with so many of its batches; 0: all that is asked.
 
     The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
@@ -33,8 +34,9 @@ class Cohort:
         local_epochs: float | None,
         local_steps: int | None,
         coins: Key | None = None,
+        quick: int = 0,
     ) -> None:
-        self.data, self.seed = data, seed
+        self.data, self.seed, self.quick = data, seed, quick
         self.coins: Key = seed if coins is None else coins
         self.participation, self.sampling = participation, sampling
         self.local_epochs, self.local_steps = local_epochs, local_steps
@@ -52,10 +54,15 @@ class Cohort:
     @property
     def most(self) -> int:
         """The most clients that a round can have."""
+        if self.quick:
+            return 1
         return self.n if self.sampling == "uniform" else self.m
 
     def participants(self, t: int) -> tuple[int, ...]:
         """Who is sampled in round t, ascending; the same in every process and after every resume."""
+        return (self._sampled(t) or (0,))[:1] if self.quick else self._sampled(t)
+
+    def _sampled(self, t: int) -> tuple[int, ...]:
         m = self.m
         if self.n == m and self.sampling == "uniform":
             return tuple(range(m))
@@ -69,7 +76,7 @@ class Cohort:
 
     def number(self, t: int) -> int:
         """How many take part in round t, where a method chooses them."""
-        return self._number(drawn_from(self.coins, "participants", t))
+        return 1 if self.quick else self._number(drawn_from(self.coins, "participants", t))
 
     def _number(self, draw: Generator) -> int:
         n, m = self.n, self.m
@@ -80,9 +87,10 @@ class Cohort:
 
     def steps(self, i: int) -> int:
         """K_i: local steps of client i in a round."""
-        if self.local_steps is not None:
-            return self.local_steps
-        return self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
+        steps = self.local_steps
+        if steps is None:
+            steps = self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
+        return min(steps, self.quick) if self.quick else steps
 
     def steps_of(self, i: int, local_epochs: float) -> int:
         """Steps of so many local epochs of client i, taken exactly from their decimal form: a started batch counts."""
@@ -111,5 +119,7 @@ class Cohort:
 
     def describe(self) -> str:
         """Such as ``10 of 100 clients · 5 epochs``."""
+        if self.quick:
+            return f"1 of {self.m} clients · {self.quick} steps at most (fast_dev_run)"
         work = f"{self.local_steps} steps" if self.local_steps else f"{self.local_epochs or 5:g} epochs"
         return f"{self.n} of {self.m} clients · {work}"
