@@ -117,13 +117,7 @@ class FederatedRun:
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
         coins = self.secret if self.methods.draws_from == "secret" else self.methods.draws_from
-        return Cohort(
-            trainer.datamodule,
-            self.seed(trainer),
-            coins=coins,
-            quick=int(trainer.fast_dev_run),
-            **self.settings.cohort(),
-        )
+        return Cohort(trainer.datamodule, self.seed(trainer), coins=coins, **self.settings.cohort(trainer.fast_dev_run))
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""
@@ -212,8 +206,8 @@ class FederatedRun:
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
         model.written = self.plan.written
         if before is not None and before.engine != self.plan.engine:
-            now = self.plan.engine
-            self.note(f"engine='{now}' goes on with what '{before.engine}' began: alike to rounding, not to the bit")
+            went_on = f"engine='{self.plan.engine}' goes on with what '{before.engine}' began"
+            self.note(went_on + ": alike to rounding, not to the bit")
         parts = self.methods.parts(model.layout)
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self.loop = FederatedLoop(

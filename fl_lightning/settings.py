@@ -104,9 +104,10 @@ class Settings:
         )
         return {**{name: repr(getattr(self, name)) for name in names}, "buffer_policy": repr(self.buffers)}
 
-    def cohort(self) -> dict[str, Any]:
-        """Those that say who takes part, and how much each does."""
+    def cohort(self, quick: bool | int = 0) -> dict[str, Any]:
+        """Those that say who takes part, and how much each does; ``quick``: the Trainer's ``fast_dev_run``."""
         return {
+            "quick": int(quick),
             "participation": self.participation,
             "sampling": self.sampling,
             "local_epochs": self.local_epochs,
