@@ -17,7 +17,8 @@ class PowerOfChoice(FederatedCallback):
     """d candidates are drawn in proportion to N_i, without replacement; the n of them with the largest F_i take part.
 
     F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that everybody comes
-    first once. Of equal ones, those that were drawn first.
+    first once. Of equal ones, those that were drawn first. A loss that is not finite says nothing of what there is to
+    gain: its client comes after all others that were drawn, until it has taken part again.
     Sent: one number up. Kept: F_i, by the server, one number a client.
 
     Args:
@@ -53,8 +54,10 @@ class PowerOfChoice(FederatedCallback):
         sizes = server.sizes(available).cpu().numpy()
         draw = server.generator("power of choice").choice(len(available), d, replace=False, p=sizes / sizes.sum())
         drawn = available[torch.from_numpy(draw).to(available.device)]
-        return drawn[self.last.rows(server, drawn).argsort(descending=True, stable=True)[:n]]
+        known = self.last.rows(server, drawn).nan_to_num(nan=-torch.inf, posinf=torch.inf)
+        return drawn[known.argsort(descending=True, stable=True)[:n]]
 
     def on_local_end(self, clients: Clients) -> None:
-        self.last[clients] = clients.loss[:, 0]
+        finite = clients.loss.isfinite()
+        self.last[clients] = torch.where(finite, clients.loss, -torch.inf)[:, 0]
         self.told[clients] = clients.loss[:, 0]

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import CommunicationLogger, PowerOfChoice
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import SIZES, network
+from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.oracles.problems import TwoLayer
 
 ROUNDS = 8
@@ -67,3 +69,46 @@ def test_a_loss_is_sent_beside_the_update() -> None:
 def test_everybody_comes_once_before_anybody_comes_twice() -> None:
     run = tiny_run(PowerOfChoice(6), rounds=2)
     assert sorted(run.participants(0) + run.participants(1)) == list(range(6))
+
+
+class Undefined(Lit):
+    """Client 1's loss is no number in its first round, client 2's is infinite; their gradients are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        odd = {22: torch.nan, 20: torch.inf}.get(len(batch[0]), 0.0) if self.current_epoch < 2 else 0.0
+        return loss + odd
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+@pytest.mark.filterwarnings("ignore:engine=")
+def test_a_loss_that_is_no_number_comes_after_all_that_are(engine: str) -> None:
+    """Not before them, which would let one client take part in every round."""
+    method = PowerOfChoice(candidates=4)
+    module = federated(Undefined(), participation=2, engine=engine)
+    trainer(4, [method]).fit(module, blobs(clients=4, batch_size=24))
+    assert sorted(module.participants(0) + module.participants(1)) == [0, 1, 2, 3]
+    assert module.participants(2) == module.participants(3) == (0, 3)
+    assert float(module.client_rows.read("PowerOfChoice.last", 1)) == -np.inf
+    assert float(module.client_rows.read("PowerOfChoice.last", 2)) == -np.inf
+
+
+def test_a_loss_that_was_kept_as_no_number_counts_for_nothing() -> None:
+    """Of a run that an older version began."""
+
+    class Rows:
+        def rows(self, server: Any, drawn: Any) -> Any:
+            return torch.tensor([1.0, torch.nan, 3.0, torch.inf])[drawn]
+
+    class Old(PowerOfChoice):
+        last: Any = Rows()
+
+    class Server:
+        def sizes(self, ids: Any) -> Any:
+            return torch.ones(len(ids))
+
+        def generator(self, purpose: str) -> Any:
+            return np.random.default_rng(0)
+
+    server: Any = Server()
+    assert set(Old(candidates=4).select(server, torch.arange(4), 3).tolist()) == {0, 2, 3}

@@ -90,7 +90,7 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
         note(
             f"{type(setting.learner).__name__} keeps state outside its buffers ({obstacle.reason}): under "
             "engine='sequential' it runs on from client to client, and no checkpoint holds it. In a buffer "
-            "(register_buffer) it would start at the server's for each client, and be averaged"
+            "(register_buffer) it would start at the server's for each client"
         )
     if setting.capture is True:
         note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")

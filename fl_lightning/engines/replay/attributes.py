@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections import OrderedDict
+from collections.abc import Collection
 from hashlib import blake2b
 from types import FunctionType, ModuleType
 from typing import Any
@@ -44,16 +45,20 @@ class Attributes:
         self._kept: list[Any] = []  # so that no other object gets the id of one of them
         self.before = self._now()
 
-    def changed(self) -> str:
-        """The name of the first attribute that is no longer what it was, or an empty string."""
+    def changed(self, caches: Collection[str] = ()) -> str:
+        """The name of the first attribute, ``caches`` aside, that is no longer what it was, or an empty string."""
+        return next((name for name in self.all_changed() if name not in caches), "")
+
+    def all_changed(self) -> list[str]:
+        """The names of all attributes that are no longer what they were."""
         now = self._now()
         if now is None or self.before is None:
-            return "one of more objects than can be looked through"
+            return ["one of more objects than can be looked through"]
         names = [*self.before, *(name for name in now if name not in self.before)]
-        return next((n for n in names if self.before.get(n) != now.get(n)), "")
+        return [name for name in names if self.before.get(name) != now.get(name)]
 
     def _now(self) -> dict[str, bytes] | None:
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, bytes] = {}  # objects, and where each was met first
         modules = dict(self.learner.named_modules())
         self._own = {id(module) for module in modules.values()}
         tensors = [*self.learner.parameters(), *self.learner.buffers()]
@@ -64,19 +69,21 @@ class Attributes:
                 if not self.metrics and isinstance(module, (Metric, MetricCollection)):
                     continue
                 for name, value in vars(module).items():
+                    full = f"{prefix}.{name}" if prefix else name
                     if name not in self.SKIPPED:
-                        found[f"{prefix}.{name}" if prefix else name] = self._digest(value)
+                        found[full] = self._digest(full, value)
             kinds = dict.fromkeys(kind for module in modules.values() for kind in type(module).__mro__)
             for kind in kinds if self.in_place else ():
                 if kind.__module__.split(".")[0] not in LIBRARIES:
                     for name, value in class_data(kind).items():
-                        found[f"{kind.__name__}.{name}"] = self._digest(value)
+                        found[f"{kind.__name__}.{name}"] = self._digest(f"{kind.__name__}.{name}", value)
         except TooMuch:
             return None
         return found
 
-    def _digest(self, value: Any) -> bytes:
+    def _digest(self, name: str, value: Any) -> bytes:
         digest, waiting = blake2b(digest_size=16), [value]
+        self._present, self._before = name, len(self._seen)
         while waiting:
             value = waiting.pop()
             told, inside = self._look(value)
@@ -94,10 +101,11 @@ class Attributes:
             except ValueError:  # something else inside
                 pass
         if id(value) in self._seen:
-            return b"again %d" % self._seen[id(value)], []
+            return b"again " + self._seen[id(value)], []
         if len(self._seen) >= MOST:
             raise TooMuch
-        self._seen[id(value)] = len(self._seen)
+        # counted within its attribute, so that one that is new moves no other
+        self._seen[id(value)] = f"{self._present} {len(self._seen) - self._before}".encode()
         self._kept.append(value)
         kind = type(value).__qualname__.encode()
         if isinstance(value, Tensor):

@@ -1,0 +1,113 @@
+"""What each step writes before it reads it is no state: clients may train side by side, without a warning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import UserError
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+KEEPS = "keeps state outside its buffers"
+
+
+class Spectral(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.utils.spectral_norm(self.net[0])
+
+
+class Weight(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.utils.weight_norm(self.net[0])
+
+
+class PairLoss(nn.Module):
+    """As pytorch-metric-learning's losses, which record what they saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pos_pairs = 0
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.num_pos_pairs = 0
+        self.num_pos_pairs += int((y[:, None] == y).sum())
+        return nn.functional.cross_entropy(out, y) * (1 + 1e-3 * self.num_pos_pairs)
+
+
+class Pairs(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = PairLoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.latest = self.net(batch[0])
+        loss: Tensor = self.loss(self.latest, batch[1])
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("spread", self.latest.detach().std() + self.loss.num_pos_pairs)
+
+
+CACHES: list[type[Lit]] = [Spectral, Weight, Pairs]
+
+
+@pytest.mark.parametrize("learner", CACHES)
+@pytest.mark.filterwarnings("ignore:engine=")
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_is_written_before_it_is_read_trains_side_by_side(learner: type[Lit]) -> None:
+    torch.manual_seed(2)
+    made = learner()
+    runs = [federated(learner(), engine="sequential"), federated(learner(), engine="concurrent", workers=2)]
+    for module in runs:
+        module.learner.load_state_dict(made.double().state_dict())
+        run = trainer(2)
+        run.fit(module, blobs())
+        assert not any(KEEPS in note for note in module.notes)
+    assert torch.equal(runs[0].global_vector, runs[1].global_vector)
+
+
+class Previous(Lit):
+    """Reads in a later step what an earlier one wrote."""
+
+    previous = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx:
+            loss = loss + 0.1 * self.previous
+        self.previous = float(loss.detach())
+        return loss
+
+
+class Summary(Lit):
+    """Speaks between rounds of what the last client left, which only one engine's learner has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.latest = float(batch[0].sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("latest", self.latest)
+
+
+class Growing(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(0.0)
+        return super().training_step(batch, batch_idx) * len(self.seen)
+
+
+@pytest.mark.parametrize("learner", [Previous, Summary, Growing])
+def test_what_is_read_later_stays_refused_and_said(learner: type[Lit]) -> None:
+    with pytest.raises(UserError, match=f"engine='concurrent' cannot train {learner.__name__}"):
+        trainer(1).fit(federated(learner(), engine="concurrent"), blobs())
+    with pytest.warns(UserWarning, match=KEEPS):
+        trainer(1).fit(federated(learner(), engine="sequential"), blobs())
