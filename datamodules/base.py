@@ -42,6 +42,7 @@ class FederatedDataModule(pl.LightningDataModule):
         partition: None: ``IID()``, or the data set's own clients where it has them.
         biases: of the clients' training images.
         batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
+        samples: take that many training samples alone, of each class alike, before anything else; None: all.
         val_fraction: this share of the training data is held out for validation before it is split; of ``clients``,
             from each one's own list.
         client_test_fraction: each client holds this share of its samples out to test on, of each class alike.
@@ -69,6 +70,7 @@ class FederatedDataModule(pl.LightningDataModule):
         client_test_fraction: float = 0.0,
         clients: Sequence[Any] | None = None,
         seed: int | None = None,
+        samples: int | None = None,
         drop_last: bool = False,
         eval_batch_size: int | None = None,
     ) -> None:
@@ -76,11 +78,11 @@ class FederatedDataModule(pl.LightningDataModule):
         batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
-        check_shares(val_fraction, client_test_fraction)
+        check_shares(val_fraction, client_test_fraction, samples)
         check_given(clients, num_clients, partition)
         self.batch_size, self.drop_last, self.eval_batch_size = batch_size, drop_last, eval_batch_size
         self.biases, self.val_fraction, self.client_test_fraction = tuple(biases), val_fraction, client_test_fraction
-        self.seed = None if seed is None else check_seed("data.seed", seed)
+        self.seed, self._wanted_samples = None if seed is None else check_seed("data.seed", seed), samples
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
         self.train_set: Samples | None = None
@@ -126,8 +128,8 @@ class FederatedDataModule(pl.LightningDataModule):
         seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
-            given, held_out = (self._given, self.groups), (self.val_fraction, self.client_test_fraction)
-            self._split = split_samples(self.train_set, self.partition, count, *given, *held_out, seed)
+            given = self._given, self.groups, self.val_fraction, self.client_test_fraction, self._wanted_samples
+            self._split = split_samples(self.train_set, self.partition, count, *given, seed)
             self._split_seed = seed
 
     def _ready(self) -> None:

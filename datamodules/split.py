@@ -132,6 +132,20 @@ def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
     return np.concatenate([samples[label == c][:k] for c, k in enumerate(taken)])
 
 
+def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
+    """Positions of the samples that are used, ascending: of each class its share, a function of the seed."""
+    if samples > total:
+        raise UserError(f"samples is {samples}: there are {total} training samples. Give at most as many, or none.")
+    shuffled = generator(seed, "samples").permutation(total)
+    return np.sort(shuffled[:samples] if labels is None else _stratified(shuffled, labels[shuffled], samples))
+
+
+def _leaves_out(val_fraction: float, samples: int | None) -> str:
+    """What it is that leaves samples out, with its verb."""
+    held = f"val_fraction={val_fraction} holds out" if val_fraction > 0 else ""
+    return held if samples is None else " and ".join(filter(None, (f"samples={samples} leaves out", held)))
+
+
 def split_samples(
     data: Samples,
     partition: Partition,
@@ -140,13 +154,15 @@ def split_samples(
     groups: NDArray[Any] | None,
     val_fraction: float,
     client_test_fraction: float,
+    samples: int | None,
     seed: int,
 ) -> Split:
-    """Hold ``val_fraction`` of the samples out, then split the rest: as ``clients`` says, else by the partition.
+    """Draw ``samples``, hold ``val_fraction`` of them out, split the rest: as ``clients`` says, else by the partition.
 
     Held-out samples leave the lists of the clients that were given them; the others stay with who had them.
 
     Args:
+        samples: how many of all are used; None: all.
         client_test_fraction: of each client's samples, held out to test it on.
         counts: the number of clients asked for, and the one where neither that nor the partition says it.
         groups: ``(N,)``, for a ``ByGroup`` that has none of its own.
@@ -160,19 +176,24 @@ def split_samples(
     kept: Indices | None = None
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
+    drawn = None if samples is None else _drawn(samples, data.labels, total, seed)
+    used = total if drawn is None else len(drawn)
     if val_fraction > 0:
-        held = round(val_fraction * total)
-        if not 0 < held < total:
+        held = round(val_fraction * used)
+        if not 0 < held < used:
             raise UserError(
-                f"val_fraction is {val_fraction}: of {total} training samples that leaves none to "
+                f"val_fraction is {val_fraction}: of {used} training samples that leaves none to "
                 "train or to validate on. Give another share, or 0 to validate on the test set."
             )
-        order = generator(seed, "val-fraction").permutation(total)
+        order = generator(seed, "val-fraction").permutation(used)
         held_out, kept = np.sort(order[:held]), np.sort(order[held:])
+    if drawn is not None:
+        held_out, kept = None if held_out is None else drawn[held_out], drawn if kept is None else drawn[kept]
+    if kept is not None:
         whole, partition = partition, partition.restrict(kept)
         if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
             rank_zero_warn(
-                f"{partition.clients} of {whole.clients} groups are clients: val_fraction={val_fraction} holds out all "
+                f"{partition.clients} of {whole.clients} groups are clients: {_leaves_out(val_fraction, samples)} all "
                 "samples of the others, and clients are numbered without these, so that client 0 is not the first "
                 "group where that is one of them"
             )
@@ -197,8 +218,10 @@ def split_samples(
     return Split(_checked(partition.split(labels, num_clients, seed), len(labels)), total, kept, held_out, test=test)
 
 
-def check_shares(val_fraction: float, client_test_fraction: float) -> None:
-    """Refuse what are no shares of the training data, or of each client's."""
+def check_shares(val_fraction: float, client_test_fraction: float, samples: int | None) -> None:
+    """Refuse what are no shares of the training data, or of each client's, and no number of samples."""
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+        raise UserError(f"samples is {samples!r}: give how many training samples are used, 1 or more; None: all.")
     for name, share, zero in (
         ("val_fraction", val_fraction, "the training data from 0 (validate on the test set)"),
         ("client_test_fraction", client_test_fraction, "each client's samples from 0 (hold none out)"),
@@ -231,7 +254,7 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
     found = found[found >= 0]
     if not len(found):
         raise UserError(
-            f"val_fraction holds out all {len(given)} samples of client {client}, which would have none to train on: "
+            f"val_fraction holds out all {len(given)} samples of client {client}, or samples= leaves them out: "
             "give a smaller val_fraction, the client more samples, or validation data of their own and val_fraction=0."
         )
     return found

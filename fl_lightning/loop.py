@@ -71,7 +71,7 @@ class FederatedLoop:
 
     def run_round(self, t: int) -> Metrics:
         """Round t, committed when this returns; gives what was logged."""
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         ledger = self.begin(t)
         round = ledger.round
         with ledger.server_hooks():
@@ -95,6 +95,8 @@ class FederatedLoop:
             rows = self.state.rows.bring_home(ledger.settled_rows(self.methods.declared) if ledger.finished else {})
             server_states = ledger.settled_server(self.methods.declared) if self.counts(ledger) else {}
             metrics["time/round"] = time.perf_counter() - began
+            if self.model.w.device.type == "cpu":  # elsewhere a processor's seconds say little
+                metrics["time/cpu"] = sum(gathered(time.process_time() - busy))
             self.report(metrics, t)
             chosen = tuple(round.ids) if self.methods.owner("select") else None
             self.state.commit(t, rows, server_states, metrics, chosen)

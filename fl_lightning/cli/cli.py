@@ -283,7 +283,8 @@ class FederatedCLI(LightningCLI):
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
             typed = ["fl-lightning", *self.prepared.argv]  # last: what is refused before training leaves no record
-            callbacks.append(RunRecord(self._config_text(), typed, self.prepared.arm, self.prepared.claims_hash))
+            own = self.prepared
+            callbacks.append(RunRecord(self._config_text(), typed, own.arm, own.claims_hash, own.axes))
         else:
             settings["enable_checkpointing"] = False
         if self.command == "fit":

@@ -211,6 +211,7 @@ class Command:
     argv: list[str] = field(default_factory=list)  # as typed, the command first
     arm: str | None = None  # what a sweep calls this run's setting
     claims_hash: str | None = None  # of a sweep's claims.yaml
+    axes: dict[str, str] = field(default_factory=dict)  # key of a sweep's grid → this run's value
 
     def add_config(self, name: str) -> None:
         """Merge the config ``name`` over those before it."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ def run_record(
     claims_hash: str | None = None,
     modes: Mapping[str, str] | None = None,
     shown: Sequence[str] = (),
+    axes: Mapping[str, str] | None = None,
+    times: tuple[str | None, str | None] = (None, None),
+    commit: str | None = None,
 ) -> dict[str, Any]:
     """The content of run.json.
 
@@ -46,6 +51,9 @@ def run_record(
         command: as typed.
         arm: what a sweep calls this setting.
         claims_hash: of the claims that were made before the run.
+        axes: key of a sweep's grid → this run's value, as its arm names it.
+        times: when it started and when it ended, in UTC; None: not yet.
+        commit: of the checkout that ran, see :func:`checkout`.
         modes: metric → "max" or "min", of logged torchmetrics that say which way they are better.
         shown: names of the metrics by which it is shown, the first first.
     """
@@ -57,6 +65,10 @@ def run_record(
         "partition_hash": partition_hash,
         "config_hash": config_hash(config),
         "claims_hash": claims_hash,
+        "axes": dict(axes or {}),
+        "started": times[0],
+        "ended": times[1],
+        "commit": commit,
         "rounds": rounds,
         "modes": dict(modes or {}),
         "shown": list(shown),
@@ -77,6 +89,18 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def checkout() -> str | None:
+    """The commit of the checkout that this code is of, with ``-dirty`` where its files differ; None: it is of none."""
+    git, here = ["git", "-C", str(Path(__file__).resolve().parent)], Path(__file__).name
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        for arguments in (["ls-files", "--error-unmatch", here], describe):  # not of a checkout that it only lies in
+            said = subprocess.run([*git, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.strip() or None
+
+
 class RunRecord(pl.Callback):
     """Writes ``run.json`` in the run's folder when training starts and when it ends, however it does.
 
@@ -87,12 +111,21 @@ class RunRecord(pl.Callback):
         command: as typed.
         arm: what a sweep calls this setting.
         claims_hash: SHA-256 of a sweep's claims.yaml.
+        axes: key of a sweep's grid → this run's value.
     """
 
     def __init__(
-        self, config: str, command: Sequence[str], arm: str | None = None, claims_hash: str | None = None
+        self,
+        config: str,
+        command: Sequence[str],
+        arm: str | None = None,
+        claims_hash: str | None = None,
+        axes: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.command, self.arm, self.claims_hash = config, list(command), arm, claims_hash
+        self.axes = dict(axes or {})
+        self._started: str | None = None
+        self._commit: str | None = None
         self._path: Path | None = None  # known, and ours to write, once training starts
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
@@ -101,6 +134,9 @@ class RunRecord(pl.Callback):
         self._path = Path(trainer.default_root_dir) / "run.json"
         before = read_record(self._path)
         self.arm, self.claims_hash = self.arm or before.get("arm"), self.claims_hash or before.get("claims_hash")
+        self.axes = self.axes or before.get("axes") or {}
+        self._started = (before.get("started") if trainer.current_epoch else None) or _now()
+        self._commit = checkout() if trainer.is_global_zero else None
         self._modes = read_modes(before.get("modes")) if trainer.current_epoch else {}
         self._write("running", trainer)
 
@@ -147,9 +183,16 @@ class RunRecord(pl.Callback):
             claims_hash=self.claims_hash,
             modes=self._modes,
             shown=self._shown,
+            axes=self.axes,
+            times=(self._started, None if status == "running" else _now()),
+            commit=self._commit,
         )
         with written_aside(self._path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _out_of_time(trainer: pl.Trainer) -> bool:

@@ -90,7 +90,8 @@ def _list(sweep: Sweep) -> None:
             if status not in (DONE, DIVERGED):
                 print(f"  {status:<8} fl-lightning fit {shlex.join(run.argv)}")
     if sweep.candidates:
-        print(f"  each with the choice of its arm: {', '.join(sweep.spec.select.over if sweep.spec.select else ())}")
+        options = dict.fromkeys(key for each in sweep.candidates for key in each.choice)
+        print(f"  each with the choice of its arm: {', '.join(options)}")
 
 
 def _conclude(sweep: Sweep) -> None:

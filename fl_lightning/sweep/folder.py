@@ -17,7 +17,7 @@ from typing import Any
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_rows
 from fl_lightning.storage.files import written_aside
-from fl_lightning.sweep.grid import Run
+from fl_lightning.sweep.grid import Arm, Run
 from fl_lightning.sweep.spec import Spec
 
 WAITING, RUNNING, DONE, DIVERGED, FAILED = "waiting", "running", "done", "diverged", "failed"
@@ -84,7 +84,7 @@ def _alive(holder: str) -> bool:
         return True
 
 
-def keep_files(folder: Path, spec: Spec, arm_names: Sequence[str]) -> str | None:
+def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
     """Write sweep.yaml and claims.yaml; the hash of the claims, None where there are none.
 
     Raises:
@@ -96,11 +96,21 @@ def keep_files(folder: Path, spec: Spec, arm_names: Sequence[str]) -> str | None
 
         data = spec.claims.read_bytes()
         for claim in read_claims(spec.claims, ()).claims:
-            for name in (claim.a, claim.b):
-                if name not in arm_names:
+            names = [arm.name for arm in arms]
+            for name in claim.arms:
+                if name not in names:
                     raise UserError(
                         f"sweep {spec.name}: claim {claim.id} of {spec.claims} is about {name!r}, which is no arm of "
-                        f"the grid. Its arms: {', '.join(arm_names)}."
+                        f"the grid. Its arms: {', '.join(names)}."
+                    )
+            if claim.kind == "trend" and claim.over != "layers":
+                methods = list(dict.fromkeys(arm.axes.get("method", "") for arm in arms))
+                known = claim.over in spec.grid and (claim.arm in methods if claim.arm else True)
+                if not known or (len(methods) > 1 and not claim.arm and claim.over != "method"):
+                    raise UserError(
+                        f"sweep {spec.name}: claim {claim.id} of {spec.claims} is a trend over {claim.over!r}, arm "
+                        f"{claim.arm!r}. Accepted: layers or an axis of the grid ({', '.join(spec.grid)}), and as arm "
+                        f"a value of method where several are swept ({', '.join(methods)})."
                     )
         kept = folder / "claims.yaml"
         begun = any(folder.glob("*/seed-*/run.json"))

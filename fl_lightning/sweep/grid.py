@@ -6,22 +6,25 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.cli.compose import TOP_LEVEL, class_name, prepare
 from fl_lightning.errors import UserError
-from fl_lightning.sweep.spec import SEEDS, Spec
+from fl_lightning.sweep.spec import ROUNDS, SEEDS, Spec
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting of a sweep."""
+    """One setting of a sweep; ``share``: of the rounds that are fixed for all arms, where it sets its own."""
 
     name: str
     configs: tuple[str, ...]
     options: Mapping[str, Any]
+    axes: Mapping[str, str] = field(default_factory=dict)  # key of the grid → value as named
+    share: Fraction = Fraction(1)
 
     def argv(self, **more: Any) -> list[str]:
         """Arguments of ``fit``, with ``more`` options over the arm's."""
@@ -30,7 +33,7 @@ class Arm:
 
     def with_options(self, name: str, more: Mapping[str, Any]) -> Arm:
         """The arm with ``more`` options, under another name."""
-        return Arm(name, self.configs, {**self.options, **more})
+        return replace(self, name=name, options={**self.options, **more})
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Run:
     arm: str
     seed: int
     argv: tuple[str, ...]
+    axes: tuple[tuple[str, str], ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -62,14 +66,30 @@ def arms(spec: Spec) -> list[Arm]:
         name = "_".join(names[axis][choice[axis]] for axis in differ) or spec.stem
         picked = [axes[axis][position] for axis, position in enumerate(choice)]
         configs = (*spec.configs, *(config for item in picked for config in item.configs))
-        options = {**spec.fixed, **{key: value for item in picked for key, value in item.options.items()}}
+        own = {key: value for item in picked for key, value in item.options.items()}
+        share = Fraction(1)
+        if all(map(_whole, (own.get(ROUNDS), spec.own_rounds, spec.fixed.get(ROUNDS)))):
+            # 15 of 150 rounds stay a tenth of whatever is fixed
+            share = Fraction(own[ROUNDS], spec.own_rounds)
+            own[ROUNDS] = part_of(spec.fixed[ROUNDS], share)
+        options = {**spec.fixed, **own}
         if name in found or name in ("select", ".", ".."):
             why = "is the name of two arms" if name in found else "cannot be the name of an arm"
             raise UserError(
                 f"sweep {spec.name}: {name!r} {why}. Give items of the grid a name: {{name: …, configs: […]}}."
             )
-        found[name] = Arm(name, configs, options)
+        values = {axis: names[place][choice[place]] for place, axis in enumerate(spec.grid)}
+        found[name] = Arm(name, configs, options, values, share)
     return list(found.values())
+
+
+def part_of(rounds: int, share: Fraction) -> int:
+    """``share`` of ``rounds``, at least one."""
+    return max(1, round(rounds * share))
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def seeds(spec: Spec, arm: Arm) -> list[int]:
@@ -90,7 +110,7 @@ def runs(sweep: Path, prefix: str, arm: Arm, its_seeds: Sequence[int]) -> list[R
     for seed in its_seeds:
         place = f"{prefix}{arm.name}/seed-{seed}"
         own = {SEEDS: seed, "trainer.default_root_dir": str(sweep / place), "ckpt_path": "last"}
-        found.append(Run(sweep, place, arm.name, seed, tuple(arm.argv(**own))))
+        found.append(Run(sweep, place, arm.name, seed, tuple(arm.argv(**own)), tuple(arm.axes.items())))
     return found
 
 

@@ -6,22 +6,25 @@ import csv
 import io
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.compose import prepare
+import yaml
+
+from fl_lightning.cli.compose import plain_yaml, prepare
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import Directions
 from fl_lightning.report import runs as reading
-from fl_lightning.report.scores import score_of
+from fl_lightning.report.scores import SCORES, score_of
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.folder import DIVERGED, DONE
-from fl_lightning.sweep.grid import Arm, Run, runs, value_name
-from fl_lightning.sweep.spec import Selection
+from fl_lightning.sweep.grid import Arm, Run, part_of, runs, value_name
+from fl_lightning.sweep.spec import ROUNDS, Selection
 
-SCORE = "last10"  # as a report compares by
+SCORE = SCORES[0]  # as a report compares by
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,69 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Cand
     An option of a method, such as ``method.beta``, is chosen by the arms whose methods have it.
 
     Raises:
-        UserError: no arm has it.
+        UserError: no arm has it, or an arm that there is none of has candidates of its own.
     """
     found = []
+    names = [arm.name for arm in arms]
+    for name in select.arms:
+        if name not in names:
+            raise UserError(f"select.arms.{name}: no arm of the grid.{suggest(name, names)} Arms: {', '.join(names)}.")
     options = {arm.name: [key for key in select.over if _has(arm, key)] for arm in arms}
     for key in select.over:
         if not any(key in own for own in options.values()):
             raise UserError(f"select.over.{key}: no method of any arm has it. Give an option of one, or leave it out.")
     for arm in arms:
-        over = {key: select.over[key] for key in options[arm.name]}
+        over = select.arms.get(arm.name, {key: select.over[key] for key in options[arm.name]})
         for values in itertools.product(*over.values()) if over else ():
             choice = dict(zip(over, values, strict=True))
             name = f"{arm.name}/{'_'.join(map(value_name, values))}"
-            measured = arm.with_options(name, {**choice, "data.val_fraction": select.val_fraction})
+            measured = arm.with_options(
+                name, {**choice, **_shorter(arm, select), "data.val_fraction": select.val_fraction}
+            )
             found.append(Candidate(arm.name, choice, tuple(runs(sweep, "select/", measured, select.seeds))))
     return found
+
+
+def _shorter(arm: Arm, select: Selection) -> dict[str, int]:
+    """The rounds of a candidate, where they are others than the arm's own; an arm keeps its share of them."""
+    if select.rounds is None:
+        return {}
+    rounds, own = part_of(select.rounds, arm.share), arm.options.get(ROUNDS)
+    return {ROUNDS: min(rounds, own) if isinstance(own, int) and own > 0 else rounds}
+
+
+def unequal(found: Sequence[Candidate]) -> str | None:
+    """Said where arms choose from unequal numbers of candidates: who tries more is favoured."""
+    counts = Counter(candidate.arm for candidate in found)
+    if len(set(counts.values())) < 2:
+        return None
+    return f"arms choose from unequal numbers of candidates: {', '.join(f'{arm} {n}' for arm, n in counts.items())}"
+
+
+def stored(path: Path, arms: Sequence[Arm]) -> dict[str, Mapping[str, Any]]:
+    """What ``arms`` chose in another sweep, as its selections.yaml has it.
+
+    Raises:
+        UserError: it is none, or an arm is not in it.
+    """
+    try:
+        document = plain_yaml(path.read_text(encoding="utf-8"), f"select.from {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"select.from {path}: cannot be read ({error}).") from None
+    if not isinstance(document, dict) or not all(isinstance(choice, dict) for choice in document.values()):
+        raise UserError(f"select.from {path}: a mapping is expected, arm: {{option: value}}, as a sweep writes it.")
+    for arm in arms:
+        if arm.name not in document:
+            there = ", ".join(map(str, document))
+            raise UserError(f"select.from {path}: it has no choice of {arm.name}. It has: {there or 'none'}.")
+    return {arm.name: document[arm.name] for arm in arms}
+
+
+def write_choices(sweep: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write selections.yaml: arm → {option: value}."""
+    plain = {arm: dict(choice) for arm, choice in chosen.items()}
+    with written_aside(sweep / "selections.yaml") as file:
+        file.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
 
 
 def choose(
@@ -83,10 +134,11 @@ def choose(
             best[arm] = scored[0][1].choice
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["arm", *select.over, f"{select.metric} ({SCORE})", "runs", "chosen"])
+    keys = list(dict.fromkeys(key for candidate in found for key in candidate.choice))
+    writer.writerow(["arm", *keys, f"{select.metric} ({SCORE})", "runs", "chosen"])
     for mean, c in zip(means, found, strict=True):
         value = "" if mean is None or math.isnan(mean) else repr(mean)
-        values = [c.choice.get(key, "") for key in select.over]
+        values = [c.choice.get(key, "") for key in keys]
         writer.writerow([c.arm, *values, value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""])
     with written_aside(sweep / "select.csv") as file:
         file.write(text.getvalue().encode())

@@ -12,8 +12,8 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import check_mode
 
 KEYS = ("configs", "fixed", "grid", "select", "claims")
-SELECT_KEYS = ("over", "metric", "mode", "val_fraction", "seeds")
-SEEDS = "seed_everything"
+SELECT_KEYS = ("over", "arms", "from", "metric", "mode", "val_fraction", "seeds", "rounds")
+SEEDS, ROUNDS = "seed_everything", "trainer.max_epochs"
 OWN = ("trainer.default_root_dir", "ckpt_path")  # a sweep sets these itself
 
 
@@ -25,6 +25,9 @@ class Selection:
     metric: str
     val_fraction: float
     seeds: tuple[int, ...]
+    rounds: int | None = None  # of the runs that measure; None: as many as the arms' own
+    arms: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)  # arm → its own, in place of over
+    stored: Path | None = None  # what was chosen elsewhere, in place of over
     mode: str | None = None  # max or min: which way is better, where the metric does not tell
 
 
@@ -42,6 +45,7 @@ class Spec:
     select: Selection | None
     claims: Path | None
     overrides: list[str] = field(default_factory=list)  # as typed
+    own_rounds: Any = None  # fixed by the file, before what was typed
 
 
 def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
@@ -64,6 +68,7 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
     fixed = dict(_mapping(name, "fixed", document))
     grid = {str(key): _values(name, f"grid.{key}", value) for key, value in _mapping(name, "grid", document).items()}
     select = dict(_mapping(name, "select", document))
+    own_rounds = fixed.get(ROUNDS)
     for override in overrides:
         _override(name, override, fixed, grid, select)
     if SEEDS in fixed:
@@ -85,9 +90,10 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
         fixed=fixed,
         grid=grid,
         seeds=seeds,
-        select=_selection(name, select, seeds) if select else None,
+        select=_selection(name, select, seeds, folder) if select else None,
         claims=None if claims is None else folder / str(claims),
         overrides=list(overrides),
+        own_rounds=own_rounds,
     )
 
 
@@ -150,12 +156,16 @@ def _override(
         raise UserError(f"sweep {name} {override}: give overrides as key=value, such as trainer.max_epochs=3.")
     value = plain_yaml(text, f"sweep {name} {key}")
     if key.startswith("select."):
-        if key == "select.over":
+        if key in ("select.over", "select.arms"):
             value = _mapping(name, key, {key: value})
+        if key == "select.from":  # in place of what would be tried
+            for other in ("over", "arms", "seeds", "rounds"):
+                select.pop(other, None)
         select[key.removeprefix("select.")] = value
         return
     for axis, items in grid.items():
-        if any(isinstance(item, dict) and key in item for item in items):
+        shared = key == ROUNDS and key in fixed  # each keeps its share
+        if not shared and any(isinstance(item, dict) and key in item for item in items):
             raise UserError(
                 f"sweep {name} {override}: items of the grid's axis {axis} set {key} themselves; edit them."
             )
@@ -167,14 +177,26 @@ def _override(
         fixed[key] = value
 
 
-def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None) -> Selection:
+def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None, folder: Path) -> Selection:
     for key in given:
         if key not in SELECT_KEYS:
             accepted = f"Accepted: {', '.join(SELECT_KEYS)}."
             raise UserError(f"sweep {name}: select.{key} is not known.{suggest(key, SELECT_KEYS)} {accepted}")
-    over = _mapping(name, "over", given)
-    if not over or "seeds" not in given:
+    metric = str(given.get("metric", "val/acc"))
+    if "from" in given:
+        if both := [key for key in ("over", "arms", "seeds", "rounds") if key in given]:
+            raise UserError(
+                f"sweep {name}: select has from and {both[0]}: what was chosen elsewhere is not tried again."
+            )
+        return Selection({}, metric, 0.0, (), stored=_stored(name, str(given["from"]), folder))
+    over, of_arms = _mapping(name, "over", given), _mapping(name, "arms", given)
+    if not (over or of_arms) or "seeds" not in given:
         raise UserError(f"sweep {name}: select needs over, a mapping of options to their values, and seeds of its own.")
+    rounds = given.get("rounds")
+    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
+        raise UserError(
+            f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, at least 1."
+        )
     fraction = given.get("val_fraction", 0.1)
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
         raise UserError(
@@ -189,8 +211,28 @@ def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None)
         )
     return Selection(
         over={str(key): _values(name, f"select.over.{key}", value) for key, value in over.items()},
-        metric=str(given.get("metric", "val/acc")),
+        metric=metric,
+        rounds=rounds,
+        arms={
+            str(arm): {
+                str(key): _values(name, f"select.arms.{arm}.{key}", value)
+                for key, value in _mapping(name, str(arm), of_arms).items()
+            }
+            for arm in of_arms
+        },
         val_fraction=float(fraction),
         seeds=tuple(own),
         mode=given.get("mode"),
+    )
+
+
+def _stored(name: str, given: str, folder: Path) -> Path:
+    """The selections.yaml that ``given`` means: a file or a sweep's folder, beside the sweep's file or from here."""
+    for place in (folder / given, Path(given)):
+        found = place / "selections.yaml" if place.is_dir() else place
+        if is_file(found):
+            return found
+    raise UserError(
+        f"sweep {name}: select.from {given}: there is no such selection. Give a selections.yaml, or the folder "
+        "of a sweep that has chosen."
     )

@@ -15,7 +15,16 @@ from fl_lightning.sweep import slurm, workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.sweep.grid import Arm, Run, arms, by_seed, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
-from fl_lightning.sweep.selection import Candidate, at_the_end, candidates, choose, which_way
+from fl_lightning.sweep.selection import (
+    Candidate,
+    at_the_end,
+    candidates,
+    choose,
+    stored,
+    unequal,
+    which_way,
+    write_choices,
+)
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import Table
 
@@ -33,8 +42,12 @@ class Sweep:
         self.spec, self.folder = spec, folder
         self.arms = arms(spec)
         self.seeds = {arm.name: seeds(spec, arm) for arm in self.arms}
-        self.candidates: list[Candidate] = candidates(folder, spec.select, self.arms) if spec.select else []
+        select, self.candidates = spec.select, list[Candidate]()
         self.chosen: dict[str, Mapping[str, Any]] = {}
+        if select is not None and select.stored is not None:
+            self.chosen = stored(select.stored, self.arms)
+        elif select is not None:
+            self.candidates = candidates(folder, select, self.arms)
         self.states: dict[Run, str] = {}
         self.selecting = False
         self.metric = spec.select.metric if spec.select else None
@@ -62,6 +75,7 @@ class Sweep:
                     return stopped
             decided = [arm for arm in self.arms if arm.name not in self.undecided]
             rounds = self._check([self._runs(arm) for arm in decided], len(places))
+            self._keep_choices()
             self._stand(rounds)
             queue = self._queue(self.states, places, rounds, str(self.folder), self.folder)
             queue.run(hold=self.undecided)
@@ -141,7 +155,7 @@ class Sweep:
 
     def _ask_which_way(self, first: Sequence[Run]) -> None:
         """Before hours of runs, not after them, unless their learners may tell by a torchmetrics metric."""
-        if self.spec.select is None or all(len(values) < 2 for values in self.spec.select.over.values()):
+        if self.spec.select is None or len(self.candidates) == len({each.arm for each in self.candidates}):
             return
         directions, metric = which_way(self.spec.select), self.spec.select.metric
         if directions.known(metric) is None and not workers.may_tell_modes(first):
@@ -159,13 +173,23 @@ class Sweep:
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
         for arm, choice in self.chosen.items():
-            told = (f"{key} {value}{at_the_end(self.spec.select.over[key], value)}" for key, value in choice.items())
+            own = [candidate.choice for candidate in self.candidates if candidate.arm == arm]
+            told = (f"{key} {value}{at_the_end([c[key] for c in own], value)}" for key, value in choice.items())
             print(f"{arm} chose {', '.join(told)}")
+        if note := unequal(self.candidates):
+            print(f"note: {note}")
         return queue.stopped
 
     def _choose(self, every: Sequence[Run]) -> None:
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, self._states(every))
+        self._keep_choices()
+
+    def _keep_choices(self) -> None:
+        """What the arms that are decided run with, for other sweeps to take."""
+        decided = [arm.name for arm in self.arms if arm.name not in self.undecided]
+        if self.spec.select is not None:
+            write_choices(self.folder, {name: self.chosen.get(name, {}) for name in decided})
 
     def _queue(
         self,
@@ -212,7 +236,7 @@ class Sweep:
             for run in group:
                 rounds[run.place] = asked if isinstance(asked, int) and asked > 0 else None
                 self._refuse_other_settings(run, config)
-        self._claims_hash = files.keep_files(self.folder, self.spec, [arm.name for arm in self.arms])
+        self._claims_hash = files.keep_files(self.folder, self.spec, self.arms)
         return rounds
 
     def _rehearse(self, its_runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def fit_here(run: Run, claims_hash: str | None) -> int:
 
     sys.argv = [sys.argv[0], "fit", *run.argv]  # Lightning's launcher starts further processes by it
     prepared = prepare("fit", list(run.argv))
-    prepared.arm, prepared.claims_hash = run.arm, claims_hash
+    prepared.arm, prepared.claims_hash, prepared.axes = run.arm, claims_hash, dict(run.axes)
     return fit("fit", prepared)
 
 

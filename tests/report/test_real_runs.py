@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,22 @@ class Lit(pl.LightningModule):
 """
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def git(*argv: str) -> str | None:
+    result = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+TRACKED = git("ls-files", "fl_lightning/cli/run_record.py")
+COMMIT = f"{git('rev-parse', 'HEAD')}{'-dirty' * bool(git('status', '--porcelain', '-uno'))}" if TRACKED else None
+
+
+def header(folder: Path) -> list[str]:
+    return (folder / "metrics.csv").read_text().splitlines()[0].split(",")
+
+
 def record(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return found
@@ -50,6 +68,9 @@ def test_three_runs_and_their_report(cli: Cli) -> None:
     assert a["partition_hash"] == b["partition_hash"] != c["partition_hash"]
     assert b["config_hash"] == c["config_hash"] != a["config_hash"]  # the seed is no part of it
     assert a["claims_hash"] is None and a["command"][:4] == ["fl-lightning", "fit", "-c", "base"]
+    assert a["axes"] == {} and datetime.fromisoformat(a["started"]) <= datetime.fromisoformat(a["ended"])
+    assert datetime.fromisoformat(a["started"]).utcoffset() == timedelta(0)
+    assert a["commit"] == COMMIT and {"time/cpu", "time/round"} <= set(header(cli.folder / "a"))
     assert set(a["versions"]) >= {"fl-lightning", "torch", "pytorch-lightning", "python"}
     result = cli("report", "a", "b", "c", "--targets", "0.5", "--out", "out")
     assert result.returncode == 0, result.stderr
@@ -82,7 +103,8 @@ def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli:
         process.wait_for(cli.folder / "training")
         process.kill(number)
         process.wait()
-        assert record(cli.folder / "x")["status"] == status
+        left = record(cli.folder / "x")
+        assert left["status"] == status and (left["ended"] is None) == (status == "running")
         (cli.folder / "training").unlink()
     report = cli("report", "x", "--metric", "train/loss")
     assert report.returncode == 0 and "seed 0: stopped" in report.stdout
@@ -90,6 +112,7 @@ def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli:
     (cli.folder / "x/run.json").write_text(json.dumps(changed))  # as a sweep would have it
     assert cli("fit", "x").returncode == 0
     ended = record(cli.folder / "x")
+    assert ended["started"] == left["started"] < ended["ended"]
     assert (ended["status"], ended["arm"], ended["claims_hash"]) == ("done", "mine", "h")
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import UserError
+from fl_lightning.sweep import command
 from fl_lightning.sweep.grid import arms, runs, seeds
-from fl_lightning.sweep.selection import candidates
-from fl_lightning.sweep.spec import read_spec
+from fl_lightning.sweep.selection import candidates, unequal
+from fl_lightning.sweep.spec import Spec, read_spec
 from fl_lightning.sweep.workers import places
 
 
@@ -76,6 +77,84 @@ def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path:
     assert spec.select is not None
     with pytest.raises(UserError, match=r"method\.gamma: no method of any arm has it"):
         candidates(Path("runs/s"), spec.select, arms(spec))
+
+
+SHARES = """
+configs: [base, data/digits]
+fixed: {trainer.max_epochs: 150}
+grid:
+  method: [method/fedavg, {configs: [method/fedinit], trainer.max_epochs: 15}]
+  data.partition: [{class_path: Dirichlet, init_args: {alpha: 0.1}}, IID]
+"""
+
+
+def rounds_of(spec: Spec) -> dict[str, int]:
+    return {arm.name: arm.options["trainer.max_epochs"] for arm in arms(spec)}
+
+
+def test_an_arm_keeps_its_share_of_the_rounds_and_its_name(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(SHARES)
+    name = "fedinit-15_IID"
+    for typed, rounds, share in (([], 150, 15), (["trainer.max_epochs=60"], 60, 6), (["trainer.max_epochs=4"], 4, 1)):
+        found = rounds_of(read_spec(str(tmp_path / "s.yaml"), typed))
+        assert found["fedavg_IID"] == rounds and found[name] == share
+    (tmp_path / "s.yaml").write_text(SHARES.replace("fixed: {trainer.max_epochs: 150}\n", ""))
+    with pytest.raises(UserError, match=r"set trainer\.max_epochs themselves"):  # a share of what?
+        read_spec(str(tmp_path / "s.yaml"), ["trainer.max_epochs=60"])
+
+
+def test_an_arm_says_where_it_stands_in_the_grid(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(SHARES)
+    spec = read_spec(str(tmp_path / "s.yaml"))
+    axes = {arm.name: dict(arm.axes) for arm in arms(spec)}
+    assert axes["fedinit-15_Dirichlet-0.1"] == {"method": "fedinit-15", "data.partition": "Dirichlet-0.1"}
+    (run,) = runs(Path("runs/s"), "", arms(spec)[0], [0])
+    assert dict(run.axes) == {"method": "fedavg", "data.partition": "Dirichlet-0.1"}
+
+
+def test_candidates_of_ones_own_and_shorter(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    select = "select: {over: {model.clip_norm: [1, 2]}, rounds: 60, seeds: [100], arms: {fedavg_IID: {method.x: [3]}}}"
+    path.write_text(f"{SHARES}{select}\n")
+    spec = read_spec(str(path))
+    assert spec.select is not None
+    found = candidates(Path("runs/s"), spec.select, arms(spec))
+    of_arm = [(each.arm, dict(each.choice)) for each in found if each.arm.endswith("IID")]
+    assert of_arm == [
+        ("fedavg_IID", {"method.x": 3}), ("fedinit-15_IID", {"model.clip_norm": 1}),
+        ("fedinit-15_IID", {"model.clip_norm": 2}),
+    ]  # fmt: skip
+    asked = {each.arm: each.runs[0].argv for each in found}
+    assert "--trainer.max_epochs=60" in asked["fedavg_IID"] and "--trainer.max_epochs=6" in asked["fedinit-15_IID"]
+    assert unequal(found) == (
+        "arms choose from unequal numbers of candidates: fedavg_Dirichlet-0.1 2, fedavg_IID 1, "
+        "fedinit-15_Dirichlet-0.1 2, fedinit-15_IID 2"
+    )
+    path.write_text(f"{SHARES}{select.replace('fedavg_IID', 'fedavg_IDI')}\n")
+    spec = read_spec(str(path))
+    assert spec.select is not None
+    with pytest.raises(UserError, match=r"fedavg_IDI: no arm of the grid\. Did you mean 'fedavg_IID'"):
+        candidates(Path("runs/s"), spec.select, arms(spec))
+
+
+def test_what_was_chosen_elsewhere_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, names = tmp_path / "s.yaml", ("fedavg_Dirichlet-0.1", "fedavg_IID", "fedinit-15_Dirichlet-0.1")
+    path.write_text(f"{SHARES}select: {{over: {{model.clip_norm: [1, 2]}}, seeds: [100]}}\n")
+    stored = tmp_path / "other/selections.yaml"
+    stored.parent.mkdir()
+    stored.write_text("".join(f"{name}: {{model.clip_norm: {place}}}\n" for place, name in enumerate(names, start=5)))
+    argv = ["sweep", str(path), "select.from=other", "--dry_run", "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="has no choice of fedinit-15_IID"):
+        command.main(argv[1:])
+    stored.write_text(stored.read_text() + "fedinit-15_IID: {}\n")
+    assert main(argv) == 0
+    listed = capsys.readouterr().out
+    assert "select" not in listed and listed.count("--model.clip_norm=") == 3 and "--model.clip_norm=6" in listed
+    with pytest.raises(UserError, match="there is no such selection"):
+        read_spec(str(path), ["select.from=nowhere"])
+    path.write_text(f"{SHARES}select: {{from: other, seeds: [100]}}\n")
+    with pytest.raises(UserError, match=r"select has from and seeds"):
+        read_spec(str(path))
 
 
 def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.zygote import Cli
 from tests.sweep.conftest import states
@@ -65,6 +66,10 @@ select:
         ("fedinit", "1e-06", "0.1", ""),
         ("fedinit", "0.1", "0.1", "yes"),
     ]
+    chosen = yaml.safe_load((folder / "selections.yaml").read_text())
+    rate = {"model.learner.init_args.lr": 0.1}
+    assert chosen == {"fedavg": rate, "fedinit": {**rate, "method.beta": 0.1}}
+    assert json.loads((folder / "fedinit/seed-0/run.json").read_text())["axes"] == {"method": "fedinit"}
     measured = json.loads((folder / "select/fedavg/1e-06/seed-100/run.json").read_text())
     assert measured["seed"] == 100 and "--data.val_fraction=0.2" in measured["command"]
     own = json.loads((folder / "fedinit/seed-1/run.json").read_text())["command"]
