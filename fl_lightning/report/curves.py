@@ -13,6 +13,7 @@ from fl_lightning.report.claimed import unit_of
 from fl_lightning.report.drawing import INK, Drawing, figure, legend, logarithmic, look, plain, styled
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
+from fl_lightning.report.sections import windows
 from fl_lightning.report.summary import Summary
 from fl_lightning.report.wording import Unit, size
 
@@ -60,7 +61,9 @@ def curves(summary: Summary) -> list[Drawing]:
 
 
 def _caption(summary: Summary) -> str:
-    parts = ["Line: mean of the smoothed curve over the runs that are done; band: ± one sample deviation."]
+    width = windows(summary)
+    smoothed = "curve, unsmoothed," if width == "1" else f"curve, smoothed by a Hanning window of {width} values,"
+    parts = [f"Line: mean of the {smoothed} over the runs that are done; band: ± one sample deviation."]
     statuses = {run.status for run in summary.found.runs}
     if statuses & {"running", "stopped", "failed"}:
         parts.append("Thin: runs that are not finished, one line each.")

@@ -60,7 +60,7 @@ def scores(summary: Summary) -> Table:
         )
     for column in range(1, 1 + len(SCORES)):
         mark_best(table, column, lambda: summary.greater)
-    widths = _windows(summary)
+    widths = windows(summary)
     curve = (
         "unsmoothed curve, as there are too few rounds"
         if widths == "1"
@@ -82,7 +82,8 @@ def _lost(summary: Summary) -> str:
     return "A diverged run scores 0. " if summary.greater else "A diverged run has no score. "
 
 
-def _windows(summary: Summary) -> str:
+def windows(summary: Summary) -> str:
+    """How many values the smoothing is over, in the runs that are done."""
     lengths = {len(measured(run, summary.metric)[0]) for run in summary.found.runs if run.status == "done"}
     widths = sorted({max(1, window(length)) for length in lengths if length})
     return " or ".join(map(str, widths)) or NONE

@@ -79,6 +79,7 @@ def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
     assert len(page.ids) == len(set(page.ids)) and {place[1:] for place in page.asked} <= set(page.ids)
     assert "fed<smoo>" not in text and "fed&lt;smoo&gt;" in text
     assert text.count("<figure>") == text.count("<svg") == 8  # 4 curves, intervals, heat map, layers, measurements
+    assert "smoothed by a Hanning window of 3 values" in text  # of 20
     assert "70.00" in text and "diverged with seed 2" in text and "fed&lt;smoo&gt;, seed 3: running" in text
 
 
