@@ -13,7 +13,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +22,10 @@ from numpy.typing import NDArray
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
+from fl_lightning.datamodules.own_generators import generators_of
 from fl_lightning.errors import UserError
 
 Request = tuple[int, NDArray[np.int64]]  # seed of the random numbers drawn meanwhile, positions
-LOOKED_THROUGH = 1000  # objects, in search of generators
 
 
 @dataclass(frozen=True)
@@ -167,22 +166,7 @@ def _answer(request: Request) -> Any:
 
 def own_generator(dataset: Any) -> str:
     """Where a dataset keeps a random generator of its own, of which each worker process would have a copy; or empty."""
-    kinds = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
-    seen, ahead = set[int](), deque([(type(dataset).__name__, dataset)])
-    while ahead and len(seen) < LOOKED_THROUGH:
-        where, value = ahead.popleft()
-        if isinstance(value, kinds):
-            return where
-        if id(value) in seen or isinstance(value, type | ModuleType):
-            continue
-        seen.add(id(value))
-        if isinstance(value, list | tuple):
-            ahead.extend((f"{where}[{i}]", v) for i, v in enumerate(value[:20]))
-        elif isinstance(value, dict):
-            ahead.extend((f"{where}[{k!r}]", v) for k, v in list(value.items())[:20])
-        elif not isinstance(value, torch.Tensor | np.ndarray):
-            ahead.extend((f"{where}.{name}", v) for name, v in getattr(value, "__dict__", {}).items())
-    return ""
+    return next((where for where, _ in generators_of(dataset)), "")
 
 
 def check_workers(number: Any, dataset: Any) -> None:

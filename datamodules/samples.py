@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from fl_lightning.datamodules.own_generators import ONE_AT_A_TIME, generators_of, seed_all
 from fl_lightning.datamodules.reading import AheadReader, Reading, Workers
 from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
@@ -165,6 +167,8 @@ class DatasetSamples:
         self.read = Reading(dataset, collate or default_collate, fetch)
         self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None
+        self._generators: list[tuple[str, Any]] = []  # of the dataset's own, once they were looked for
+        self._looked = False
         labels = find_targets(dataset) if targets is None else targets
         self.labels: NDArray[np.int64] | None = None
         if labels is not None:
@@ -182,12 +186,30 @@ class DatasetSamples:
     def each(
         self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int], device: torch.device
     ) -> Iterator[Batch]:
-        """A batch of each of these index arrays; ``seed(k)``: of what is drawn for the k-th by processes that read."""
+        """A batch of each of these index arrays.
+
+        ``seed(k)``: of what is drawn for the k-th by processes that read, and by generators of the dataset's own.
+        """
         if self._ahead is None:
-            read: Iterator[Batch] = map(self.read, cut)
+            read: Iterator[Batch] = (self._seeded(index, partial(seed, k)) for k, index in enumerate(cut))
         else:
             read = self._ahead.batches((seed(k), index) for k, index in enumerate(cut))
         return (batch_to_device(batch, device) for batch in read)
+
+    def _seeded(self, index: NDArray[np.int64], seed: Callable[[], int]) -> Batch:
+        """A batch; where the dataset keeps generators, one reader at a time, and they follow the seed."""
+        if not self._generators and not self._looked:
+            self._generators = generators_of(self.read.dataset)
+        if not self._generators:
+            batch = self.read(index)
+            if self._looked:
+                return batch
+            self._looked, self._generators = True, generators_of(self.read.dataset)  # made when it was first read
+            if not self._generators:
+                return batch
+        with ONE_AT_A_TIME:
+            seed_all(self._generators, seed())
+            return self.read(index)
 
     def batches(
         self,

@@ -92,6 +92,8 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
             "engine='sequential' it runs on from client to client, and no checkpoint holds it. In a buffer "
             "(register_buffer) it would start at the server's for each client"
         )
+    if obstacle is not None and obstacle.told:
+        note(obstacle.told)
     if setting.capture is True:
         note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
     return Sequential(workshop.on_learner(), plan.threads), plan

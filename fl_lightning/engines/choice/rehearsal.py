@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -26,15 +28,24 @@ from fl_lightning.learner import gradient_hook, lightning_modules, same_bits
 
 SIZES = re.compile(r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE)
 FROZEN_SECONDS = 1.0  # of a client's steps, where a learner has frozen parameters that these might write
+UNSEEDED = (
+    "the data give another batch when the same one is read again: they draw from something that the run cannot seed, "
+    "so a resumed run does not have the bits of one that was never interrupted. Let the dataset draw from torch's, "
+    "NumPy's or Python's global generator, or keep a torch.Generator, numpy.random.Generator or random.Random"
+)
 PACKAGE = __name__.split(".")[0]
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why clients cannot train side by side; ``keeps``: the learner keeps something, which a buffer could."""
+    """Why clients cannot train side by side; ``keeps``: the learner keeps something, which a buffer could.
+
+    ``told``: what the user should know even where they do not.
+    """
 
     reason: str
     keeps: bool = False
+    told: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,9 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     batch = next(iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device))))
     if before.drawn_since():
         return Rehearsal(Obstacle("its data set draws random numbers when a batch is read"))
+    again = next(iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device))))
+    if not same_batch(batch, again):
+        return Rehearsal(Obstacle("its data set gives another batch when the same one is read again", told=UNSEEDED))
     attributes = Attributes(learner)
     try:
         trial.run(client, 1)
@@ -134,6 +148,14 @@ def unproven(workshop: Workshop) -> Obstacle | None:
         before.restore()
         for trial in (one, two):
             trial.copy.reset()
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    """Whether the tensors and arrays of two batches are the same."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
+    known = [(a, b) for a, b in pairs if isinstance(a, Tensor | np.ndarray) and type(a) is type(b)]
+    numbers = [(a, b) for a, b in known if isinstance(a, Tensor) or a.dtype.kind in "biufc"]
+    return all(same_bits(torch.as_tensor(a), torch.as_tensor(b)) for a, b in numbers)
 
 
 def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
