@@ -113,7 +113,7 @@ def test_reports_and_sweeps_go_by_it(tmp_path: Path, name: str) -> None:
         return choose(tmp_path, Selection({"lr": ("low", "high")}, name, 0.1, (0,), mode), candidates, states)["arm"]
 
     if FLAT[name] is None:
-        with pytest.raises(UserError, match=re.escape(name) + ".*--mode max or --mode min"):
+        with pytest.raises(UserError, match=re.escape(name) + ".*Give report --mode"):
             best()
         with pytest.raises(UserError, match=re.escape(name) + ".*select.mode"):
             chosen()
@@ -275,7 +275,7 @@ def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> No
     assert summarise(find([tmp_path / "two"]), claims=claims).verdicts
     make_arm(tmp_path / "two", "c", {0: 0.75, 1: 0.5}, "val/quality", status="diverged")
     claims.write_text(text.replace("MODE", "").replace("a: b, b: a", "a: a, b: c"))
-    with pytest.raises(UserError, match="mode: max or mode: min"):
+    with pytest.raises(UserError, match="or mode in the claim: max where"):
         summarise(find([tmp_path / "two"]), claims=claims)
     claims.write_text(text.replace("MODE", ", mode: max").replace("a: b, b: a", "a: a, b: c"))
     assert summarise(find([tmp_path / "two"]), claims=claims).verdicts[0].pair.interval.mean == 0.375  # c has 0

@@ -6,7 +6,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -39,6 +39,7 @@ from fl_lightning.cli.signals import GracefulStop
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
+from fl_lightning.metrics import check_mode
 from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
@@ -154,7 +155,7 @@ class FederatedCLI(LightningCLI):
         )
         parser.add_argument(
             "--monitor_mode",
-            type=Literal["max", "min"] | None,
+            type=str | None,
             default=None,
             help="Which way is better in --monitor, where neither its name nor a torchmetrics metric tells.",
         )
@@ -174,6 +175,7 @@ class FederatedCLI(LightningCLI):
         """Decide on folder and checkpoint, so that what is wrong with them is said before anything is built."""
         if self.command == "partition":
             return
+        check_mode("--monitor_mode", self.config.monitor_mode)
         for key, value in vars(self.config.model).items():
             if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(value, str):
                 read = plain_yaml(value, f"--model.{key}")  # an option's text: 0.5 is a number, auto stays

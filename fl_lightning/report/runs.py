@@ -23,7 +23,7 @@ Column = np.ndarray[Any, np.dtype[np.float64]]
 
 STATUSES = ("running", "done", "diverged", "stopped", "failed")
 FINISHED = ("done", "diverged")  # the others are shown and kept out of scores
-ASK = "Give report --metric … --mode max or --mode min, in a claim mode: max or mode: min"
+ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,6 +260,8 @@ def own(cli: Cli, *argv: object, **options: object) -> tuple[object, ...]:
 def test_own_learner_and_monitor(cli: Cli) -> None:
     result = cli(*own(cli, "--trainer.max_epochs", 2, "--monitor", "val/quality", width=5))
     assert result.returncode == 2 and "val/quality is not known (by its name). Give --monitor_mode" in result.stderr
+    result = cli(*own(cli, "--monitor", "val/quality", "--monitor_mode", "highest", width=5))
+    assert result.returncode == 2 and "--monitor_mode 'highest'" in result.stderr and "Accepted: max" in result.stderr
     assert not (cli.folder / "x").exists()
     quality = ("--monitor", "val/quality", "--monitor_mode", "max")
     result = cli(*own(cli, "--trainer.max_epochs", 2, *quality, width=5))
