@@ -40,16 +40,16 @@ class BufferPolicy:
         self.of_norms = {n for n, places in slots.items() if any(is_norm(m) for m, _ in places)}
         self._told = set[str]()
         frozen = [name for name, p in learner.named_parameters() if not p.requires_grad]
-        self._check([*slots, *frozen], bool(slots))
+        self._check([*slots, *frozen] if slots else [])
 
-    def _check(self, names: list[str], any_buffer: bool) -> None:
-        patterns = [] if isinstance(self.given, str) else list(self.given)
+    def _check(self, names: list[str]) -> None:
+        """A learner without buffers takes patterns of any, so that a config serves several networks."""
+        patterns = [] if isinstance(self.given, str) or not names else list(self.given)
         for pattern in patterns:
             if pattern.strip("*") and not any(fnmatchcase(name, pattern) for name in names):
-                there = f"there are {', '.join(names)[:200]}" if any_buffer else "it has none"
                 raise UserError(
-                    f"buffers={dict(self.given)!r}: no buffer of {self.learner} is called {pattern!r}; "  # type: ignore[arg-type]
-                    f"{there}.{suggest(pattern, names)}"
+                    f"buffers={self.given!r}: no buffer of {self.learner} is called {pattern!r}; there are "
+                    f"{', '.join(names)[:200]}.{suggest(pattern, names)}"
                 )
 
     def word(self, name: str) -> str:

@@ -172,3 +172,7 @@ def test_batch_norm_is_as_it_was() -> None:
     trainer(2).fit(module, blobs(clients=3))
     assert int(module.learner.net[1].num_batches_tracked) == 4
     assert not any("changes" in note for note in module.notes)
+
+
+def test_patterns_serve_a_network_without_buffers_too() -> None:
+    trainer(1).fit(federated(Lit(), buffers={"*.running_*": "average", "*": "keep"}), blobs())
