@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning import UserError
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
+from tests.helpers.processes import launched
 
 QUEUE = 16
 
@@ -176,3 +178,23 @@ def test_batch_norm_is_as_it_was() -> None:
 
 def test_patterns_serve_a_network_without_buffers_too() -> None:
     trainer(1).fit(federated(Lit(), buffers={"*.running_*": "average", "*": "keep"}), blobs())
+
+
+@pytest.mark.slow
+def test_two_processes_agree(tmp_path: Path) -> None:
+    for world in (1, 2):
+        assert launched(on_ranks, world, tmp_path) == [0] * world
+    one, two = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
+    for name, value in one.items():
+        assert torch.equal(two[name], value), name
+
+
+def on_ranks(folder: Path, rank: int, world: int) -> None:
+    given = {} if world == 1 else {"strategy": "federated", "devices": world}
+    policy = {"*_memory": "own", "queue_idx": "own"}
+    torch.manual_seed(0)
+    module = federated(Remembering(), participation="all", buffers=policy)
+    trainer(2, default_root_dir=folder, **given).fit(module, blobs(clients=4))
+    assert any("changes precision in its local steps" in note for note in module.notes), "in every process"
+    if rank == 0:
+        torch.save(module.export().state_dict(), folder / f"{world}.pt")
