@@ -70,6 +70,7 @@ _TEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "−": r"$-$",
     "–": r"\textendash{}", "<": r"$<$", ">": r"$>$", "≤": r"$\leq$", "≥": r"$\geq$", "·": r"$\cdot$", "Δ": r"$\Delta$",
     "‖": r"$\|$", "²": r"$^2$", "→": r"$\to$", "α": r"$\alpha$", "β": r"$\beta$", "∞": r"$\infty$",
+    "≈": r"$\approx$", "ρ": r"$\rho$",
 }  # fmt: skip
 
 

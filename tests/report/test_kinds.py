@@ -154,6 +154,8 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
     ]  # fmt: skip
     assert (said["rises"]["kind"], said["rises"]["family"], said["rises"]["primary"]) == ("difference", None, True)
     assert said["layers"]["family"] == "targets" and said["layers"]["kind"] == "trend"
+    latex = (tmp_path / "out/report.tex").read_text()
+    assert not set("≈ρ±×−") & set(latex) and r"same $\approx$ base" in latex
     page = (tmp_path / "out/report.md").read_text()
     assert "rises: up > base in val/acc (last third of gradients) (primary)" in page and "paper: +3 points" in page
 
