@@ -13,15 +13,22 @@ from fl_lightning.engines.client_trainer import View
 from fl_lightning.errors import UserError
 
 OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # whose callbacks know what they get
+BASES = {"Callback", "LambdaCallback", "FederatedCallback"}  # what others make their own from
 START, END = "on_train_batch_start", "on_train_batch_end"
 BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}  # which argument it is, behind self
 Change = Callable[[Any, Any], Any]
 
 
 def looks(callback: Any, hook: str) -> bool:
-    """Whether a callback has this hook and reads the batch in it; those of Lightning and ours do not count."""
+    """Whether a callback has this hook and reads the batch in it.
+
+    Those of Lightning and ours do not count, nor do classes made from one of these, such as a progress bar.
+    """
     called = getattr(callback, hook, None)
-    if called is None or (getattr(called, "__module__", None) or "").split(".")[0] in OWN:
+    made_from = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.split(".")[0] in OWN}
+    if called is None or made_from - BASES:
+        return False
+    if (getattr(called, "__module__", None) or "").split(".")[0] in OWN:
         return False
     bound = inspect.ismethod(called)
     code = getattr(inspect.unwrap(called.__func__ if bound else called), "__code__", None)

@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import LambdaCallback, LearningRateMonitor, Thr
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
-from fl_lightning import FederatedCallback, UserError
+from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import PerClientEvaluation, SharpnessAwareMinimization
 from fl_lightning.engines.client_trainer import View
 from tests.helpers.learners import Lit, blobs, federated, trainer
@@ -125,11 +125,25 @@ def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(t
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             self.calls += 1
 
+    class Bar(TQDMProgressBar):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            assert isinstance(pl_module, FederatedModule)
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
     counting, monitor = Counting(), LearningRateMonitor()
-    standard = [Timer(), monitor, TQDMProgressBar(), ThroughputMonitor(batch_size_fn=len)]
+    standard = [Timer(), monitor, Bar(), ThroughputMonitor(batch_size_fn=len)]
     run = trainer(2, [counting, *standard], logger=CSVLogger(tmp_path), enable_progress_bar=True)
     run.fit(federated(), blobs())
     assert counting.calls == 2 and monitor.lrs and all(c in run.callbacks for c in standard)
+
+
+def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_callback(tmp_path: Any) -> None:
+    keeping = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer(2, [keeping], enable_checkpointing=True).fit(federated(engine="concurrent"), blobs())
+    scaling, module = LambdaCallback(on_train_batch_start=lambda t, m, batch, i: batch[0].mul_(3)), federated()
+    with pytest.warns(UserWarning, match="'sequential' goes on with what 'concurrent' began"):
+        trainer(2, [scaling]).fit(module, blobs(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert module.run.plan.engine == "sequential"
 
 
 def test_where_no_clients_batch_can_be_had_it_is_refused() -> None:

@@ -61,6 +61,7 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
     """
     workshop = Workshop(setting)
     resumed = held is not None and setting.engine in ("auto", held.engine)
+    resumed = resumed and not (setting.looking and held is not None and held.engine != "sequential")
     resumed = resumed and not (held is not None and held.engine != "sequential" and gradient_hook(setting.learner))
     if held is not None and resumed:
         decision = Decision(held)
