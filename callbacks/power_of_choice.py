@@ -54,7 +54,7 @@ class PowerOfChoice(FederatedCallback):
         sizes = server.sizes(available).cpu().numpy()
         draw = server.generator("power of choice").choice(len(available), d, replace=False, p=sizes / sizes.sum())
         drawn = available[torch.from_numpy(draw).to(available.device)]
-        known = self.last.rows(server, drawn).nan_to_num(nan=-torch.inf, posinf=torch.inf)
+        known = self.last.rows(server, drawn).nan_to_num(-torch.inf, torch.inf, -torch.inf)
         return drawn[known.argsort(descending=True, stable=True)[:n]]
 
     def on_local_end(self, clients: Clients) -> None:
