@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,8 +19,9 @@ from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods
 from fl_lightning.processes import gathered
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.storage.apart import is_plain, places, read_plain
-from fl_lightning.storage.checkpoint_io import HYPER_PARAMETERS, AtomicCheckpointIO
+from fl_lightning.storage import forged
+from fl_lightning.storage.apart import is_plain, read_plain
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState, unpacked
 from fl_lightning.storage.segments import Index, merge_indices
@@ -115,6 +115,9 @@ def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_pa
     if held["clients"]:
         rows.store.load(held["clients"], find_folder(ckpt_path, held["folders"]))
     w = model.w.detach()
+    forged.check_alike(held["buffers"], model.buffers(), "federated.buffers")
+    if held["w0"] is not None:
+        check_vector(held["w0"], w)
     if held["w"] is None:
         model.set_buffers(held["buffers"])
     else:  # the weights that were loaded by name are what is evaluated
@@ -239,26 +242,6 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
     saved["datamodule_hyper_parameters"] = {name: value for name, value in of_data.items() if is_plain(value)}
 
 
-def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
-    """Refuse a checkpoint in which somebody who is restored from it needs an object that lies apart.
-
-    Raises:
-        UserError: with its place, and how to have it read.
-    """
-    base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
-    own = type(learner).on_load_checkpoint is not base.on_load_checkpoint
-    restored = ("callbacks", type(trainer.datamodule).__qualname__) if trainer.state.fn == "fit" else ()
-    for key, part in saved.items():
-        needed = key in restored or (own and key not in HYPER_PARAMETERS)
-        place = next(places(part, f"checkpoint[{key!r}]"), None) if needed else None
-        if place is not None:
-            raise UserError(
-                f"ckpt_path: {place} is an object, which cannot be read without running code that the file names. If "
-                "you trust the checkpoint, give trainer.fit(…, weights_only=False), at the command line "
-                "--weights_only false."
-            )
-
-
 def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What lies under :data:`KEY`.
 
@@ -266,7 +249,7 @@ def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
         UserError: the checkpoint is no federated run's.
     """
     held: dict[str, Any] | None = checkpoint.get(KEY)
-    if held is not None and held.get("version", VERSION) > VERSION:
+    if held is not None and forged.version_of(held, VERSION) > VERSION:
         raise UserError(
             f"ckpt_path: the checkpoint has version {held['version']} of the format, and this fl-lightning "
             f"reads up to {VERSION}. Resume with the newer fl-lightning that wrote it."
@@ -281,7 +264,12 @@ def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def check_vector(held: Any, own: Tensor) -> None:
     """Refuse a global vector that cannot be the run's."""
-    if not isinstance(held, Tensor) or held.shape != own.shape or _kind(held) != _kind(own) or not all_finite(held):
+    if (
+        not isinstance(held, Tensor)
+        or held.shape != own.shape
+        or forged.kind(held) != forged.kind(own)
+        or not all_finite(held)
+    ):
         raise UserError(
             "ckpt_path: the checkpoint is damaged: the server's model in it is not a finite vector of "
             f"{own.numel()} numbers of {own.dtype}. Take another checkpoint, or start anew."
@@ -322,13 +310,9 @@ def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
                 return f"{name} is a {type(tensor).__name__} there and a {type(own[name]).__name__} here"
         elif own[name].shape != tensor.shape:
             return f"{name} has shape {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
-        elif _kind(own[name]) != _kind(tensor):
+        elif forged.kind(own[name]) != forged.kind(tensor):
             return f"{name} holds {tensor.dtype} there and {own[name].dtype} here"
     return next((f"it lacks {name}" for name in own if strict and name not in weights), "")
-
-
-def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
 from fl_lightning.settings import OptimizerFactory, Settings
+from fl_lightning.storage import forged
 from fl_lightning.storage.rows import ClientRows
 
 
@@ -103,6 +104,7 @@ class FederatedModule(LearnerHooks):
         self.run = FederatedRun(self.settings, self.global_model)
         self.logged = Logged()
         self.stop_requested = False
+        self._optimizer_states: Any = None  # of a checkpoint, until its settings are known to be this run's
 
     # For users, callbacks and loggers --------------------------------------------------------------------------------
 
@@ -206,11 +208,16 @@ class FederatedModule(LearnerHooks):
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
         self.global_model.build()
-        checkpoint.check_readable(saved, self.learner, self.trainer)
+        forged.check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
         checkpoint.check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
-            self.run.take_up(checkpoint.federated_part(saved), self.trainer)
+            held = checkpoint.federated_part(saved)
+            forged.check_ours(held)
+            forged.check_lightning_s(saved, {"fit_loop": self.trainer.fit_loop.state_dict()})
+            forged.check_callbacks(saved.get("callbacks"), vars(self.trainer)["callbacks"])
+            self._optimizer_states = saved["optimizer_states"]
+            self.run.take_up(held, self.trainer)
 
     def configure_optimizers(self) -> Optimizer:
         self.global_model.build(again=True)
@@ -220,6 +227,10 @@ class FederatedModule(LearnerHooks):
         checks.check_fixed_parameters(self.trainer)
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
+        if self._optimizer_states is not None:
+            forged.check_optimizer(self._optimizer_states, self.run.server)
+            forged.check_states(self.run.state.server, self.run.methods.declared, self.global_model.w)
+            self._optimizer_states = None
         self.learner.on_fit_start()
         self.run.begin(self.trainer, self.optimizers(), self.participants)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -77,6 +78,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, f"it is damaged ({str(error)[:100]})") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
+        version = checkpoint.get("pytorch-lightning_version", None if "loops" in checkpoint else "0")
+        if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
+            raise _error(
+                source, f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, and no version"
+            )
         return checkpoint
 
     def _all_readable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
