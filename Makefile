@@ -6,7 +6,7 @@ DEMO := runs/demo
 PUBLIC ?= .venv-public
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lightning test-oldest public check format faults gpu-check
+.PHONY: help demo test test-lightning test-oldest public check format faults gpu-check results papers papers-quick
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -75,6 +75,16 @@ check: .venv/installed-dev  ## lint, formatting, types
 format: .venv/installed-dev  ## put the code in form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+results: .venv/installed  ## docs/results.md from the runs that are committed in docs/results/
+	$(BIN)/python -m benchmarks.papers page
+
+# data from FL_LIGHTNING_DATA, else fetched; beside the committed results, in runs/papers
+papers-quick: .venv/installed  ## three of the papers' small twins again, cut; within twenty minutes on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers quick
+
+papers: .venv/installed-test  ## all of them (docs/protocol.md says what takes how long); goes on where it stopped
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers all
 
 gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then time and profile them
 	$(BIN)/python -m benchmarks.gpu_check

@@ -13,11 +13,14 @@ class LeNet(nn.Module):
     """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384, 192 and ``num_classes`` units.
 
     Inputs ``(n, in_channels, input_size, input_size)``; 797,962 parameters for ten classes of 3x32x32.
+
+    Args:
+        channels: of both convolutions: 16 is the small twins', with 237,466 parameters.
     """
 
     smallest_input = 16  # pixels a side; of fewer, nothing is left
 
-    def __init__(self, num_classes: int, in_channels: int = 3, input_size: int = 32) -> None:
+    def __init__(self, num_classes: int, in_channels: int = 3, input_size: int = 32, channels: int = 64) -> None:
         super().__init__()
         side = ((input_size - 4) // 2 - 4) // 2
         if input_size < self.smallest_input:
@@ -25,9 +28,11 @@ class LeNet(nn.Module):
                 f"LeNet's input_size is {input_size}: give at least {self.smallest_input}, or use MLP for smaller "
                 "images."
             )
-        self.conv1 = nn.Conv2d(in_channels, 64, 5)
-        self.conv2 = nn.Conv2d(64, 64, 5)
-        self.fc1 = nn.Linear(64 * side * side, 384)
+        if channels < 1:
+            raise UserError(f"LeNet's channels is {channels}: give at least 1, such as 16 or 64.")
+        self.conv1 = nn.Conv2d(in_channels, channels, 5)
+        self.conv2 = nn.Conv2d(channels, channels, 5)
+        self.fc1 = nn.Linear(channels * side * side, 384)
         self.fc2 = nn.Linear(384, 192)
         self.fc3 = nn.Linear(192, num_classes)
 

@@ -56,9 +56,9 @@ def printed(cli: Cli, *names: str) -> Any:
 
 
 def packaged_experiments() -> list[str]:
-    """All that lie in experiment/, fragments, sweeps and their claims aside."""
+    """All that lie in experiment/, fragments and sweeps aside."""
     names = [name for name in packaged() if name.startswith("experiment/")]
-    return [name for name in names if "/method/" not in name and not name.endswith("-small")]
+    return [name for name in names if "/method/" not in name and not name.endswith(("-small", "-full"))]
 
 
 def test_the_tables_name_every_experiment_and_every_fragment() -> None:

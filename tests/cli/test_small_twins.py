@@ -1,96 +1,131 @@
-"""The packaged sweeps, small twins of the papers' tables: every arm is a configuration, every claim about two arms."""
+"""The packaged sweeps, small twins of the papers' tables: what the protocol says of them, held to a table."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks import papers
 from fl_lightning.cli.compose import packaged, parse_yaml
-from fl_lightning.report.claims import read_claims
-from fl_lightning.sweep.grid import arms
+from fl_lightning.sweep.grid import Arm, arms
 from fl_lightning.sweep.spec import read_spec
 from tests.helpers.zygote import Cli
 
 TWINS = [name for name in packaged() if name.startswith("experiment/") and name.endswith("-small")]
-
-
-def sweep(name: str) -> Any:
-    return parse_yaml(packaged()[name].read_text("utf-8"))
-
-
-RATES, MLP = [0.03, 0.1, 0.3], [784, 64, 10]
-SKEWED = {"class_path": "Dirichlet", "init_args": {"alpha": 0.1, "replacement": True}}
-THREE = {"class_path": "Pathological", "init_args": {"classes": 3, "replacement": True}}
-LENET, EIGHT = "LeNet", {"depth": 8, "width": 8}
-# data, network, rounds, clients, participation, local epochs, batch, split, weight decay, rates, seeds
-PLAN: dict[str, tuple[Any, ...]] = {
-    "fedinit/controls-fashionmnist-dir0.1-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 5),
-    "fedinit/figure1-fashionmnist-dir0.1-100-small": ("F", MLP, 60, 100, 0.1, 1, 50, SKEWED, 1e-3, RATES, 3),
-    "fedinit/table2-fashionmnist-dir0.1-100-small": ("F", MLP, 100, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 5),
-    "fedinit/table3-fashionmnist-dir0.1-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 5),
-    "fedinit/table3-fashionmnist-dir0.1-200-small": ("F", MLP, 150, 200, 0.05, 2, 50, SKEWED, 1e-3, RATES, 5),
-    "fedinit/table1-fashionmnist-dir0.6-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, 0.6, 1e-3, RATES, 5),
-    "fedinit/table1-fashionmnist-iid-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, "IID", 1e-3, RATES, 5),
-    "fedinit/table3-cifar10-dir0.1-100-small": ("C", LENET, 150, 100, 0.1, 2, 50, SKEWED, 1e-3, RATES, 3),
-    "fedinit/table3-har-subjects-21-small": ("H", "own", 150, None, 4, 2, 50, None, 1e-3, RATES, 5),
-    "fedsmoo/table8-fashionmnist-path3-100-small": ("F", MLP, 150, 100, 0.1, 2, 50, THREE, 1e-3, RATES, 5),
-    "fedsmoo/table8-cifar10-path3-100-small": ("C", LENET, 150, 100, 0.1, 2, 50, THREE, 1e-3, RATES, 3),
+EIGHT, FIVE, THREE = [*range(20, 28)], [*range(20, 25)], [*range(20, 23)]
+# families (the first is the row's) → claims of each; arms, seeds, candidates of each arm, rounds
+ROWS: dict[str, tuple[dict[str, int], int, list[int], int, int]] = {
+    "fedinit/table3-fashionmnist-dir0.1-100-small": ({"P1": 2, "P3": 3, "P9": 2}, 5, EIGHT, 0, 150),
+    "fedinit/controls-fashionmnist-dir0.1-100-small": ({"P2": 6}, 10, EIGHT, 6, 150),
+    "fedinit/stability-fashionmnist-dir0.1-100-small": ({"P4": 6}, 9, THREE, 0, 150),
+    "fedsmoo/table8-fashionmnist-path3-100-small": ({"P5": 8, "B3": 4}, 9, EIGHT, 3, 150),
+    "fedsmoo/hessian-fashionmnist-dir0.1-100-small": ({"P6": 6}, 7, FIVE, 0, 150),
+    "fedals/table2-cifar10-shards-5-small": ({"P7": 5, "P8": 6}, 6, FIVE, 4, 300),
+    "fedinit/table3-har-subjects-21-small": ({"HAR": 2}, 3, EIGHT, 3, 150),
+    "fedals/table1-shakespeare-parts-5-small": ({"C5": 2}, 3, FIVE, 4, 150),
+    "fedinit/figure1-fashionmnist-dir0.1-100-small": ({"A6": 3}, 5, EIGHT, 0, 150),
+    "fedinit/table1-fashionmnist-splits-100-small": ({"A8": 1}, 4, EIGHT, 0, 150),
+    "fedals/table1-cifar10-iid-5-small": ({"C2": 1}, 2, FIVE, 4, 300),
+    "fedals/table1-cifar10-shards-5-small": ({"C4": 2}, 4, FIVE, 4, 300),
+    "fedinit/table8-fashionmnist-dir0.1-100-small": ({"D1": 6}, 7, FIVE, 0, 30),
+    "fedals/theorem1-fashionmnist-iid-small": ({"D3": 1}, 6, EIGHT, 0, 1),
+    "fedinit/table1-fashionmnist-dir0.1-100-small": ({"T1": 6}, 7, EIGHT, 3, 150),
+    "fedinit/table3-cifar10-dir0.1-100-small": ({"L1": 1}, 2, FIVE, 0, 60),
+    "fedsmoo/table8-cifar10-path3-100-small": ({"L2": 3}, 4, FIVE, 0, 60),
 }
-FACTORS_OF_TWO = [0.025, 0.05, 0.1, 0.2]
-for table, split, norm in (
-    ("table2", "shards-5-batch", "batch"), ("table2", "shards-5-group", "group"), ("table1", "iid-5", "batch"),
-    ("table1", "shards-5", "batch"),
-):  # fmt: skip
-    kind = "IID" if split == "iid-5" else "SortedShards"
-    own = ("C", {"norm": norm, **EIGHT}, 300, 5, "all", None, 64, kind, 1e-4, FACTORS_OF_TWO, 3)
-    PLAN[f"fedals/{table}-cifar10-{split}-small"] = own
-OF_ADAMW = [0.0005, 0.001, 0.002, 0.004]
-TEXT = ("T", "own", 150, 5, "all", None, 16, "Contiguous", 0.01, OF_ADAMW, 3)
-PLAN["fedals/table1-shakespeare-parts-5-small"] = TEXT
-DATA = {"F": "data/fashionmnist", "C": "data/cifar10", "H": "data/har", "T": "data/text"}
-MARGINS = {"val/acc": 0.005, "val/loss": 0.01}  # half a point; a hundredth of a nat
+PRIMARY = {"P1-helps", "P5-correction", "P7-rounds-batch"}
+RATE = "model.learner.init_args.lr"
+
+
+def sweep(name: str) -> dict[str, Any]:
+    return parse_yaml(packaged()[name].read_text("utf-8"))  # type: ignore[no-any-return]
+
+
+def claims(name: str) -> list[dict[str, Any]]:
+    folder = Path(str(packaged()[name])).parent
+    return parse_yaml((folder / sweep(name)["claims"]).read_text("utf-8"))  # type: ignore[no-any-return]
+
+
+def arms_of(claim: Mapping[str, Any]) -> Iterator[str]:
+    target = claim.get("target")
+    named = [claim.get(key) for key in ("a", "b", "c", "d", "arm", "against")]
+    named.append(target["arm"] if isinstance(target, dict) else None)
+    yield from (name for name in named if name is not None)
+
+
+def candidates(name: str) -> dict[str, int]:
+    """How many candidates each arm has: 0, where nothing is selected."""
+    select = sweep(name).get("select", {})
+    own = select.get("arms", {})
+    found = {}
+    for arm in arms(read_spec(name)):
+        over = own.get(arm.name, select.get("over", {}))
+        found[arm.name] = math.prod(len(values) for values in over.values()) if over else 0
+    return found
+
+
+def test_every_twin_is_a_row_of_the_protocol_with_a_name_of_its_own() -> None:
+    assert {name.removeprefix("experiment/") for name in TWINS} == set(ROWS)
+    assert {name: row.split(", ") for row, name in papers.ROWS.items()} == {n: list(r[0]) for n, r in ROWS.items()}
+    stems = [name.rpartition("/")[2] for name in TWINS]
+    assert len(set(stems)) == len(stems), "a sweep's folder has the stem's name"
+
+
+def test_ids_are_unique_over_all_twins_and_say_their_family() -> None:
+    every = [claim for name in TWINS for claim in claims(name)]
+    ids = [claim["id"] for claim in every]
+    assert len(set(ids)) == len(ids)
+    assert all(claim["id"].startswith(claim["family"] + "-") for claim in every)
+    assert {claim["id"] for claim in every if claim.get("primary")} == PRIMARY
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_is_as_it_was_planned(name: str) -> None:
-    twin, fixed = sweep(name), sweep(name)["fixed"]
-    network = fixed.get("model.learner.init_args.network", {"class_path": ".own"})  # of its data/ config
-    arguments = network.get("init_args", {})
-    split = fixed.get("data.init_args.partition")
-    if split is not None and split["class_path"] in ("Contiguous", "IID", "SortedShards"):
-        split = split["class_path"]
-    elif split is not None and split["init_args"].get("alpha") == 0.6:
-        split = 0.6
-    found = (
-        next(key for key, config in DATA.items() if config in twin["configs"]),
-        arguments.get("sizes") or arguments or network["class_path"].rpartition(".")[2],
-        fixed["trainer.max_epochs"], fixed.get("data.init_args.num_clients"), fixed["model.participation"],
-        fixed["model.local_epochs"], fixed["data.init_args.batch_size"], split,
-        fixed["model.learner.init_args.weight_decay"], twin["select"]["over"]["model.learner.init_args.lr"],
-        len(twin["grid"]["seed_everything"]),
-    )  # fmt: skip
-    assert found == PLAN[name.removeprefix("experiment/")]
-    folder = Path(str(packaged()[name])).parent
-    for claim in read_claims(folder / twin["claims"], []).claims:
-        assert claim.score == "tail", claim
-        assert claim.margin == MARGINS.get(claim.metric) or claim.metric.startswith("divergence/"), claim
+def test_a_row_has_the_claims_arms_seeds_and_runs_of_the_protocol(name: str) -> None:
+    families, number, seeds, most, rounds = ROWS[name.removeprefix("experiment/")]
+    twin, known = sweep(name), {arm.name for arm in arms(read_spec(name))}
+    found: dict[str, int] = {}
+    for claim in claims(name):
+        found[claim["family"]] = found.get(claim["family"], 0) + 1
+        assert claim["paper_predicts"] and claim["we_predict"], claim["id"]
+        assert claim.get("score", "tail") == "tail", claim["id"]
+        assert set(arms_of(claim)) <= known, claim["id"]
+    assert found == families
+    assert len(known) == number and twin["grid"]["seed_everything"] == seeds
+    assert twin["fixed"]["trainer.max_epochs"] == rounds
+    assert max(candidates(name).values()) == most
+    assert "select" in twin or twin["fixed"][RATE] == 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in TWINS if "select" in sweep(name)])
+def test_what_is_selected_is_selected_alike_and_apart_from_what_is_reported(name: str) -> None:
+    twin, count = sweep(name), candidates(name)
+    select = twin["select"]
+    looked_at = {*range(5), *twin["grid"]["seed_everything"]}
+    assert select["seeds"] == [100, 101] and not looked_at & {100, 101}
+    assert select["val_fraction"] == 0.1, "on data that are not the test set"
+    assert select["rounds"] == (100 if "cifar10" in name else 60)
+    for claim in claims(name):
+        assert len({count[arm] for arm in arms_of(claim)}) <= 1, claim["id"]
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_has_what_a_sweep_needs_and_claims_about_its_own_arms(name: str) -> None:
-    twin = sweep(name)
-    assert set(twin) == {"configs", "fixed", "grid", "select", "claims"}
-    seeds = twin["grid"]["seed_everything"]
-    assert len(seeds) >= 3 and not set(seeds) & set(twin["select"]["seeds"]), "rates are chosen with other seeds"
-    assert twin["select"]["val_fraction"] > 0, "on data that are not the test set"
-    folder = Path(str(packaged()[name])).parent
-    claims = read_claims(folder / twin["claims"], []).claims
-    assert claims and {arm for claim in claims for arm in (claim.a, claim.b)} <= {
-        arm.name for arm in arms(read_spec(name))
-    }
+def test_a_claim_is_not_about_what_no_run_logs(name: str) -> None:
+    loggers = {
+        "divergence": "DivergenceLogger", "consensus": "ConsensusDistanceLogger", "hessian": "HessianLogger",
+        "global": "GlobalLossLogger", "communication": "CommunicationLogger",
+    }  # fmt: skip
+    for claim in claims(name):
+        by = loggers.get(claim["metric"].split("/")[0].split("_")[0])
+        by = "CommunicationLogger" if claim.get("cost") == "bytes" else by
+        for arm in arms(read_spec(name)):
+            if by is not None and arm.name in arms_of(claim):
+                present = [item["class_path"] for item in arm.options["trainer.callbacks"]]
+                assert by in present, (claim["id"], arm.name)
 
 
 @pytest.mark.slow
@@ -101,5 +136,14 @@ def test_every_arm_of_a_twin_is_a_configuration(name: str, cli: Cli) -> None:
     for arm in {(*arm.configs, *arm.options): arm for arm in arms(read_spec(name))}.values():
         result = cli("fit", *arm.argv(), "--print_config")
         assert result.returncode == 0, (arm, result.stderr)
-        learner = yaml.safe_load(result.stdout)["model"]["learner"]["init_args"]
-        assert learner["weight_decay"] == twin["fixed"]["model.learner.init_args.weight_decay"]
+        config = yaml.safe_load(result.stdout)
+        learner = config["model"]["learner"]["init_args"]
+        assert learner.get("weight_decay") == twin["fixed"].get("model.learner.init_args.weight_decay", 0.0)
+        if "fedals" not in name:
+            assert config["model"]["lr_decay"] == decay(arm), arm.name
+
+
+def decay(arm: Arm) -> float:
+    """The papers': FedDyn and its kin decay the rate more slowly than the others."""
+    slow = any(config.rpartition("/")[2] in ("feddyn", "feddyn_sam", "fedsmoo") for config in arm.configs)
+    return float(arm.options.get("model.lr_decay", 0.9995 if slow else 0.998))

@@ -21,6 +21,7 @@ from fl_lightning.models import MLP, VGG11, ImageClassifier, LeNet, ResNet18GN, 
         (lambda: MLP([12, 3]), (3, 2, 2), 39),
         (lambda: LeNet(10), (3, 32, 32), 797_962),
         (lambda: LeNet(7, in_channels=1, input_size=28), (1, 28, 28), 572_999),
+        (lambda: LeNet(10, channels=16), (3, 32, 32), 237_466),
         (lambda: ResNet18GN(10), (3, 32, 32), 11_181_642),
         (lambda: ResNet20(10), (3, 32, 32), 269_722),
         (lambda: VGG11(10), (3, 32, 32), 9_750_922),
@@ -47,9 +48,11 @@ def test_groups_and_shortcuts():
     assert torch.equal(y[:, 8:24], x[:, :, ::2, ::2]) and not y[:, :8].any() and not y[:, 24:].any()
 
 
-@pytest.mark.parametrize("make", [lambda: LeNet(10, input_size=8), lambda: MLP([3]), lambda: MLP([3, 0])])
+@pytest.mark.parametrize(
+    "make", [lambda: LeNet(10, input_size=8), lambda: LeNet(10, channels=0), lambda: MLP([3]), lambda: MLP([3, 0])]
+)
 def test_refusals(make):
-    with pytest.raises(UserError, match=r"(input_size is 8|sizes is \[3)"):
+    with pytest.raises(UserError, match=r"(input_size is 8|channels is 0|sizes is \[3)"):
         make()
 
 

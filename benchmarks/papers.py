@@ -1,0 +1,273 @@
+"""The papers' small twins, re-made: ``python -m benchmarks.papers {all,quick,full,keep,page,check}``.
+
+``all`` runs every sweep of the protocol in its order, and takes up what a stop has left; ``quick`` runs P1, P2 and P5
+with five seeds, 60 rounds and the learning rates that were kept. Both write to ``runs/papers`` and say how their
+verdicts compare with those of ``docs/results``, which they never touch. ``keep`` copies what has ended there into
+``docs/results``, ``page`` makes ``docs/results.md`` of what is there, and ``check`` holds that to the protocol.
+``full`` runs the papers' whole tables.
+Data: FL_LIGHTNING_DATA, else fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.cli.compose import packaged
+
+RESULTS = Path("docs/results")
+PAGE = Path("docs/results.md")
+OUT = Path("runs/papers")
+ROWS = {  # in the order in which they run
+    "P1, P3, P9": "fedinit/table3-fashionmnist-dir0.1-100-small",
+    "P2": "fedinit/controls-fashionmnist-dir0.1-100-small",
+    "P4": "fedinit/stability-fashionmnist-dir0.1-100-small",
+    "P5, B3": "fedsmoo/table8-fashionmnist-path3-100-small",
+    "P6": "fedsmoo/hessian-fashionmnist-dir0.1-100-small",
+    "P7, P8": "fedals/table2-cifar10-shards-5-small",
+    "HAR": "fedinit/table3-har-subjects-21-small",
+    "C5": "fedals/table1-shakespeare-parts-5-small",
+    "D1": "fedinit/table8-fashionmnist-dir0.1-100-small",
+    "D3": "fedals/theorem1-fashionmnist-iid-small",
+    "A8": "fedinit/table1-fashionmnist-splits-100-small",
+    "T1": "fedinit/table1-fashionmnist-dir0.1-100-small",
+    "A6": "fedinit/figure1-fashionmnist-dir0.1-100-small",
+    "C2": "fedals/table1-cifar10-iid-5-small",
+    "C4": "fedals/table1-cifar10-shards-5-small",
+    "L1": "fedinit/table3-cifar10-dir0.1-100-small",
+    "L2": "fedsmoo/table8-cifar10-path3-100-small",
+}
+QUICK = ("P1, P3, P9", "P2", "P5, B3")
+CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
+OF_A_RUN = ("run.json", "config.yaml")  # and metrics.csv, packed
+OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what ``argv`` asks for; the status of the last sweep that did not end well, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=["all", "quick", "full", "keep", "page", "check"])
+    parser.add_argument("--dry_run", action="store_true", help="all, quick: list what would run")
+    parser.add_argument("--jobs", help="all, quick: runs at once")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, help="all: these alone")
+    given = parser.parse_args(argv)
+    more = [*(["--dry_run"] if given.dry_run else []), *(["--jobs", given.jobs] if given.jobs else [])]
+    status = 0
+    if given.what == "full":
+        names = [name for name in packaged() if name.startswith("experiment/") and name.endswith("-full")]
+        for name in sorted(names):
+            status = subprocess.call([sys.executable, "-m", "fl_lightning", *sweep(name, "full"), *more]) or status
+        return status
+    if given.what == "keep":
+        return keep(OUT / "all", RESULTS)
+    if given.what == "page":
+        return page(RESULTS, PAGE)
+    if given.what == "check":
+        found = objections(RESULTS)
+        print("\n".join(found) or "every run is the protocol's")
+        return int(bool(found))
+    for row in QUICK if given.what == "quick" else given.rows:
+        command = sweep(ROWS[row], given.what)
+        print(f"{row}: {' '.join(command)}", flush=True)
+        status = subprocess.call([sys.executable, "-m", "fl_lightning", *command, *more]) or status
+    if not given.dry_run:
+        report(sorted(sweeps(OUT / given.what)), OUT / given.what / "report")
+        compare(RESULTS / "report.json", OUT / given.what / "report/report.json")
+    return status
+
+
+def sweep(name: str, what: str) -> list[str]:
+    """The command of one sweep, from data that are there or are fetched."""
+    stem = name.rpartition("/")[2]
+    command = ["sweep", f"experiment/{name.removeprefix('experiment/')}", "--out", str(OUT / what / stem)]
+    root = os.environ.get("FL_LIGHTNING_DATA")
+    text = "shakespeare" in name or "multinli" in name  # what is read, one gets oneself
+    command += [f"data.init_args.root={root}"] if root else [] if text else ["data.init_args.download=true"]
+    if what == "quick":
+        command += CUT
+        stored = RESULTS / stem / "selections.yaml"
+        if stored.is_file():
+            command.append(f"select.from={stored}")
+    return command
+
+
+def sweeps(folder: Path) -> list[Path]:
+    """The sweeps in ``folder`` of which a run has begun."""
+    return [path.parent for path in folder.glob("*/sweep.yaml") if any(path.parent.glob("*/seed-*/run.json"))]
+
+
+def report(folders: Sequence[Path], out: Path) -> int:
+    """One report over ``folders``."""
+    from fl_lightning.__main__ import main as command
+
+    return int(command(["report", *map(str, folders), "--out", str(out)]) or 0)
+
+
+# --------------------------------------------------------------------------- what is kept
+
+
+def keep(source: Path, target: Path) -> int:
+    """Copy what ended under ``source`` into ``target``: no checkpoints, and no path of this machine.
+
+    A run that is there already stays as it is.
+    """
+    for folder in sorted(sweeps(source)):
+        own = target / folder.name
+        kept = 0
+        for path in sorted(folder.glob("*/seed-*/run.json")):
+            place = own / path.parent.relative_to(folder)
+            ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
+            if ended and not (place / "run.json").is_file():
+                for name in OF_A_RUN:
+                    copy(path.parent / name, place / name)
+                (place / "metrics.csv.gz").write_bytes(
+                    gzip.compress((path.parent / "metrics.csv").read_bytes(), mtime=0)
+                )
+                kept += 1
+        for name in OF_A_SWEEP:
+            if (folder / name).is_file():
+                copy(folder / name, own / name)
+        print(f"{own}: {kept} runs more")
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    print(f"{target}: {size / 2**20:.1f} MB, of 12 at most")
+    return int(size > 12 * 2**20)
+
+
+def copy(path: Path, target: Path) -> None:
+    """Copy a text; a root of data and the folder of work are called ``data`` and ``.`` in it."""
+    text = path.read_text("utf-8")
+    for place, called in ((os.environ.get("FL_LIGHTNING_DATA"), "data"), (os.getcwd(), ".")):
+        text = text.replace(place, called) if place and Path(place).is_absolute() else text
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, "utf-8")
+
+
+# --------------------------------------------------------------------------- the page
+
+
+def page(results: Path, target: Path) -> int:
+    """``docs/results.md``: the findings in words, the report over what is kept, and what has no runs yet."""
+    folders = sorted(sweeps(results))
+    text = "# The papers, re-made on a small machine\n\n"
+    text += "Generated by `make results`; [protocol.md](protocol.md) says what was fixed before the runs.\n"
+    if (results / "protocol.txt").is_file():
+        text += f"The protocol's commit: {(results / 'protocol.txt').read_text('utf-8').strip()}.\n"
+    if folders:
+        with tempfile.TemporaryDirectory() as made:
+            out = Path(made)
+            if report(folders, out):
+                return 1
+            said = json.loads((out / "report.json").read_text("utf-8"))
+            below = (out / "report.md").read_text("utf-8").partition("\n")[2]
+            shutil.copy(out / "report.json", results / "report.json")
+            shutil.copytree(out / "figures", results / "figures", dirs_exist_ok=True)
+        findings = results / "findings.md"
+        if findings.is_file():
+            text += "\n" + filled(findings.read_text("utf-8"), said)
+        text += below.replace("](figures/", f"]({results.name}/figures/")
+    begun = {folder.name for folder in folders}
+    absent = [f"- {row}: `experiment/{name}`" for row, name in ROWS.items() if name.rpartition("/")[2] not in begun]
+    if absent:
+        text += "\n".join(["", "## No runs yet", "", *absent, ""])
+    target.write_text(text, "utf-8")
+    print(f"→ {target}")
+    return 0
+
+
+def filled(text: str, said: Mapping[str, Any]) -> str:
+    """``text`` with ``{P1-helps.mean}``, ``{P1-helps.verdict}`` and the like from a report.json.
+
+    >>> filled("{A.verdict}: {A.mean}", {"claims": [{"id": "A", "verdict": "reproduced", "mean": 0.03421}]})
+    'reproduced: +0.0342'
+    """
+    claims = {claim["id"]: claim for claim in said["claims"]}
+
+    def value(match: re.Match[str]) -> str:
+        found = claims[match[1]][match[2]]
+        return f"{found:+.3g}" if isinstance(found, float) else str(found)
+
+    return re.sub(r"\{([\w-]+)\.(\w+)\}", value, text)
+
+
+def objections(results: Path) -> list[str]:
+    """What speaks against the runs in ``results``, held to the commit that ``protocol.txt`` there names.
+
+    Each began after that commit, in a clean checkout of it or of a later one, with the claims of it; it is a run of the
+    protocol, and none is silently absent.
+    """
+    protocol = (results / "protocol.txt").read_text("utf-8").split()[0]
+    frozen = datetime.fromisoformat(git("show", "-s", "--format=%cI", protocol))
+    found = []
+    for folder in sorted(sweeps(results)):
+        name = next(name for name in ROWS.values() if name.rpartition("/")[2] == folder.name)
+        claims = git("show", f"{protocol}:configs/experiment/{name}.claims.yaml", strip=False)
+        stated = hashlib.sha256(claims.encode()).hexdigest()
+        with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
+            listed = {f"{row['arm']}/seed-{row['seed']}" for row in csv.DictReader(file)}
+        planned = set(places(name))
+        kept = {path.parent.relative_to(folder).as_posix() for path in folder.glob("*/seed-*/run.json")}
+        found += [f"{folder.name}/{place}: is no run of the protocol" for place in sorted(kept - planned)]
+        found += [f"{folder.name}/{place}: is absent and not listed" for place in sorted(planned - kept - listed)]
+        for place in sorted(kept & planned):
+            run = json.loads((folder / place / "run.json").read_text("utf-8"))
+            started = datetime.fromisoformat(str(run["started"]).replace("Z", "+00:00"))
+            commit = str(run["commit"])
+            wrong = {
+                "began before the protocol": started.replace(tzinfo=started.tzinfo or timezone.utc) <= frozen,
+                f"ran from {commit}": commit.endswith("-dirty") or not descends(commit, protocol),
+                "had other claims": run["claims_hash"] != stated,
+            }
+            found += [f"{folder.name}/{place}: {what}" for what, holds in wrong.items() if holds]
+    return found
+
+
+def places(name: str) -> list[str]:
+    """``<arm>/seed-<s>`` of every run that a packaged sweep has."""
+    from fl_lightning.sweep.grid import arms
+    from fl_lightning.sweep.spec import read_spec
+
+    spec = read_spec(f"experiment/{name}")
+    return [f"{arm.name}/seed-{seed}" for arm in arms(spec) for seed in spec.seeds or []]
+
+
+def descends(commit: str, ancestor: str) -> bool:
+    """Whether ``commit`` is ``ancestor`` or has it among its own."""
+    command = ["git", "merge-base", "--is-ancestor", ancestor, commit]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def git(*command: str, strip: bool = True) -> str:
+    """What git says."""
+    said = subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout
+    return said.strip() if strip else said
+
+
+def compare(committed: Path, ours: Path) -> None:
+    """Print the verdicts of ``ours`` beside the committed ones."""
+    if not ours.is_file():
+        return
+    then = _verdicts(committed) if committed.is_file() else {}
+    for claim, verdict in _verdicts(ours).items():
+        before = then.get(claim, "no committed verdict")
+        print(f"{claim}: {verdict}" + ("" if verdict == before else f" (committed: {before})"))
+
+
+def _verdicts(path: Path) -> dict[str, str]:
+    return {claim["id"]: claim["verdict"] for claim in json.loads(path.read_text("utf-8"))["claims"]}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

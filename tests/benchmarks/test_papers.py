@@ -1,0 +1,127 @@
+"""The papers' small twins, re-made: which sweeps, what is kept of them, and the page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import papers
+from tests.report.folders import make_arm
+
+CLAIM = "- {id: X-a, a: new, b: old, metric: val/acc, direction: greater, margin: 0.005}\n"
+
+
+@pytest.fixture()
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, where a sweep of two arms has ended but for one run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FL_LIGHTNING_DATA", "/somewhere/data-of-mine")
+    sweep = papers.OUT / "all/x-small"
+    for arm, level in (("old", 0.7), ("new", 0.8)):
+        for run in make_arm(sweep, arm, {seed: level + seed / 1000 for seed in range(20, 26)}):
+            (run / "config.yaml").write_text("data: {init_args: {root: /somewhere/data-of-mine}}\n")
+            (run / "checkpoints").mkdir()
+            (run / "checkpoints/last.ckpt").write_bytes(b"weights")
+    unfinished = sweep / "new/seed-25/run.json"
+    unfinished.write_text(json.dumps({**json.loads(unfinished.read_text()), "status": "running"}))
+    (sweep / "sweep.yaml").write_text("configs: [base]\n")
+    (sweep / "claims.yaml").write_text(CLAIM)
+    return tmp_path
+
+
+def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machine(ran: Path) -> None:
+    assert papers.keep(papers.OUT / "all", papers.RESULTS) == 0
+    kept = sorted(path.parent.name for path in papers.RESULTS.glob("x-small/new/*/run.json"))
+    assert kept == [f"seed-{seed}" for seed in range(20, 25)], "the one that runs still is not there"
+    assert not list(papers.RESULTS.rglob("*.ckpt"))
+    assert "root: data}" in (papers.RESULTS / "x-small/new/seed-20/config.yaml").read_text()
+    assert (papers.RESULTS / "x-small/claims.yaml").read_text() == CLAIM, "whose hash the runs recorded"
+
+
+def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_missing(ran: Path) -> None:
+    papers.keep(papers.OUT / "all", papers.RESULTS)
+    (papers.RESULTS / "findings.md").write_text("The new one is {X-a.verdict}, by {X-a.mean}.\n")
+    assert papers.page(papers.RESULTS, papers.PAGE) == 0
+    text = papers.PAGE.read_text()
+    assert "The new one is reproduced, by +0.1." in text
+    assert "(results/figures/" in text and (papers.RESULTS / "figures").is_dir()
+    assert "- P1, P3, P9: `experiment/fedinit/table3-fashionmnist-dir0.1-100-small`" in text
+
+
+def test_the_committed_page_is_what_the_committed_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(papers.__file__).parents[1]
+    if (root / papers.RESULTS).is_dir():
+        shutil.copytree(root / papers.RESULTS, tmp_path / papers.RESULTS)
+    else:
+        (tmp_path / papers.RESULTS).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert papers.page(papers.RESULTS, papers.PAGE) == 0
+    assert papers.PAGE.read_bytes() == (root / papers.PAGE).read_bytes()
+    report = root / papers.RESULTS / "report.json"
+    assert not report.is_file() or (papers.RESULTS / "report.json").read_bytes() == report.read_bytes()
+
+
+def test_quick_takes_stored_rates_and_never_writes_over_the_committed_results(ran: Path) -> None:
+    name = papers.ROWS["P2"]
+    stem = name.rpartition("/")[2]
+    assert not any("select.from" in part for part in papers.sweep(name, "quick"))
+    (papers.RESULTS / stem).mkdir(parents=True)
+    (papers.RESULTS / stem / "selections.yaml").write_text("{}\n")
+    command = papers.sweep(name, "quick")
+    assert f"select.from=docs/results/{stem}/selections.yaml" in command
+    assert command[command.index("--out") + 1].startswith("runs/papers/quick/")
+
+
+def test_committed_runs_are_the_protocols() -> None:
+    if not (papers.RESULTS / "protocol.txt").is_file():
+        pytest.skip("no runs are committed yet")
+    if not papers.descends("HEAD", (papers.RESULTS / "protocol.txt").read_text().split()[0]):
+        pytest.skip("this clone lacks the protocol's commit: git fetch --unshallow")
+    assert papers.objections(papers.RESULTS) == []
+
+
+def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objected_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "fedinit/table3-cifar10-dir0.1-100-small"
+    packaged = Path(papers.__file__).parents[1] / f"configs/experiment/{name}.claims.yaml"
+    claims = tmp_path / f"configs/experiment/{name}.claims.yaml"
+    claims.parent.mkdir(parents=True)
+    shutil.copy(packaged, claims)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    papers.git("init", "-q")
+    papers.git("add", ".")
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-01-02T00:00:00+00:00")
+    papers.git(*who, "commit", "-q", "-m", "protocol-1")
+    protocol = papers.git("rev-parse", "HEAD")
+    stated = hashlib.sha256(claims.read_bytes()).hexdigest()
+    folder = papers.RESULTS / name.rpartition("/")[2]
+    good = {"started": "2026-01-03T00:00:00+00:00", "commit": protocol, "claims_hash": stated}
+    every = papers.places(name)
+    for place in every:
+        arm, _, seed = place.rpartition("/seed-")
+        make_arm(folder, arm, {int(seed): 0.5}, **good)
+    (folder / "sweep.yaml").write_text("configs: [base]\n")
+    (folder / "runs.csv").write_text("arm,seed,status,folder\n")
+    (papers.RESULTS / "protocol.txt").write_text(f"{protocol} protocol-1\n")
+    assert papers.objections(papers.RESULTS) == []
+
+    def change(place: str, **more: str) -> None:
+        path = folder / place / "run.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+
+    change(every[0], started="2026-01-01T00:00:00+00:00")
+    change(every[1], commit=f"{protocol}-dirty")
+    change(every[2], claims_hash="0" * 64)
+    shutil.rmtree(folder / every[3])
+    make_arm(folder, "another", {20: 0.5}, **good)
+    found = papers.objections(papers.RESULTS)
+    assert len(found) == 5
+    for place, why in zip(every[:4], ("began before", "-dirty", "other claims", "absent and not listed"), strict=True):
+        assert any(place in said and why in said for said in found), (place, found)
+    assert any("another/seed-20: is no run" in said for said in found)
