@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(bool(found))
     for row in QUICK if given.what == "quick" else given.rows:
         command = sweep(ROWS[row], given.what)
+        if given.what == "quick" and row != "P1, P3, P9" and not any("select.from" in part for part in command):
+            print(f"{row}: no learning rates are kept in {RESULTS}: they are chosen first, which takes longer")
         print(f"{row}: {' '.join(command)}", flush=True)
         status = subprocess.call([sys.executable, "-m", "fl_lightning", *command, *more]) or status
     if not given.dry_run:
@@ -122,12 +124,13 @@ def report(folders: Sequence[Path], out: Path) -> int:
 def keep(source: Path, target: Path) -> int:
     """Copy what ended under ``source`` into ``target``: no checkpoints, and no path of this machine.
 
-    A run that is there already stays as it is.
+    A run that is there already stays as it is. What was selected by comes too, so that a sweep whose folder is copied
+    back goes on from there.
     """
     for folder in sorted(sweeps(source)):
         own = target / folder.name
         kept = 0
-        for path in sorted(folder.glob("*/seed-*/run.json")):
+        for path in sorted([*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]):
             place = own / path.parent.relative_to(folder)
             ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
             if ended and not (place / "run.json").is_file():

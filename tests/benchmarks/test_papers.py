@@ -24,6 +24,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for arm, level in (("old", 0.7), ("new", 0.8)):
         for run in make_arm(sweep, arm, {seed: level + seed / 1000 for seed in range(20, 26)}):
             (run / "config.yaml").write_text("data: {init_args: {root: /somewhere/data-of-mine}}\n")
+            shutil.copytree(run, sweep / f"select/{arm}/0.1/{run.name}")
             (run / "checkpoints").mkdir()
             (run / "checkpoints/last.ckpt").write_bytes(b"weights")
     unfinished = sweep / "new/seed-25/run.json"
@@ -38,6 +39,7 @@ def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machin
     kept = sorted(path.parent.name for path in papers.RESULTS.glob("x-small/new/*/run.json"))
     assert kept == [f"seed-{seed}" for seed in range(20, 25)], "the one that runs still is not there"
     assert not list(papers.RESULTS.rglob("*.ckpt"))
+    assert len(list(papers.RESULTS.glob("x-small/select/*/0.1/*/run.json"))) == 12, "a copy goes on from its selection"
     assert "root: data}" in (papers.RESULTS / "x-small/new/seed-20/config.yaml").read_text()
     assert (papers.RESULTS / "x-small/claims.yaml").read_text() == CLAIM, "whose hash the runs recorded"
 
