@@ -26,7 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.compose import packaged
+from fl_lightning.cli.compose import packaged, parse_yaml
 
 RESULTS = Path("docs/results")
 PAGE = Path("docs/results.md")
@@ -182,9 +182,13 @@ def page(results: Path, target: Path) -> int:
             text += "\n" + filled(findings.read_text("utf-8"), said)
         text += below.replace("](figures/", f"]({results.name}/figures/")
     begun = {folder.name for folder in folders}
-    absent = [f"- {row}: `experiment/{name}`" for row, name in ROWS.items() if name.rpartition("/")[2] not in begun]
+    absent = {row: name for row, name in ROWS.items() if name.rpartition("/")[2] not in begun}
     if absent:
-        text += "\n".join(["", "## No runs yet", "", *absent, ""])
+        text += "\n## No runs yet\n\n| claim | the paper predicts | we predict | sweep |\n|---|---|---|---|\n"
+    for name in absent.values():
+        claims = Path(str(packaged()[f"experiment/{name}"])).with_suffix(".claims.yaml")
+        for claim in parse_yaml(claims.read_text("utf-8")):
+            text += f"| {claim['id']} | {claim['paper_predicts']} | {claim['we_predict']} | `{name}` |\n"
     target.write_text(text, "utf-8")
     print(f"→ {target}")
     return 0

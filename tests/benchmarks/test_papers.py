@@ -51,7 +51,7 @@ def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_mis
     text = papers.PAGE.read_text()
     assert "The new one is reproduced, by +0.1." in text
     assert "(results/figures/" in text and (papers.RESULTS / "figures").is_dir()
-    assert "- P1, P3, P9: `experiment/fedinit/table3-fashionmnist-dir0.1-100-small`" in text
+    assert "| P1-helps | +3.4 points (NeurIPS, Table 3) | at least +1 point |" in text, "a claim without runs"
 
 
 def test_the_committed_page_is_what_the_committed_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
