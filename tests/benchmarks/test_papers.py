@@ -7,11 +7,18 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import papers
-from tests.report.folders import make_arm
+from fl_lightning.report.claims import read_claims
+from fl_lightning.report.runs import find
+from fl_lightning.report.summary import summarise
+from fl_lightning.sweep.grid import arms
+from fl_lightning.sweep.spec import read_spec
+from tests.report.folders import make_arm, make_run
 
+FORMS = ("consensus", "consensus_per_coordinate", "consensus_relative")
 CLAIM = "- {id: X-a, a: new, b: old, metric: val/acc, direction: greater, margin: 0.005}\n"
 
 
@@ -127,3 +134,30 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     for place, why in zip(every[:4], ("began before", "-dirty", "other claims", "absent and not listed"), strict=True):
         assert any(place in said and why in said for said in found), (place, found)
     assert any("another/seed-20: is no run" in said for said in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", papers.ROWS.values())
+def test_every_claim_of_the_protocol_can_be_judged(name: str, tmp_path: Path) -> None:
+    """On made-up runs of every arm and seed, in which nothing has an effect."""
+    spec, random = read_spec(f"experiment/{name}"), np.random.default_rng(0)
+    folder = tmp_path / name.rpartition("/")[2]
+    layers = [f"{form}/{layer}" for form in FORMS for layer in ("first", "second", "last")]
+    rising = np.linspace(0, 0.3, 12)
+    logged = ["divergence/all", "divergence/participants", "divergence/update", "global/train_loss", "global/gap",
+              "hessian/top_eigenvalue", "hessian/trace", "val/loss"]  # fmt: skip
+    for arm in arms(spec):
+        for seed in spec.seeds or []:
+            noise = 0.5 + random.normal(0, 0.01, (len(logged) + len(layers), 12))
+            columns = {metric: list(map(float, own)) for metric, own in zip([*logged, *layers], noise, strict=True)}
+            columns["val/acc"] = list(map(float, rising + random.normal(0.5, 0.01, 12)))
+            columns["communication/total_bytes"] = [1e6 * (done + 1) for done in range(12)]
+            columns["cost/gradients"] = [24.0] * 12
+            make_run(folder / arm.name / f"seed-{seed}", arm.name, seed, columns, axes=dict(arm.axes))
+    (folder / "sweep.yaml").write_text(spec.text)
+    assert spec.claims is not None
+    shutil.copy(spec.claims, folder / "claims.yaml")
+    found = summarise(find([folder]), "val/acc", [], None).to_json()["claims"]
+    assert [claim["id"] for claim in found] == [claim.id for claim in read_claims(spec.claims, []).claims]
+    for claim in found:
+        assert claim["n"] == len(spec.seeds or []), claim
