@@ -202,6 +202,8 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
     Raises:
         UserError: it is missing or no such file.
     """
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise UserError(f"Cannot read {path}: it is no file. It should be a run's metrics.csv.")
     try:
         content = _content(path)
         content[: content.find(b"\n")].decode()
@@ -209,7 +211,10 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
         raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
     text = content.decode(errors="replace").replace("\0", "\ufffd")  # what a crash of the machine leaves
     text = text if complete else text[: text.rfind("\n") + 1]
-    lines = list(csv.reader(io.StringIO(text, newline="")))
+    try:
+        lines = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
     columns, rows = (lines[0], lines[1:]) if lines else (["round"], [])
     whole: list[Row] = []
     for number, row in enumerate(rows, start=2):

@@ -204,7 +204,7 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _NUMBERS[key] <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _NUMBERS[key] <= value < 1e300:
         least = "" if key == "target" else " of at least 0"
         unit = ", in the metric's own unit" if key == "margin" else ""
         raise UserError(f"{where}: {key} {value!r}: a number{least} is expected{unit}.")

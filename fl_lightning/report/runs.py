@@ -167,7 +167,7 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
     path = folder / "run.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
         ) from None
@@ -177,12 +177,23 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
             f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
             f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
         )
+    _check_kinds(path, record)
     arm = record.get("arm") or record.get("title") or folder.name
     directions = directions or Directions(ASK)
     directions.record(record.get("modes"))  # older runs have none
     columns = _columns(folder, status)
     faults = _faults(folder, status, record, columns["round"])
     return Run(folder, status, seed, str(arm), record, columns, directions, faults)
+
+
+def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
+    """Refuse what a hand wrote into run.json that no run writes there."""
+    for name in ("arm", "title", "partition_hash", "config_hash", "claims_hash"):
+        value = record.get(name)
+        if value is not None and not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
+            raise UserError(f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
+    if not isinstance(record.get("command") or [], list):
+        raise UserError(f"report {path.parent}: {path} has command {record['command']!r}. Accepted: a list of words.")
 
 
 def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> tuple[str, ...]:
@@ -280,8 +291,8 @@ def _grid_order(folder: Path) -> dict[str, int]:
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        document = parse_yaml(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return document if isinstance(document, dict) else {}
 
