@@ -74,6 +74,16 @@ def test_the_committed_page_is_what_the_committed_runs_give(tmp_path: Path, monk
     assert not report.is_file() or (papers.RESULTS / "report.json").read_bytes() == report.read_bytes()
 
 
+def test_the_rows_come_in_the_protocols_order(tmp_path: Path) -> None:
+    stems = [name.rpartition("/")[2] for name in papers.ROWS.values()]
+    for stem in (*stems, "another"):
+        make_arm(tmp_path / stem, "arm", {20: 0.5})
+        (tmp_path / stem / "sweep.yaml").write_text("configs: [base]\n")
+    (tmp_path / "waits").mkdir()
+    (tmp_path / "waits/sweep.yaml").write_text("configs: [base]\n")
+    assert [folder.name for folder in papers.sweeps(tmp_path)] == [*stems, "another"]
+
+
 def test_quick_takes_stored_rates_and_never_writes_over_the_committed_results(ran: Path) -> None:
     name = papers.ROWS["P2"]
     stem = name.rpartition("/")[2]
