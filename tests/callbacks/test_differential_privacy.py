@@ -330,7 +330,7 @@ def test_rounds_of_less_privacy_are_not_counted_as_of_more(tmp_path, first, then
 
 @pytest.mark.parametrize("policy", ["average", "own"])
 def test_averaged_buffers_are_refused(policy):
-    with pytest.raises(UserError, match="the buffer seen neither clipped nor noised"):
+    with pytest.raises(UserError, match="the buffer running_mean neither clipped nor noised"):
         run(DifferentialPrivacy(1.0, 1.0), buffers=policy)
 
 
