@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import pairwise
 
 import numpy as np
@@ -65,9 +65,10 @@ def timed_by(runs: Sequence[Run]) -> str | None:
 
 
 def _span(run: Run) -> tuple[datetime, datetime] | None:
-    """When a run started and ended."""
+    """When a run started and ended: in UTC, where no zone stands there."""
     try:
-        began, ended = (datetime.fromisoformat(str(run.record[key])) for key in ("started", "ended"))
+        told = [datetime.fromisoformat(str(run.record[key])) for key in ("started", "ended")]
+        began, ended = (time if time.tzinfo else time.replace(tzinfo=timezone.utc) for time in told)
         return (began, ended) if began <= ended else None
     except (KeyError, ValueError, TypeError):
         return None

@@ -181,6 +181,10 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
             raise UserError(
                 f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} Known: {', '.join(known)}."
             )
+    try:
+        "".join(map(str, entry.values())).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: it holds text that no file can (a lone surrogate).") from None
     missing = [key for key in required if entry.get(key) is None]
     if kind == "trend" and entry.get("over") == "layers" and not entry.get("arm"):
         missing.append("arm")

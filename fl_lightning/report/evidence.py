@@ -30,12 +30,12 @@ def logged(found: Found, metric: str) -> bool:
     return any(len(measured(run, metric)[0]) for run in found.runs)
 
 
-def evidence(claim: Claim, found: Found, notes: list[str], own: Sequence[Run] = ()) -> Evidence:
+def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     """What the runs say about ``claim``; what stands out is added to ``notes``.
 
     Args:
         claim: its arms in the report's names.
-        own: the runs of the claim's own sweeps, whose axes a trend is over.
+        found: the runs of the claim's own sweeps.
 
     Raises:
         UserError: two runs that are to be paired saw other partitions, or a trend is over what is no axis.
@@ -46,7 +46,7 @@ def evidence(claim: Claim, found: Found, notes: list[str], own: Sequence[Run] = 
             hint = suggest(name, found.arms) or f" There are: {', '.join(found.arms)}."
             add(notes, f"Claim {claim.id} is about the arm {name}, of which there is no run.{hint}")
     if claim.kind == "trend" and claim.over != "layers":
-        made = _trend_over_axis(claim, found, own, notes)
+        made = _trend_over_axis(claim, found, notes)
     elif claim.kind == "trend":
         made = _trend_over_layers(arms[claim.arm], claim)
     elif claim.kind == "diverges":
@@ -190,15 +190,15 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     return made
 
 
-def _trend_over_axis(claim: Claim, found: Found, own: Sequence[Run], notes: list[str]) -> Evidence:
+def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     """Spearman's ρ of each seed between the values of an axis and the scores there."""
-    methods = {run.axes.get("method") for run in own}
+    methods = {run.axes.get("method") for run in found.runs}
     runs = [
-        run for run in own
+        run for run in found.runs
         if claim.over in run.axes and (claim.over == "method" or not claim.arm or run.axes.get("method") == claim.arm)
     ]  # fmt: skip
-    if not any(claim.over in run.axes for run in own):
-        axes = dict.fromkeys(key for run in own for key in run.axes)
+    if not any(claim.over in run.axes for run in found.runs):
+        axes = dict.fromkeys(key for run in found.runs for key in run.axes)
         add(notes, f"Claim {claim.id} is a trend over {claim.over}, which no sweep's grid has: {', '.join(axes)}.")
         return Evidence(incomplete=True)
     if not runs:
@@ -225,7 +225,8 @@ def _trend_over_axis(claim: Claim, found: Found, own: Sequence[Run], notes: list
         known = [score for score in scores if score is not None]
         whole = len(known) == len(places)
         _take(made, seed, spearman([places[v] for v in scored], known) if whole else None, diverged)
-    made.incomplete |= not made.values or any(arm in arms for arm, _, _ in found.waiting)
+    # an arm without any run may be at a value that is not known here
+    made.incomplete |= not made.values or any(arm in arms or arm not in found.arms for arm, _, _ in found.waiting)
     return made
 
 

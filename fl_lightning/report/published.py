@@ -74,7 +74,7 @@ def experiments(found: Found) -> list[str]:
 
 def _packaged_sweep(path: Path) -> list[str]:
     """The packaged sweep that ``path`` keeps, whatever its folder is called: what was put over it stands at its end."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     sweeps = {name: entry for name, entry in packaged().items() if name.startswith("experiment/")}
     return [name for name, entry in sweeps.items() if text.startswith(entry.read_text(encoding="utf-8"))]
 

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ Column = np.ndarray[Any, np.dtype[np.float64]]
 
 STATUSES = ("running", "done", "diverged", "stopped", "failed")
 FINISHED = ("done", "diverged")  # the others are shown and kept out of scores
+HUGE = 1e300  # what is larger counts as infinite
 ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
@@ -99,6 +100,12 @@ class Found:
         for run in self.runs:
             arms.setdefault(run.arm, []).append(run)
         return arms
+
+    def within(self, folders: Collection[Path]) -> Found:
+        """The runs in ``folders``, which are resolved, and their sweeps alone."""
+        runs = [run for run in self.runs if run.folder.resolve() in folders]
+        sweeps = [sweep for sweep in self.sweeps if any(path.resolve() in folders for path in sweep.runs)]
+        return replace(self, runs=runs, sweeps=sweeps)
 
 
 def find(folders: Sequence[Path]) -> Found:
@@ -192,22 +199,26 @@ def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
         value = record.get(name)
         if value is not None and not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
             raise UserError(f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"report {path.parent}: {path} holds text that no file can (a lone surrogate).") from None
     if not isinstance(record.get("command") or [], list):
         raise UserError(f"report {path.parent}: {path} has command {record['command']!r}. Accepted: a list of words.")
 
 
 def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> tuple[str, ...]:
     """What says that metrics.csv of a finished run has lost something."""
-    if status not in FINISHED or not len(rounds):
+    if status not in FINISHED:
         return ()
     found = []
-    last, asked = int(rounds[-1]), record.get("rounds")
-    if absent := last + 1 - len(rounds):
-        found.append(f"lacks {absent} of the rounds 0 to {last}")
-    if status == "done" and isinstance(asked, int) and 0 <= last + 1 < asked:
-        found.append(f"ends after {last + 1} of {asked} rounds")
+    ended, asked = int(rounds[-1]) + 1 if len(rounds) else 0, record.get("rounds")
+    if absent := ended - len(rounds):
+        found.append(f"lacks {absent} of the rounds 0 to {ended - 1}")
+    if status == "done" and isinstance(asked, int) and ended < asked:
+        found.append(f"ends after {ended} of {asked} rounds")
     path = folder / "metrics.csv"
-    if path.is_file() and not path.read_bytes().endswith(b"\n"):
+    if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
         found.append("has a last line without an end, which may have been cut")
     return tuple(found)
 
@@ -228,8 +239,10 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         raise UserError(
             f"report {folder}: {path} holds what is no number ({error}). Mend or remove the file."
         ) from None
+    for column in columns.values():
+        column[np.abs(column) > HUGE] = math.inf  # no sum of them could be told
     found = {"round": np.empty(0), **columns}
-    if (np.diff(found["round"]) <= 0).any():
+    if (np.diff(found["round"]) <= 0).any() or np.isinf(found["round"]).any():
         raise UserError(f"report {folder}: the rounds in {path} do not ascend, one row each. Mend or remove the file.")
     return found
 
@@ -276,7 +289,7 @@ def _states(folder: Path) -> dict[tuple[str, str], str]:
     """(arm, seed) → status, as runs.csv lists them."""
     try:
         rows = list(csv.DictReader((folder / "runs.csv").read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError, csv.Error):
         return {}
     return {(row.get("arm") or "", row.get("seed") or ""): row.get("status") or "" for row in rows}
 

@@ -108,11 +108,12 @@ def reached(run: Run, metric: str, target: float, mode: str | None = None) -> di
     last = rounds[hits[0]]
     until = run.columns["round"] <= last
     sent = run.column("communication/total_bytes")[run.columns["round"] == last]
-    gradients = float(np.sum(run.column("cost/gradients")[until]))
+    counted = "cost/gradients" in run.columns
+    gradients = float(summed(run, "cost/gradients")[until][-1]) if counted else None
     seconds = float(np.sum(run.column("time/round")[until]))
     return {
         "rounds": int(last) + 1,
         "bytes": int(sent[0]) if math.isfinite(sent[0]) else None,
-        "gradients": gradients if math.isfinite(gradients) else None,
+        "gradients": gradients,
         "seconds": seconds if math.isfinite(seconds) else None,  # a round without its time: not known
     }

@@ -184,10 +184,10 @@ def summarise(
 
 
 def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
-    """The verdicts on a file's claims, corrected within each family."""
-    own = [run for run in found.runs if not file.folders or run.folder in file.folders]
+    """The verdicts on a file's claims, which mean its own sweeps' runs, corrected within each family."""
+    own = found.within({folder.resolve() for folder in file.folders}) if file.folders else found
     claims = [named(claim, file.names) for claim in file.claims]
-    measured = [evidence(claim, found, notes, own) for claim in claims]
+    measured = [evidence(claim, own, notes) for claim in claims]
     judged: dict[int, Verdict] = {}
     for family in dict.fromkeys(claim.family for claim in claims):
         places = [place for place, claim in enumerate(claims) if claim.family == family]

@@ -96,6 +96,33 @@ def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
     assert set(found["arms"]) == {"base", "up"} and found["claims"][0]["n"] == 5
 
 
+def test_a_claim_means_the_runs_of_its_own_sweep(tmp_path: Path) -> None:
+    claim = {"a": "up", "b": "base", "metric": "val/acc", "direction": "greater", "margin": 0.005}
+    make_arm(tmp_path / "one", "up", {s: 0.9 + 0.002 * s for s in range(5)})
+    make_arm(tmp_path / "two", "base", {s: 0.5 + 0.001 * s for s in range(5)})
+    make_arm(tmp_path / "two", "other", {s: 0.5 for s in range(5)})
+    for name, row in (("one", "base,0"), ("two", "other,9")):  # the base of the first has not begun
+        written(tmp_path / name / "claims.yaml", {"id": f"{name}-A", **claim, "a": "up" if name == "one" else "other"})
+        (tmp_path / name / "runs.csv").write_text(f"arm,seed,status,folder\n{row},waiting,x\n")
+    said = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")["claims"]
+    assert [(e["n"], e["provisional"]) for e in said] == [(0, True), (5, True)]
+    written(tmp_path / "two/claims.yaml", {"id": "two-A", **claim, "a": "base", "b": "base"})
+    said = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")["claims"]
+    assert [(e["n"], e["provisional"]) for e in said] == [(0, True), (5, False)]  # another sweep's base is awaited
+
+
+def test_a_trend_is_provisional_while_a_value_of_its_axis_has_no_run(tmp_path: Path) -> None:
+    folder = grid(tmp_path / "s", ("0.1",))
+    grid(folder, ("0.6",), shift=0.1)
+    claim = {"kind": "trend", "over": "data.partition", "arm": "fedinit-0.1", "metric": "val/acc"}
+    path = written(tmp_path / "c.yaml", {"id": "T", "direction": "greater", **claim})
+    for (method, alpha), provisional in ((("fedavg", "0.6"), False), (("fedinit-0.1", "10"), True)):
+        place = f"{method}_Dirichlet-{alpha}"
+        (folder / "runs.csv").write_text(f"arm,seed,status,folder\n{place},7,waiting,x\n")
+        said = report(tmp_path / "out", folder, "--claims", path)["claims"]
+        assert said[0]["provisional"] is provisional
+
+
 # --------------------------------------------------------------------------- what was damaged is said
 
 
@@ -104,6 +131,7 @@ def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
     [
         (lambda lines: [*lines[:5], *lines[7:]], "lacks 2 of the rounds 0 to 19"),
         (lambda lines: lines[:-3], "ends after 17 of 20 rounds"),
+        (lambda lines: lines[:1], "ends after 0 of 20 rounds"),
         (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], "last line without an end"),
     ],
 )
