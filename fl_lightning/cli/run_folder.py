@@ -52,7 +52,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def holds_run(folder: Path) -> bool:
     """Whether a run completed a round in ``folder``; one that stopped in round 0 leaves it free for another."""
-    metrics = folder / "metrics.csv"
+    metrics, packed = folder / "metrics.csv", folder / "metrics.csv.gz"
+    if packed.is_file():  # what is kept of a finished run
+        return True
     # without checkpoints (enable_checkpointing=false), the row of round 1 shows that round 0 ended
     return bool(checkpoints(folder)) or (metrics.is_file() and metrics.read_bytes().count(b"\n") > 2)
 

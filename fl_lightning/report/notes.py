@@ -31,6 +31,9 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
 def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
     notes = []
     for file in files:
+        own = [run for run in found.runs if not file.folders or run.folder in file.folders]
+        if file.stated and (without := len(own) - len(file.stated)) > 0:
+            notes.append(f"{without} of {len(own)} runs recorded no claims, beside others that recorded theirs.")
         if file.changed:
             notes.append(f"{file.path} was edited after the runs started: its hash is none that a run recorded.")
         elif others := sum(stated != file.hash for stated in file.stated):

@@ -88,7 +88,7 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
     """Write sweep.yaml and claims.yaml; the hash of the claims, None where there are none.
 
     Raises:
-        UserError: claims of arms that the grid lacks, or that were changed after runs of this sweep began.
+        UserError: claims of arms that the grid lacks, or that were changed or removed after runs of this sweep began.
     """
     data = None
     if spec.claims is not None:
@@ -121,6 +121,11 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
             )
         with written_aside(kept) as file:
             file.write(data)
+    elif any(_read(path.parent).get("claims_hash") for path in folder.glob("*/seed-*/run.json")):
+        raise UserError(
+            f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; all runs of a sweep have "
+            "the same. Put the claims back, or start anew in another folder by --out."
+        )
     note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
     with written_aside(folder / "sweep.yaml") as file:
         file.write((spec.text + note).encode())
@@ -129,8 +134,12 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
 
 def record(run: Run) -> dict[str, Any]:
     """run.json of ``run``; empty where there is none."""
+    return _read(run.folder)
+
+
+def _read(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ from typing import Any
 
 from fl_lightning.cli.compose import parse_yaml, prepare
 from fl_lightning.errors import UserError
-from fl_lightning.sweep.folder import make
+from fl_lightning.sweep.folder import DIVERGED, DONE, make, record
 from fl_lightning.sweep.grid import Run
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
@@ -130,7 +130,7 @@ def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
         said: list[dict[str, Any]] = []
         for run in some:
             try:
-                cli = FederatedCLI("fit", prepare("fit", list(run.argv)))
+                cli = FederatedCLI("fit", prepare("fit", _to_build(run)))
                 said.append({"config": parse_yaml(cli._config_text())})
             except Exception as error:
                 known = isinstance(error, UserError)
@@ -159,10 +159,17 @@ def may_tell_modes(runs: Sequence[Run]) -> bool:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
-        clis = (FederatedCLI("fit", prepare("fit", list(run.argv))) for run in runs)
+        clis = (FederatedCLI("fit", prepare("fit", _to_build(run))) for run in runs)
         return any(tells_mode(cli.model.learner) for cli in clis)
 
     return bool(_answers([build])[0])
+
+
+def _to_build(run: Run) -> list[str]:
+    """Its arguments; of a run that has ended with another folder, as one kept without checkpoints takes no fit."""
+    if record(run).get("status") not in (DONE, DIVERGED):
+        return list(run.argv)
+    return [*run.argv, f"--trainer.default_root_dir={run.folder / 'rehearsal'}", "--ckpt_path=null"]
 
 
 # --------------------------------------------------------------------------- forking

@@ -102,6 +102,9 @@ def test_other_claims_of_some_runs_are_said(tmp_path: Path) -> None:
     (said,) = report(tmp_path / "out", tmp_path / "s")["claims"]
     assert said["changed"] is False
     assert "1 of 26 runs recorded other claims" in (tmp_path / "out/report.md").read_text()
+    make_run(tmp_path / "s/up/seed-9", "up", 9, {"val/acc": [0.5]})
+    report(tmp_path / "out", tmp_path / "s")
+    assert "1 of 27 runs recorded no claims" in (tmp_path / "out/report.md").read_text()
 
 
 def test_a_diverged_pair_never_supports_a_claim(tmp_path: Path) -> None:

@@ -118,6 +118,9 @@ def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
     claims.write_text(claim.replace("ARM", "scaffold"))
     changed = cli("sweep", sweep_file, *few)
     assert changed.returncode == 2 and "claims come before the runs" in changed.stderr
+    sweep_file.write_text(sweep_file.read_text().replace("claims: claims.yaml\n", ""))
+    removed = cli("sweep", sweep_file, "trainer.max_epochs=1", "seed_everything=[0,1]")
+    assert removed.returncode == 2 and "it names no claims" in removed.stderr
 
 
 @pytest.mark.slow
@@ -215,7 +218,7 @@ grid: {seed_everything: [0]}
 
 @pytest.mark.slow
 def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file: Path) -> None:
-    few = ("method=[method/fedavg,method/scaffold]", "trainer.max_epochs=1", "seed_everything=[0,1]", "--jobs", 1)
+    few = ("method=[method/fedavg,method/scaffold]", "trainer.max_epochs=2", "seed_everything=[0,1]", "--jobs", 1)
     first = cli("sweep", sweep_file, *few)
     done = [line.partition(":")[0] for line in first.stdout.splitlines() if "done, val/acc" in line]
     assert done == ["fedavg/seed-0", "scaffold/seed-0", "fedavg/seed-1", "scaffold/seed-1"]
@@ -224,9 +227,15 @@ def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file
         kept.mkdir(parents=True)
         for name in ("run.json", "config.yaml"):
             shutil.copy(there / name, kept / name)
-        (kept / "metrics.csv.gz").write_bytes(gzip.compress((there / "metrics.csv").read_bytes()))
+        if seed:
+            (kept / "metrics.csv.gz").write_bytes(gzip.compress((there / "metrics.csv").read_bytes()))
+        else:
+            shutil.copy(there / "metrics.csv", kept)
     again = cli("sweep", sweep_file, *few, "--out", "kept")
     assert again.returncode == 0 and "fedavg/seed-0: done" not in again.stdout
     assert set(states(cli.folder / "kept").values()) == {"done"}
     values = [line.split()[1:] for line in again.stdout.splitlines() if line.startswith("  fedavg")]
     assert values == [line.split()[1:] for line in first.stdout.splitlines() if line.startswith("  fedavg")]
+    more = cli("sweep", sweep_file, *few, "method=method/fedavg", "trainer.max_epochs=3", "--out", "kept")
+    assert more.returncode == 1 and more.stdout.count("already holds a run") == 2  # without a checkpoint to go on from
+    assert not (kept / "metrics.csv").exists()
