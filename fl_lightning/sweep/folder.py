@@ -123,8 +123,8 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
             file.write(data)
     elif any(_read(path.parent).get("claims_hash") for path in folder.glob("*/seed-*/run.json")):
         raise UserError(
-            f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; all runs of a sweep have "
-            "the same. Put the claims back, or start anew in another folder by --out."
+            f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; all runs of a sweep "
+            "have the same. Put the claims back, or start anew in another folder by --out."
         )
     note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
     with written_aside(folder / "sweep.yaml") as file:
