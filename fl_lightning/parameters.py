@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fl_lightning.errors import UserError
 from fl_lightning.learner import trainable
 
-Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None]]]
+Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None], dict[str, nn.Module | None]]]
 
 
 def check_learner_parameters(learner: nn.Module) -> None:
@@ -78,22 +78,34 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def slots_of_parameters(learner: nn.Module) -> Slots:
-    """Which Parameter each module has under which name."""
-    return [(path, module, dict(module._parameters)) for path, module in learner.named_modules()]
+    """Which Parameter, and which module, each module has under which name."""
+    return [(path, part, dict(part._parameters), dict(part._modules)) for path, part in learner.named_modules()]
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
-    """Refuse a learner that has put another Parameter in the place of one.
+    """Refuse a learner that has put another Parameter in the place of one, or a module with one to train.
 
     Raises:
         UserError: with its name.
     """
-    for path, module, before in slots:
-        now = module._parameters
+    same_modules = True
+    for path, part, before, inside in slots:
+        now = part._parameters
         leaf = next((n for n in {**before, **now} if now.get(n) is not before.get(n)), None)
         if leaf is not None:
-            raise UserError(
-                f"learner {type(learner).__name__}: a new Parameter was assigned to {path + '.' if path else ''}{leaf} "
-                "in a step or hook. It would be no part of the model that clients train and the server averages. "
-                "Change it in place (….data.copy_(…)), or make it in __init__, setup or configure_model."
-            )
+            raise replaced(learner, f"{path}.{leaf}" if path else leaf)
+        same_modules = same_modules and part._modules == inside
+    if same_modules:
+        return
+    known = {id(parameter) for _, _, before, _ in slots for parameter in before.values()}
+    for name, parameter in trainable(learner):
+        if id(parameter) not in known:
+            raise replaced(learner, name)
+
+
+def replaced(learner: nn.Module, name: str) -> UserError:
+    return UserError(
+        f"learner {type(learner).__name__}: a new Parameter was assigned to {name} in a step or hook. It would be no "
+        "part of the model that clients train and the server averages. Change it in place (….data.copy_(…)), or make "
+        "it in __init__, setup or configure_model."
+    )

@@ -90,6 +90,18 @@ class Adding(Lit):
         return self.scale * super().training_step(batch, batch_idx)
 
 
+class NewHead(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.net[2] = copy.deepcopy(self.net[2])
+        return super().training_step(batch, batch_idx)
+
+
+class NewHeadBetweenRounds(Lit):
+    def on_train_epoch_start(self) -> None:
+        self.net[2] = nn.Linear(8, 4).double()
+
+
 class BetweenRounds(Lit):
     def on_train_epoch_start(self) -> None:
         self.net[0].weight = nn.Parameter(self.net[0].weight.detach() * 0.9)
@@ -99,12 +111,25 @@ class BetweenRounds(Lit):
 @pytest.mark.parametrize(
     ("learner", "name"),
     [(Assigning, "net.0.weight"), (Late, "net.0.weight"), (Teacher, "teacher.weight"), (Adding, "scale"),
-     (BetweenRounds, "net.0.weight")],
+     (BetweenRounds, "net.0.weight"), (NewHead, "net.2.weight"), (NewHeadBetweenRounds, "net.2.weight")],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:engine=")
 def test_a_new_parameter_is_refused_by_name(learner: type[Lit], name: str, engine: str) -> None:
     with pytest.raises(UserError, match=rf"{learner.__name__}: a new Parameter was assigned to {name} "):
         trainer(1).fit(federated(learner(), engine=engine), blobs())
+
+
+def test_a_frozen_copy_that_is_made_anew_is_no_new_parameter() -> None:
+    class Distilled(Lit):
+        """From the model that the client began with."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 0:
+                self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+            away = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+            return super().training_step(batch, batch_idx) + away
+
+    trainer(2).fit(federated(Distilled(), engine="sequential"), blobs())
 
 
 HOOKS: dict[str, Any] = {
