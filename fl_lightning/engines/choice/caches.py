@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.engines.choice.trial import Trial
+from fl_lightning.errors import UserError
 from fl_lightning.learner import lightning_modules
 
 Place = tuple[nn.Module, str]
@@ -39,7 +40,9 @@ def caches_among(trial: Trial, changed: Iterable[str], client: int, steps: int) 
     try:
         with watched(trial, list(found.values())) as accesses:
             trial.run(client, steps)
-    except TypeError:  # a class that cannot be watched
+    except UserError:
+        raise
+    except Exception:  # a class that cannot be watched; what fails without, too, training will meet
         return set()
     return {full for full, (m, n) in found.items() if (id(m), n) not in accesses.read_first}
 
@@ -69,6 +72,12 @@ def watched(trial: Trial, places: list[Place]) -> Iterator[Accesses]:
             module.__class__ = kind
 
 
+class Unannounced(nn.Module):
+    """Before a class of the user's: its ``__init_subclass__``, which may keep a register, is not called."""
+
+    def __init_subclass__(cls, **given: Any) -> None: ...
+
+
 def watching(kind: Any, names: set[str], accesses: Accesses) -> type:
     """The class of a module, which tells who reads and writes these attributes."""
 
@@ -83,7 +92,7 @@ def watching(kind: Any, names: set[str], accesses: Accesses) -> type:
         kind.__setattr__(self, name, value)
 
     body = {"__getattribute__": getattribute, "__setattr__": set_attribute, "__module__": kind.__module__}
-    made: type = type(kind.__name__, (kind,), {**body, "__slots__": ()})
+    made: type = type.__new__(type(kind), kind.__name__, (Unannounced, kind), {**body, "__slots__": ()})
     return made
 
 

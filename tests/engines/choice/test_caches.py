@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -111,3 +111,54 @@ def test_what_is_read_later_stays_refused_and_said(learner: type[Lit]) -> None:
         trainer(1).fit(federated(learner(), engine="concurrent"), blobs())
     with pytest.warns(UserWarning, match=KEEPS):
         trainer(1).fit(federated(learner(), engine="sequential"), blobs())
+
+
+class Named(type):
+    """Knows all classes that were made."""
+
+    made: ClassVar[list[str]] = []
+
+    def __new__(cls, name: str, *rest: Any) -> Any:
+        cls.made.append(name)
+        return super().__new__(cls, name, *rest)
+
+
+class Listed(nn.Module, metaclass=Named):
+    """Keeps a register of its subclasses, in which each name stands once."""
+
+    register: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if cls.__name__ in cls.register:
+            raise ValueError(f"{cls.__name__} is registered already")
+        cls.register[cls.__name__] = cls
+
+
+class Remembering(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = x
+        return x
+
+
+class Exact(nn.Module):
+    """Takes itself for no subclass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self) is Exact
+        self.latest = x
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:engine=", "ignore:Exact.* keeps state", "ignore:Inserted keeps state")
+@pytest.mark.parametrize("layer", [Remembering, Exact])
+def test_a_class_that_keeps_a_register_of_its_subclasses_does_not_hear_of_trials(layer: type[nn.Module]) -> None:
+    class Inserted(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(1, layer())
+
+    made, register = list(Named.made), dict(Listed.register)
+    module = federated(Inserted())
+    trainer(1).fit(module, blobs())
+    assert Named.made == made and Listed.register == register and type(module.learner.net[1]) is layer
