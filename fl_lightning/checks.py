@@ -27,6 +27,8 @@ REFUSED_HOOKS = {
 REFUSED_CALLBACKS = {  # of Lightning
     "LearningRateFinder": "its trial steps are steps of the server, not of clients; try some client_lr in short runs",
     "BatchSizeFinder": "its trial steps are steps of the server, not of clients; give data.batch_size",
+    "ThroughputMonitor": "it counts samples of the Trainer's batches, and those of a round are the clients'; the "
+    "metrics time/round and cost/gradients say how much was done in what time",
     "GradientAccumulationScheduler": "a round is one step of the server; use a larger data.batch_size",
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import PerClientEvaluation, SharpnessAwareMinimization
 from fl_lightning.engines.client_trainer import View
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
 
 
 class Scaling(nn.Module, pl.Callback):
@@ -131,7 +131,7 @@ def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(t
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     counting, monitor = Counting(), LearningRateMonitor()
-    standard = [Timer(), monitor, Bar(), ThroughputMonitor(batch_size_fn=len)]
+    standard = [Timer(), monitor, Bar()]
     run = trainer(2, [counting, *standard], logger=CSVLogger(tmp_path), enable_progress_bar=True)
     run.fit(federated(), blobs())
     assert counting.calls == 2 and monitor.lrs and all(c in run.callbacks for c in standard)
@@ -158,3 +158,63 @@ def test_where_no_clients_batch_can_be_had_it_is_refused() -> None:
     for callback, told in ((After(), "After looks .* on_train_batch_end"), (Method(), r"Method looks .* local_batch")):
         with pytest.raises(UserError, match=told):
             fitted(Lit, [callback])
+    with pytest.raises(UserError, match="ThroughputMonitor cannot work in a federated run: it counts samples"):
+        fitted(Lit, [ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))])
+
+
+def test_a_batch_that_is_only_given_to_the_base_class_is_not_looked_at() -> None:
+    class Counting(pl.Callback):
+        calls = 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            super().on_train_batch_start(trainer, pl_module, *rest)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx=batch_idx)
+            self.calls += 1
+
+    class Looking(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            print(len(batch))
+
+    class Inheriting(Looking):
+        def on_train_batch_end(self, *given: Any, **named: Any) -> None:
+            super().on_train_batch_end(*given, **named)
+
+    counting = Counting()
+    fitted(Lit, [counting], rounds=2)
+    assert counting.calls == 2
+    with pytest.raises(UserError, match="Inheriting looks at the batch"):
+        fitted(Lit, [Inheriting()])
+
+
+def test_what_a_callback_logs_of_the_clients_batches_is_the_clients() -> None:
+    class Logging(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.log("samples", float(len(batch[0])), reduce_fx="sum")
+            self.log_dict({"batches": 1.0}, reduce_fx="sum")
+
+    _, run = fitted(Lit, [Logging()], rounds=1, participation=1.0)
+    sizes = run.datamodule.client_sizes()
+    assert float(run.callback_metrics["samples"]) == pytest.approx(float(sizes.mean()))
+    assert float(run.callback_metrics["batches"]) == pytest.approx(float((-(-sizes // 8)).mean()))
+
+
+def test_after_a_failed_fit_the_trainer_trains_something_else_with_its_callbacks() -> None:
+    class Looking(pl.Callback):
+        seen = 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen += len(batch[0])
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if isinstance(pl_module, FederatedModule):
+                raise OSError
+
+    looking = Looking()
+    run = trainer(2, [looking])
+    with pytest.raises(OSError):
+        run.fit(federated(), blobs())
+    looking.seen = 0
+    run.fit(Lit().double(), as_batches([batch for batch, _ in blobs().full_batches(0)]))
+    assert looking.seen == 24

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.engines.choice.trial import Trial
+from fl_lightning.engines.replay.attributes import Attributes
 from fl_lightning.errors import UserError
 from fl_lightning.learner import lightning_modules
 
@@ -29,6 +30,14 @@ class Accesses:
     def read(self, module: nn.Module, name: str) -> None:
         if (id(module), name) not in self.written:
             self.read_first.add((id(module), name))
+
+
+def kept_among(trial: Trial, attributes: Attributes, client: int, steps: int) -> str:
+    """The first attribute that these steps change and that is no cache; empty: there is none."""
+    trial.run(client, steps)  # the first step alone may find there already what it writes
+    names = attributes.all_changed()
+    caches = caches_among(trial, names, client, steps) if names else set()
+    return next((name for name in names if name not in caches), "")
 
 
 def caches_among(trial: Trial, changed: Iterable[str], client: int, steps: int) -> set[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.engines.choice.batch_sizes import check_batch_sizes
-from fl_lightning.engines.choice.caches import caches_among
+from fl_lightning.engines.choice.caches import kept_among
 from fl_lightning.engines.choice.trial import TRIED_STEPS, Trial, one_step, real_steps
 from fl_lightning.engines.choice.workshop import Workshop
 from fl_lightning.engines.random_state import RandomState
@@ -88,11 +88,9 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     attributes = Attributes(learner)
     try:
         trial.run(client, 1)
-        drew, names = before.drawn_since(), attributes.all_changed()
-        if names:
-            steps = min(setting.cohort.steps(client), TRIED_STEPS)
-            workshop.caches = caches_among(trial, names, client, steps)
-        changed = attributes.changed(workshop.caches)
+        drew, changed = before.drawn_since(), attributes.changed()
+        if changed:
+            changed = kept_among(trial, attributes, client, min(setting.cohort.steps(client), TRIED_STEPS))
         if any(not p.requires_grad for p in learner.parameters()):
             affordable = int(FROZEN_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else 0
             trial.run(client, min(setting.cohort.steps(client), max(TRIED_STEPS, affordable)))
@@ -115,7 +113,7 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     if setting.looking:
         callback = type(setting.looking[0]).__name__
         reason = f"the callback {callback} is called with each client's batch, and there is one of it for all"
-        return Rehearsal(Obstacle(reason), written)
+        return Rehearsal(Obstacle(reason), written, buffers=buffers)
     if drew:
         return Rehearsal(Obstacle("its training_step draws random numbers (dropout, say)"), written, buffers=buffers)
     if changed:
@@ -133,13 +131,12 @@ def unproven(workshop: Workshop) -> Obstacle | None:
     steps, before = real_steps(workshop, client), RandomState(setting.w)
     attributes = Attributes(one.copy.learner)
     try:
-        caches = caches_among(one, workshop.caches, client, steps) if workshop.caches else set()
         first = one.run(client, steps)
         two.run(other, min(2, setting.cohort.steps(other)))  # another order
         second = two.run(client, steps)
         if before.drawn_since():
             return Obstacle("its training_step draws random numbers (dropout, say)")
-        if changed := attributes.changed(caches):
+        if attributes.changed() and (changed := kept_among(one, attributes, client, steps)):
             return Obstacle(f"its training_step changes {changed}, which goes on from client to client", keeps=True)
         if len(first) != len(second) or not all(map(same_bits, first, second)):
             return Obstacle("a client's steps leave other bits when another client comes first", keeps=True)

@@ -231,7 +231,6 @@ class Workshop:
             setting.work, methods=Methods([]), clip_norm=None, keep_optimizer_state=False, draws=False
         )
         self.written: tuple[str, ...] = ()
-        self.caches: set[str] = set()  # attributes that each step writes before it reads them
         self.step_seconds: float | None = None  # once it was measured
         self.slowness = 1.0  # of this machine at that time
         self._tried: list[tuple[LearnerCopy, ClientOptimizer]] = []

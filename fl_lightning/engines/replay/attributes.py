@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import marshal
 from collections import OrderedDict
-from collections.abc import Collection
 from hashlib import blake2b
 from types import FunctionType, ModuleType
 from typing import Any
@@ -45,9 +44,9 @@ class Attributes:
         self._kept: list[Any] = []  # so that no other object gets the id of one of them
         self.before = self._now()
 
-    def changed(self, caches: Collection[str] = ()) -> str:
-        """The name of the first attribute, ``caches`` aside, that is no longer what it was, or an empty string."""
-        return next((name for name in self.all_changed() if name not in caches), "")
+    def changed(self) -> str:
+        """The name of the first attribute that is no longer what it was, or an empty string."""
+        return next(iter(self.all_changed()), "")
 
     def all_changed(self) -> list[str]:
         """The names of all attributes that are no longer what they were."""

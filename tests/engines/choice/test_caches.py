@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import UserError
+from fl_lightning import FederatedModule, UserError
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 KEEPS = "keeps state outside its buffers"
@@ -69,6 +69,21 @@ def test_what_is_written_before_it_is_read_trains_side_by_side(learner: type[Lit
         run.fit(module, blobs())
         assert not any(KEEPS in note for note in module.notes)
     assert torch.equal(runs[0].global_vector, runs[1].global_vector)
+
+
+@pytest.mark.filterwarnings("ignore:engine=", "ignore:.*weight_norm:FutureWarning")
+def test_what_the_first_step_leaves_as_it_was_is_a_cache_too() -> None:
+    """In float32, as the layer was made, the weight that its hook computes first is the one that is there."""
+
+    class Both(Spectral):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[2] = nn.utils.weight_norm(self.net[2])
+
+    torch.manual_seed(2)
+    module = FederatedModule(Both(), participation=0.3, local_epochs=1, seed=1, engine="concurrent")
+    trainer(1).fit(module, blobs(dtype=torch.float32))
+    assert module.run.plan.engine == "concurrent" and not any(KEEPS in note for note in module.notes)
 
 
 class Previous(Lit):
