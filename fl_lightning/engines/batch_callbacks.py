@@ -67,7 +67,7 @@ def reads(called: Any, place: int, hook: str) -> tuple[bool, bool]:
 
 def only_passed_on(function: Any, name: str, hook: str) -> bool:
     try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+        nodes: list[Any] = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
     except (OSError, TypeError, SyntaxError):  # no source
         return False
     given = [each for node in nodes if calls_super(node, hook) for each in (*node.args, *node.keywords)]
