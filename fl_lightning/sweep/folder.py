@@ -172,9 +172,10 @@ def read_states(folder: Path) -> dict[str, str]:
     """Place → status, as runs.csv has them."""
     try:
         text = (folder / "runs.csv").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        rows = list(csv.DictReader(io.StringIO(text)))
+        return {f"{row['arm']}/seed-{row['seed']}": row["status"] or "" for row in rows}
+    except (OSError, UnicodeDecodeError, csv.Error, KeyError):  # it is written anew, from the runs' own files
         return {}
-    return {f"{row['arm']}/seed-{row['seed']}": row["status"] or "" for row in csv.DictReader(io.StringIO(text))}
 
 
 def write_states(folder: Path, states: Mapping[Run, str]) -> None:

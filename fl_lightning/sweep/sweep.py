@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sweep import folder as files
@@ -251,6 +253,11 @@ class Sweep:
         except OSError:
             self._refuse_other_hash(run, config)
             return
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise UserError(
+                f"sweep {self.spec.name}: {run.folder / 'config.yaml'} cannot be read "
+                f"({' '.join(str(error).split())[:200]}). Put the file back, give --out, or remove this run."
+            ) from None
         now, then = _flat(config), _flat(before if isinstance(before, dict) else {})
         differ = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in _FREE]
         rounds, asked = then.get("trainer.max_epochs"), now.get("trainer.max_epochs")

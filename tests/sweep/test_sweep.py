@@ -161,6 +161,10 @@ def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -
     fewer = cli("sweep", sweep_file, *few, "trainer.max_epochs=1")
     assert fewer.returncode == 2 and "began with trainer.max_epochs 2, and now it is 1" in fewer.stderr
     assert cli("sweep", sweep_file, *few, "data.init_args.root=elsewhere").returncode == 0  # decides nothing
+    (cli.folder / "runs/demo/runs.csv").write_text("nothing,of,a,sweep\n1,2,3,4\n")
+    (cli.folder / "runs/demo/fedavg/seed-0/config.yaml").write_text("{[")
+    broken = cli("sweep", sweep_file, *few)
+    assert broken.returncode == 2 and "seed-0/config.yaml cannot be read" in broken.stderr
     (cli.folder / "runs/demo/fedavg/seed-0/config.yaml").unlink()
     assert cli("sweep", sweep_file, *few).returncode == 0
     other = cli("sweep", sweep_file, *few, "model.participation=0.3")
