@@ -110,7 +110,8 @@ def test_reports_and_sweeps_go_by_it(tmp_path: Path, name: str) -> None:
         return next(row[0].text for row in table.rows if row[1].mark == "best")
 
     def chosen(mode: str | None = None) -> Any:
-        return choose(tmp_path, Selection({"lr": ("low", "high")}, name, 0.1, (0,), mode), candidates, states)["arm"]
+        selection = Selection({"lr": ("low", "high")}, name, 0.1, (0,), mode=mode)
+        return choose(tmp_path, selection, candidates, states)["arm"]
 
     if FLAT[name] is None:
         with pytest.raises(UserError, match=re.escape(name) + ".*Give report --mode"):

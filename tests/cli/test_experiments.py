@@ -19,7 +19,7 @@ PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
 UNSAID = {  # how a run is made, not what it computes
     "engine", "clients_at_once", "workers", "capture", "seed", "strict_resume", "on_nonfinite", "init_from", "learner",
     "client_scheduler", "root", "download", "eval_batch_size", "learner.num_classes",
-    "clients", "client_test_fraction",
+    "clients", "client_test_fraction", "samples",
 }  # fmt: skip
 
 

@@ -252,7 +252,7 @@ def test_seed_is_ones_own_else_the_runs(monkeypatch):
     assert data.partition_hash == Digits(seed=8).partition_hash
 
 
-def test_lightning_takes_the_loaders():
+def test_a_learner_by_itself_is_evaluated_and_its_training_refused():
     class Learner(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -271,13 +271,11 @@ def test_lightning_takes_the_loaders():
     learner = Learner()
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(max_epochs=2, accelerator="cpu", num_sanity_val_steps=0, enable_model_summary=False, **options)
-    trainer.fit(learner, datamodule=Digits())
-    assert learner.seen == [("train", (1,)), ("val", 359)] * 2
-    learner.seen.clear()
-    x = torch.zeros(4, 1)
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **options)
-    trainer.fit(learner, datamodule=InMemoryDataModule((x, x[:, 0].long()), clients=[[0]]))
-    assert learner.seen == [("train", (1,))]
+    trainer.validate(learner, datamodule=Digits(), verbose=False)
+    assert learner.seen == [("val", 359)]
+    with pytest.raises(UserError, match="Digits is for federated runs, and Learner was given to the Trainer by itself"):
+        trainer.fit(learner, datamodule=Digits())
+    assert learner.seen == [("val", 359)]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ def config(name: str) -> Case:
     given = read(name)
     given = full_paths(merge(read("method/scaffold"), given) if "method+" in given else given)
     more = {"participation": 5} if "krum" in name else {}  # as few as it takes
+    for method in given["method"]:
+        if "noise_seed" in method.get("init_args", {}):
+            method["init_args"]["noise_seed"] = 0  # else each run has noise of its own
     return [built(method) for method in given["method"]], {
         **{k: built(v) for k, v in given.get("model", {}).items()},
         **more,

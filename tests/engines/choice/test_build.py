@@ -23,7 +23,14 @@ GPU = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
 def workshop(engine: str = "auto", **given: Any) -> Any:
     """A workshop's setting, of four clients at once on four cores, as far as decisions look at it."""
     asked = {"engine": engine, "workers": "auto", "clients_at_once": "auto", "capture": "auto", "rank": 0}
-    of_run = {"w": torch.zeros(4), "usable_cores": 4, "most_at_once": 4, "most_beside": 4, "lengths": lambda: [2, 3]}
+    of_run = {
+        "w": torch.zeros(4),
+        "usable_cores": 4,
+        "most_at_once": 4,
+        "most_beside": 4,
+        "lengths": lambda: [2, 3],
+        "looking": (),
+    }
     parts = {"learner": torch.nn.Linear(2, 2), "work": SimpleNamespace(data=SimpleNamespace())}
     setting = SimpleNamespace(**{**asked, **of_run, **parts, "broadcast": lambda value: value, **given})
     return SimpleNamespace(setting=setting, written=("frozen",), treat_as_buffers=lambda names: None)
