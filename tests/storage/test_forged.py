@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.callbacks import ControlVariates
+from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.contracts.federation import fit, quiet
 from fl_lightning.errors import UserError
 
@@ -72,6 +72,26 @@ def test_what_ended_in_an_error_of_python_names_the_place(begun: Any, place: str
     with pytest.raises(UserError, match=r"damaged|not written by a federated run") as refused:
         resumed(folder, forge(checkpoint, at, form))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["gone", "clients of its own"])
+@pytest.mark.parametrize("key", ["parts.x", "parts.origin", "parts.elapsed", "parts.round"])
+def test_rows_of_parts_that_do_not_belong_together_are_refused(tmp_path: Path, key: str, form: str) -> None:
+    def keeping(rounds: int, resume: bool = False) -> None:
+        with quiet():
+            fit([PartialAveraging(periods={"*": "never"})], rounds, folder=str(tmp_path), resume=resume)
+
+    keeping(1)
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    forged = torch.load(file, weights_only=True)
+    rows = forged["federated"]["clients"]
+    if form == "gone":
+        del rows[key]
+    else:
+        rows[key]["clients"] = rows[key]["clients"] + 1
+    torch.save(forged, file)
+    with pytest.raises(UserError, match=r"federated\.clients"):
+        keeping(2, resume=True)
 
 
 @pytest.mark.slow
