@@ -87,8 +87,12 @@ class Tally:
         path, modes = _csv(trainer), facts.modes(trainer)
         if path is not None:
             return Metrics.read(path, modes)
-        rows = [*self._rows[:-1], _values(trainer)] if self._rows else []  # with what was measured after the last round
-        names = dict.fromkeys(name for row in rows for name in row)
+        rows = self._rows
+        if rows:  # The last row again, with what was measured after its round.
+            rows = [*rows[:-1], _values(trainer)]
+        names: dict[str, None] = {}
+        for row in rows:
+            names.update(dict.fromkeys(row))
         columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
         return Metrics(self._rounds, columns, modes)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning import UserError
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
-from tests.helpers.processes import launched
+from tests.helpers.processes import same_models_on_one_and_two
 
 QUEUE = 16
 
@@ -182,11 +182,7 @@ def test_patterns_serve_a_network_without_buffers_too() -> None:
 
 @pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
-    for world in (1, 2):
-        assert launched(on_ranks, world, tmp_path) == [0] * world
-    one, two = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
-    for name, value in one.items():
-        assert torch.equal(two[name], value), name
+    same_models_on_one_and_two(on_ranks, tmp_path)
 
 
 def on_ranks(folder: Path, rank: int, world: int) -> None:

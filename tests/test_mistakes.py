@@ -61,7 +61,7 @@ def test_the_trainer_of_the_other_lightning(first: str) -> None:
     """A package that was imported before decided which is ours; the Trainer said that a module must be one."""
     pytest.importorskip("lightning.pytorch")
     if pl.__name__ != "pytorch_lightning":
-        pytest.skip("one stands in for the other")
+        pytest.skip("under make test-lightning both names are one package, so there is no other Trainer")
     second = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[first]
     code = OTHER.format(first=first, second=second)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

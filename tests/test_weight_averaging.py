@@ -16,7 +16,7 @@ from fl_lightning import FederatedModule
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import PartialAveraging
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
-from tests.helpers.processes import launched
+from tests.helpers.processes import same_models_on_one_and_two
 
 DECAY = 0.5
 KINDS: dict[str, Any] = {"ema": lambda: EMAWeightAveraging(decay=DECAY), "mean": WeightAveraging}
@@ -133,11 +133,7 @@ def test_a_learner_that_is_inside_another_module_loads_by_its_own_names() -> Non
 
 @pytest.mark.slow
 def test_two_processes_average_alike(tmp_path: Path) -> None:
-    for world in (1, 2):
-        assert launched(on_ranks, world, tmp_path) == [0] * world
-    one, two = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
-    for name, value in one.items():
-        assert torch.equal(two[name], value), name
+    same_models_on_one_and_two(on_ranks, tmp_path)
 
 
 def on_ranks(folder: Path, rank: int, world: int) -> None:

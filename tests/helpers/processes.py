@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -36,6 +38,17 @@ def launched(target: Callable[..., None], world: int, *arguments: Any) -> list[i
 def grouped(target: Callable[..., None], world: int, *arguments: Any) -> None:
     """``target(*arguments, rank, world)`` in each process of a gloo group."""
     assert launched(_in_group, world, target, arguments) == [0] * world
+
+
+def same_models_on_one_and_two(target: Callable[..., None], folder: Path) -> None:
+    """One and two processes leave the same bits: ``target(folder, rank, world)`` saves ``<world>.pt``."""
+    for world in (1, 2):
+        assert launched(target, world, folder) == [0] * world
+    one = torch.load(folder / "1.pt")
+    two = torch.load(folder / "2.pt")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(two[name], value), name
 
 
 def _under_torchelastic(target: Callable[..., None], arguments: Any, rank: int, world: int, port: int) -> None:
