@@ -85,6 +85,7 @@ class LearnerCopy:
         self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
         self.scheduler: Any = None
         self.present = Present()
+        self._parts = lightning_modules(learner)  # looked up once a round: a walk over all modules takes its time
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
@@ -133,14 +134,15 @@ class LearnerCopy:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
         own = (self._log, self._log_dict, self._optimizers, lambda: self.scheduler, self.present.loader)
-        for part in lightning_modules(self.learner):
+        self._parts = lightning_modules(self.learner)
+        for part in self._parts:
             for name, shim in zip(IN_STEPS, own, strict=True):
                 object.__setattr__(part, name, shim)
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
         """From here on the learner finds this client's numbers at its Trainer; see :class:`Present`."""
         self.present.begin(data, who, steps)
-        for part in lightning_modules(self.learner):
+        for part in self._parts:
             part._trainer = self.present.trainer(part._trainer)
 
     @contextmanager
