@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -91,10 +92,12 @@ def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
     same_modules = True
     for path, part, before, inside in slots:
         now = part._parameters
+        same_modules = same_modules and part._modules == inside
+        if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+            continue
         leaf = next((n for n in {**before, **now} if now.get(n) is not before.get(n)), None)
         if leaf is not None:
             raise replaced(learner, f"{path}.{leaf}" if path else leaf)
-        same_modules = same_modules and part._modules == inside
     if same_modules:
         return
     known = {id(parameter) for _, _, before, _ in slots for parameter in before.values()}

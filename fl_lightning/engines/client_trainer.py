@@ -64,6 +64,7 @@ class Present:
     who: Callable[[], int] = nobody
     steps: int | None = None
     index: Any = 0
+    view: View | None = None
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
         self.data, self.who, self.steps, self.index = data, who, steps, 0
@@ -83,7 +84,9 @@ class Present:
         return bool(done % self.batches() == 0 or done == self.steps)
 
     def trainer(self, trainer: Any) -> Any:
-        """``trainer`` with this client's numbers; None: None."""
+        """``trainer`` with the present client's numbers, made once; None: None."""
+        if trainer is not None and trainer is self.view:
+            return trainer
         while type(trainer) is View:
             trainer = trainer._of
         if trainer is None:
@@ -101,7 +104,8 @@ class Present:
         if trainer.datamodule is not None:
             data = View(trainer.datamodule, train_dataloader=lambda: self.loader)
             own["datamodule"] = lambda: data
-        return View(trainer, **own)
+        self.view = View(trainer, **own)
+        return self.view
 
 
 class ClientLoader:

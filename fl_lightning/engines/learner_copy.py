@@ -143,7 +143,7 @@ class LearnerCopy:
         """From here on the learner finds this client's numbers at its Trainer; see :class:`Present`."""
         self.present.begin(data, who, steps)
         for part in self._parts:
-            part._trainer = self.present.trainer(part._trainer)
+            object.__setattr__(part, "_trainer", self.present.trainer(part._trainer))
 
     @contextmanager
     def shifted(self, e: Tensor) -> Iterator[None]:
