@@ -17,7 +17,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-APART = ("ri", "sam", "byzantine", "fedbn", "local")  # what is added to others, has no global model, or needs norms
+# what is added to others, has no global model, or needs norms
+APART = ("ri", "sam", "byzantine", "fedbn", "local")
 
 
 def command(method: str, seed: int, data: str, rounds: int, folder: Path) -> list[str]:

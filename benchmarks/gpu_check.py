@@ -37,7 +37,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "FedSMOO": ("GlobalSharpnessAwareMinimization", "DynamicRegularization"),
     "FedALS": ("PartialAveraging",),
 }
-SMALL = {"samples": 60, "batch_size": 25, "epochs": 4, "clients": 5, "registered": 10}  # twelve steps, a short batch
+# twelve steps, a short batch
+SMALL = {"samples": 60, "batch_size": 25, "epochs": 4, "clients": 5, "registered": 10}
 FREE = "auto, any kernels"
 DOUBLE, HALF = 1e-9, 5e-2  # largest difference, relative to the largest entry
 

@@ -47,7 +47,8 @@ def main() -> None:
         sys.path.insert(0, "")
         own = getattr(importlib.import_module(module), name)()
         runs[name] = Ours(work, given.engine, [own], capture=True if given.engine == "concurrent" else "auto")
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # FedAvg's just before or after, own
+    # FedAvg's just before or after, own
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for repetition in range(given.repetitions + 1):
         for name, run in runs.items():
             first, second = (run, yardstick) if repetition % 2 else (yardstick, run)

@@ -86,7 +86,8 @@ def measure(wanted: Configuration, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.randn(2000, 64), torch.randint(0, 10, (2000,))
-    partition = Dirichlet(0.3, replacement=True, samples_per_client=50)  # lazy: nothing is held per client
+    # lazy: nothing is held per client
+    partition = Dirichlet(0.3, replacement=True, samples_per_client=50)
     data = InMemoryDataModule((x, y), partition=partition, num_clients=wanted.clients, batch_size=10)
     learner = Learner(MLP([64, max(1, round((wanted.parameters - 10) / 75)), 10]), 0.0)
     kind = FromFew if wanted.returning else FederatedModule

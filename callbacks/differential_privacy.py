@@ -79,8 +79,10 @@ class DifferentialPrivacy(FederatedCallback):
         ),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
-    spent_at = ServerState(initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False)  # σ, q
-    private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)  # whose noise nobody can compute
+    # σ, q
+    spent_at = ServerState(initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False)
+    # whose noise nobody can compute
+    private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)
 
     def __init__(
         self,
@@ -214,14 +216,16 @@ class DifferentialPrivacy(FederatedCallback):
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
         c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)  # the norm is rounded
         exact = update.to(torch.float64, copy=True)
-        norm = exact.square().sum(1, keepdim=True).sqrt_()  # sums in pairs: vector_norm's rounding grows with D
+        # sums in pairs: vector_norm's rounding grows with D
+        norm = exact.square().sum(1, keepdim=True).sqrt_()
         return torch.where(norm > self.clip, _towards_zero(exact.div_(norm).mul_(c), update.dtype), update)
 
     def aggregate(self, server: Server) -> Tensor:
         d = server.mean_change.double() * server.n
         sigma, expected = self._noise(), self._share * server.num_clients
         if sigma > 0:
-            onto = torch.cat([d, d.new_tensor([sigma, self.clip, expected])])  # one sum at two scales would tell of it
+            # one sum at two scales would tell of it
+            onto = torch.cat([d, d.new_tensor([sigma, self.clip, expected])])
             noise = server.private_generator("differential privacy", onto).standard_normal(len(d))
             d += sigma * self.clip * torch.from_numpy(noise).to(d)
         return d / expected

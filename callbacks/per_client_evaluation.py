@@ -68,7 +68,8 @@ class PerClientEvaluation(Measurement):
         ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
     """
 
-    of_own_models = True  # what it logs is shown in place of what is validated, where clients have models of their own
+    # what it logs is shown in place of what is validated, where clients have models of their own
+    of_own_models = True
 
     def __init__(
         self,

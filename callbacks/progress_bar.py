@@ -142,7 +142,8 @@ class FederatedProgressBar(ProgressBar):
         self._close()
         if self._enabled and sys.stderr.isatty():
             shape = "{desc} |{bar:10}| {elapsed} · {remaining} left" if total is not None else "{desc} · {elapsed}"
-            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # 0 in some containers: it would draw nothing
+            # 0 in some containers: it would draw nothing
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
             self._bar = Tqdm(total=total, initial=first, bar_format=shape, file=sys.stderr, **width)
 

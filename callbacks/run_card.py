@@ -45,7 +45,8 @@ class RunCard(pl.Callback):
         self._card, self._tally = None, Tally()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._card is not None or not trainer.is_global_zero:  # here, as all know folder and loggers by now
+        # here, as all know folder and loggers by now
+        if self._card is not None or not trainer.is_global_zero:
             return
         self._card = _card(trainer)
         path = Path(trainer.default_root_dir) / "card.md"

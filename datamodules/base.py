@@ -93,7 +93,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self._given = clients
         self._split: Split | None = None
         self._split_seed: int | None = None
-        self._weights: NDArray[np.float64] | None = None  # (N,): how often samples are drawn, by WeightedRandomSampler
+        # (N,): how often samples are drawn, by WeightedRandomSampler
+        self._weights: NDArray[np.float64] | None = None
         self._transfer = Transfer(self, self._transfers())
 
     def _transfers(self) -> Any:
@@ -160,7 +161,8 @@ class FederatedDataModule(pl.LightningDataModule):
             return len(self._split.clients)
         own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        return len(self._who.clients) if count is None or own_groups else count  # known once the data are
+        # known once the data are
+        return len(self._who.clients) if count is None or own_groups else count
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
@@ -264,7 +266,8 @@ class FederatedDataModule(pl.LightningDataModule):
                     augment = augmented(self.augmentation, rng, len(indices))
                 yield from data.batches(order, size, source, self._bias(client), augment)
 
-        if isinstance(data, DatasetSamples):  # in one go, so that processes that read ahead need not wait for an epoch
+        # in one go, so that processes that read ahead need not wait for an epoch
+        if isinstance(data, DatasetSamples):
             cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
             draws = self._draws(purpose + "samples", round, client)
             yield from self._transfer.batches(data.each(cut, draws, source), device)

@@ -77,7 +77,8 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     size, drop_last = getattr(loader, "batch_size", None), getattr(loader, "drop_last", False)
     fetch: Literal["sample", "list", "batch"] = "sample"
-    if batches is None and isinstance(sampler, BatchSampler):  # batch_size=None: the dataset takes lists of positions
+    # batch_size=None: the dataset takes lists of positions
+    if batches is None and isinstance(sampler, BatchSampler):
         batches, fetch = sampler, "list"
     if batches is not None:
         if type(batches).__iter__ is not BatchSampler.__iter__:

@@ -41,7 +41,8 @@ class _LabelSkew(Partition):
                 f"{len(labels) // num_clients}, or replacement=True."
             )
         _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        self._proportions(generator(seed, "partition", 0), counts)  # raises now rather than at the first draw
+        # raises now rather than at the first draw
+        self._proportions(generator(seed, "partition", 0), counts)
         pool = np.argsort(inverse, kind="stable")
         if not self.replacement:
             return self._without(pool, counts, num_clients, size, seed)
@@ -64,7 +65,8 @@ class _LabelSkew(Partition):
         for client in range(num_clients):
             rng = generator(seed, "partition", client)
             q, taken, left = self._proportions(rng, counts), np.zeros_like(counts), size
-            while left:  # what a class that is used up cannot give is drawn again without it: at most once per class
+            # what a class that is used up cannot give is drawn again without it: at most once per class
+            while left:
                 q = np.where(stock - taken > 0, q, 0.0)
                 if q.sum() > 0:
                     q = q / q.sum()

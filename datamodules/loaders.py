@@ -43,7 +43,8 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         if not self._keep:
             return self._make()
-        if self._kept is None or self._versions != _versions(self._kept):  # a learner may change its batch in place
+        # a learner may change its batch in place
+        if self._kept is None or self._versions != _versions(self._kept):
             with torch.inference_mode(False):  # in which tensors do not count their changes
                 self._kept = list(self._make())
             self._versions = _versions(self._kept)

@@ -158,7 +158,8 @@ class QuantitySkew(Partition):
 def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
     """Whole numbers of at least one that sum to ``total``, nearly proportional to ``weights``."""
     weights = weights / weights.max()
-    ones = np.zeros(len(weights), dtype=bool)  # whose share would be below one; each pass adds at least one
+    # whose share would be below one; each pass adds at least one
+    ones = np.zeros(len(weights), dtype=bool)
     while True:
         rest = np.where(ones, 0.0, weights)
         quota = np.where(ones, 1.0, rest * ((total - ones.sum()) / rest.sum()))

@@ -132,7 +132,8 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
     """What a worker process does first: as one of torch's DataLoader, it computes on one thread."""
     global _read
     _read = read
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the run, which ends its workers
+    # a Ctrl-C in the terminal is for the run, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -26,8 +26,10 @@ from fl_lightning.errors import UserError
 Batch = Any
 CPU = torch.device("cpu")
 CHUNK_BYTES = 64 * 2**20  # how much of an epoch is gathered at once
-EVALUATION_BATCH, EVALUATION_BYTES = 1000, 64 * 2**20  # the most of a batch, where nothing is asked for
-Change = Callable[[Tensor, Tensor, slice], Tensor]  # (pixels, labels, which of the epoch's samples) -> pixels
+# the most of a batch, where nothing is asked for
+EVALUATION_BATCH, EVALUATION_BYTES = 1000, 64 * 2**20
+# (pixels, labels, which of the epoch's samples) -> pixels
+Change = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 class Samples(Protocol):
@@ -167,7 +169,8 @@ class DatasetSamples:
         self.read = Reading(dataset, collate or default_collate, fetch)
         self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None
-        self._generators: list[tuple[str, Any]] = []  # of the dataset's own, once they were looked for
+        # of the dataset's own, once they were looked for
+        self._generators: list[tuple[str, Any]] = []
         self._looked = False
         labels = find_targets(dataset) if targets is None else targets
         self.labels: NDArray[np.int64] | None = None
@@ -204,7 +207,8 @@ class DatasetSamples:
             batch = self.read(index)
             if self._looked:
                 return batch
-            self._looked, self._generators = True, generators_of(self.read.dataset)  # made when it was first read
+            # made when it was first read
+            self._looked, self._generators = True, generators_of(self.read.dataset)
             if not self._generators:
                 return batch
         with ONE_AT_A_TIME:

@@ -27,7 +27,8 @@ from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
 HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
-What = Literal["train", "test"] | Indices  # samples that a client trains on, is tested on, or these positions
+# samples that a client trains on, is tested on, or these positions
+What = Literal["train", "test"] | Indices
 LATEST = 1000  # clients whose samples are kept apart in memory
 
 

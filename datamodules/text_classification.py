@@ -19,7 +19,8 @@ from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.tokens import padded, read_text, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 
-NO_LABEL = "-"  # MultiNLI's where the annotators did not agree: such texts are left out, as is usual
+# MultiNLI's where the annotators did not agree: such texts are left out, as is usual
+NO_LABEL = "-"
 URL = "https://cims.nyu.edu/~sbowman/multinli/"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 

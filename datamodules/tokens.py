@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
 
-NO_TOKEN = -1  # where a text has ended: no tokenizer's number, so that every network may fill in its own
-END, FIRST_BYTE = 1, 3  # as ByT5 numbers them (Xue et al., 2022): padding, end, unknown, then the 256 bytes
+# where a text has ended: no tokenizer's number, so that every network may fill in its own
+NO_TOKEN = -1
+# as ByT5 numbers them (Xue et al., 2022): padding, end, unknown, then the 256 bytes
+END, FIRST_BYTE = 1, 3
 
 
 class Bytes:

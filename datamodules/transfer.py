@@ -12,7 +12,8 @@ import torch
 from fl_lightning.datamodules.samples import Batch, batch_to_device
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-ONE_AT_A_TIME = threading.Lock()  # clients train on threads, and what hooks keep on their data module is shared
+# clients train on threads, and what hooks keep on their data module is shared
+ONE_AT_A_TIME = threading.Lock()
 
 
 def overridden(owner: Any, method: str) -> bool:
@@ -31,7 +32,8 @@ class Transfer:
 
     def __init__(self, data: Any, owner: Any) -> None:
         self.hooks: dict[str, Callable[..., Batch]] = {h: getattr(owner, h) for h in HOOKS if overridden(owner, h)}
-        for name, hook in self.hooks.items():  # partial: can be copied and pickled, and Lightning sees through it
+        # partial: can be copied and pickled, and Lightning sees through it
+        for name, hook in self.hooks.items():
             setattr(data, name, partial(outside_training, data, hook))
 
     def source(self, device: torch.device) -> torch.device:

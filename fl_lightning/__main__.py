@@ -105,8 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return sweep.main(rest)
         from fl_lightning.cli.compose import prepare
 
-        prepared = prepare(command, rest)  # names and YAML are checked before anything heavy is imported
-        sys.path.insert(0, os.getcwd())  # so that `my_learner.Lit` in the current directory is found
+        # names and YAML are checked before anything heavy is imported
+        prepared = prepare(command, rest)
+        # so that `my_learner.Lit` in the current directory is found
+        sys.path.insert(0, os.getcwd())
         from fl_lightning.cli.commands import run
 
         return run(command, prepared, debug=debug)

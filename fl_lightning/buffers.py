@@ -12,7 +12,8 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner import buffer_slots, lightning_base
 
 WORDS = ("average", "keep", "own")
-NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)  # the end of a class's name: torch's, and those of users
+# the end of a class's name: torch's, and those of users
+NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)
 STATISTIC = re.compile(r"^(running|moving)_(mean|var|variance|std)$")
 COUNTER = {"count", "counts", "counter", "num", "n", "number", "step", "steps", "passes", "batches"}
 COUNTER |= {"tracked", "updates", "iter", "iters", "iterations", "epochs", "calls"}

@@ -64,7 +64,8 @@ class Identity:
             UserError: with what differs.
         """
         now, then = self.arguments, held["arguments"]
-        now, then = ({"client_scheduler": "ignore", **arguments} for arguments in (now, then))  # held where it is used
+        # held where it is used
+        now, then = ({"client_scheduler": "ignore", **arguments} for arguments in (now, then))
         differing = [f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]]
         methods, before = self.methods, held["methods"]
         for name in sorted(set(methods) | set(before)):

@@ -232,7 +232,8 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
     if participation == "all":
         return num_clients
-    if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):  # NumPy's
+    # NumPy's
+    if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
         participation = int(participation) if isinstance(participation, Integral) else float(participation)
     if isinstance(participation, bool) or not isinstance(participation, (int, float)):
         hint = suggest(str(participation), ["all"])

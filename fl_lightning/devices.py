@@ -26,13 +26,15 @@ def keep_memory() -> None:
     except (OSError, TypeError, AttributeError):
         return
     for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26), (M_MMAP_THRESHOLD, 2**25)):
-        mallopt(option, value)  # the largest values allowed; a thread's memory grows by 2**26, and shrinks by no less
+        # the largest values allowed; a thread's memory grows by 2**26, and shrinks by no less
+        mallopt(option, value)
 
 
 def prepare_process(device: torch.device) -> None:
     """Before a run: memory is kept, and a GPU's kernels leave the same bits each time."""
     keep_memory()
-    if device.type == "cuda" and not torch.backends.cudnn.benchmark:  # as Trainer(benchmark=True) sets it
+    # as Trainer(benchmark=True) sets it
+    if device.type == "cuda" and not torch.backends.cudnn.benchmark:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
 

@@ -34,7 +34,8 @@ _LESS_OF_OURS = re.compile(r"(divergence|consensus[^/]*|hessian|time|communicati
 _APPENDED = re.compile(r"(_finetuned)?(_weighted|_std|_worst10)?$")  # by PerClientEvaluation
 _FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
 _STEP = re.compile(r"_step(/dataloader_idx_\d+)?$")
-_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
+# between the words of a class's name
+_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def higher_is_better(name: str) -> bool:
@@ -209,7 +210,8 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
         content[: content.find(b"\n")].decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
-    text = content.decode(errors="replace").replace("\0", "\ufffd")  # what a crash of the machine leaves
+    # what a crash of the machine leaves
+    text = content.decode(errors="replace").replace("\0", "\ufffd")
     text = text if complete else text[: text.rfind("\n") + 1]
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))

@@ -104,7 +104,8 @@ class FederatedModule(LearnerHooks):
         self.run = FederatedRun(self.settings, self.global_model)
         self.logged = Logged()
         self.stop_requested = False
-        self._optimizer_states: Any = None  # of a checkpoint, until its settings are known to be this run's
+        # of a checkpoint, until its settings are known to be this run's
+        self._optimizer_states: Any = None
 
     # For users, callbacks and loggers --------------------------------------------------------------------------------
 
@@ -189,7 +190,8 @@ class FederatedModule(LearnerHooks):
 
     def configure_callbacks(self) -> Any:
         batch_callbacks.give_back(self.trainer)  # of a fit that ended with an exception
-        if self.trainer.state.fn == "fit":  # the first hook of a fit: before Lightning's own, terser refusals
+        # the first hook of a fit: before Lightning's own, terser refusals
+        if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
         return self.learner.configure_callbacks()
 

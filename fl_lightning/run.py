@@ -71,7 +71,8 @@ class FederatedRun:
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
-        self._modes: list[tuple[nn.Module, bool]] = []  # while training, of the module and its parts
+        # while training, of the module and its parts
+        self._modes: list[tuple[nn.Module, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: settings, model and state; no Trainer, engine or thread."""
@@ -160,7 +161,8 @@ class FederatedRun:
         if self.schedule is not None:
             self._accounts["client_scheduler"] = self.schedule.account
             if scheduler == "rounds" and trainer.max_epochs > 0:
-                self.schedule.reach(min(trainer.max_epochs, 10_000))  # so that one that ends before is refused now
+                # so that one that ends before is refused now
+                self.schedule.reach(min(trainer.max_epochs, 10_000))
         if before is not None:
             server.load_state_dict(before.state_dict())
         return server
@@ -168,7 +170,8 @@ class FederatedRun:
     def restore(self, trainer: Any) -> None:
         """Set the state from which rounds go on: this run's so far, a checkpoint's, or a new one."""
         prepare_process(self.model.w.device)
-        for part, training in self._modes:  # an exception in validation leaves them as validation has them
+        # an exception in validation leaves them as validation has them
+        for part, training in self._modes:
             part.training = training
         if self.goes_on(trainer):
             self.state.keep_rows_for(trainer.datamodule)

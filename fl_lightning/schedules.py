@@ -20,7 +20,8 @@ class Schedule(ABC):
     def __call__(self, round: int) -> float: ...
 
     def __repr__(self) -> str:
-        shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}  # as older checkpoints have it
+        # as older checkpoints have it
+        shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}
         arguments = ", ".join(f"{k}={v!r}" for k, v in shown.items())
         return f"{type(self).__name__}({arguments})"
 

@@ -50,7 +50,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.count_participants(self.participation, 2**62)
-        if isinstance(self.participation, Real):  # NumPy's too: what is no int is a share, wherever it is read
+        # NumPy's too: what is no int is a share, wherever it is read
+        if isinstance(self.participation, Real):
             kind = int if isinstance(self.participation, Integral) else float
             object.__setattr__(self, "participation", kind(self.participation))
         checks.one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))

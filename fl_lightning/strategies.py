@@ -18,7 +18,8 @@ from fl_lightning.lightning import DDPStrategy, StrategyRegistry, _sync_module_s
 from fl_lightning.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
-_ANSWER, _ANSWER_CLOSED = 10.0, 2.0  # seconds for the others to say that they are there; after a closed connection
+# seconds for the others to say that they are there; after a closed connection
+_ANSWER, _ANSWER_CLOSED = 10.0, 2.0
 _BROKEN = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl", "broken pipe")
 
 
@@ -111,7 +112,8 @@ class FederatedStrategy(DDPStrategy):
                     if "timeout" not in str(error).lower():
                         return  # the store is gone, with the process that has it
 
-        asking = threading.Thread(target=ask, daemon=True)  # a stopped process that has the store answers nothing
+        # a stopped process that has the store answers nothing
+        asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(seconds + 2)
         known = sorted(silent)

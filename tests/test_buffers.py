@@ -62,7 +62,8 @@ def test_memory_stays_the_servers_and_is_said_by_name_before_round_0(engine: str
     for name in MEMORY:
         assert torch.equal(module.learner.get_buffer(name), begun[name]), name
     assert not torch.equal(module.learner.net[1].running_mean, begun["net.1.running_mean"])
-    assert int(module.learner.net[1].num_batches_tracked) == 6  # 3 steps of the longest client a round
+    # 3 steps of the longest client a round
+    assert int(module.learner.net[1].num_batches_tracked) == 6
 
 
 def test_patterns_decide_otherwise() -> None:

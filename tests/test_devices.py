@@ -36,7 +36,8 @@ for keep in (True, False):
         print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began[0], flush=True)
     os._exit(0)
 """
-PAGES = 30 * 64 * 28 * 28 * 4 // os.sysconf("SC_PAGE_SIZE")  # of the first layer's output, made anew in each step
+# of the first layer's output, made anew in each step
+PAGES = 30 * 64 * 28 * 28 * 4 // os.sysconf("SC_PAGE_SIZE")
 
 
 def page_faults(**environment: str) -> list[tuple[int, int]]:

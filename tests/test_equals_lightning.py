@@ -119,7 +119,8 @@ class Recorded(pl.Callback):
         self.keep(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch > 0:  # what is logged at an epoch's end is there once all of its hooks have run
+        # what is logged at an epoch's end is there once all of its hooks have run
+        if trainer.current_epoch > 0:
             self.keep(trainer)
 
     def keep(self, trainer: Any) -> None:

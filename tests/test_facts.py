@@ -122,7 +122,8 @@ def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) ->
     content = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
     experiment = HParamsPluginData.FromString(content).experiment
     first = {info.name for info in experiment.hparam_infos if info.differs}
-    assert first == {"method", "seed", "client_optimizer/lr", "data/partition", "participation"}  # what a reader asks
+    # what a reader asks
+    assert first == {"method", "seed", "client_optimizer/lr", "data/partition", "participation"}
     (layout,) = events.Tensors("custom_scalars__config__")
     (category,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
     patterns = {chart.title: list(chart.multiline.tag) for chart in category.chart}

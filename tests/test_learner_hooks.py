@@ -16,7 +16,8 @@ from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
 from fl_lightning.checks import REFUSED_HOOKS
 from tests.helpers.learners import Lit, Normed, as_batches, blobs, federated, trainer
 
-REFUSED = {*REFUSED_HOOKS, "optimizer_zero_grad"}  # the latter where it does something else than Lightning's
+# the latter where it does something else than Lightning's
+REFUSED = {*REFUSED_HOOKS, "optimizer_zero_grad"}
 NOT_CALLED = {
     "train_dataloader": "the data module has the clients' samples",
     "lr_scheduler_step": "the scheduler is ignored, or stepped by client_scheduler",
@@ -75,7 +76,8 @@ def test_every_hook_of_lightning_is_called_on_the_learner_or_known_not_to_be(tmp
     all_stages(recording(plainly), trainer(1), plain, tmp_path)
     all_stages(federated(recording(here)), trainer(1), blobs(), tmp_path)
     assert plainly - here == set(), "Lightning calls these, and a federated run does not"
-    asked = {"validation_step", "test_step", "predict_step", "on_load_checkpoint"}  # other tests see them run
+    # other tests see them run
+    asked = {"validation_step", "test_step", "predict_step", "on_load_checkpoint"}
     loaders = {"val_dataloader", "test_dataloader", "predict_dataloader"}
     assert hooks() - here - REFUSED - NOT_CALLED.keys() - asked - loaders == set()
 

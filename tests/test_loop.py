@@ -178,7 +178,8 @@ def test_weights_that_were_moved_between_fits_leave_w_as_it_is() -> None:
     module, run, logged = case.begun(fuse)
     broken(module, run, fuse)
     assert not torch.equal(module.global_vector, module.evaluated_vector)
-    for parameter in module.learner.parameters():  # as when Lightning takes a model from a GPU and back
+    # as when Lightning takes a model from a GPU and back
+    for parameter in module.learner.parameters():
         parameter.data = parameter.data.clone()
     run.fit(module, blobs())
     assert not different(leavings(module, run, logged), uninterrupted("partial"))

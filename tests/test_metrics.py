@@ -230,7 +230,8 @@ def test_what_torchmetrics_say_decides_and_is_written_down(tmp_path: Path) -> No
     assert checkpoint.mode == "min"
     assert {name: mode for name, mode in written.items() if not name.startswith("clients/")} == MODES
     assert written["clients/quality_worst10"] == "min" and "clients/quality_std" not in written
-    assert table["clients/acc_worst10"] >= table["clients/acc"]  # an error under the name of an accuracy
+    # an error under the name of an accuracy
+    assert table["clients/acc_worst10"] >= table["clients/acc"]
 
 
 def test_a_resumed_run_keeps_what_was_written(tmp_path: Path) -> None:
@@ -263,13 +264,15 @@ def test_reports_and_sweeps_read_what_torchmetrics_said(tmp_path: Path) -> None:
 
 def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> None:
     make_arm(tmp_path / "one", "arm", {0: 0.25, 1: 0.5}, "val/quality")
-    assert scores(summarise(find([tmp_path / "one"]), "val/quality")).rows  # one arm: nobody to be better than
+    # one arm: nobody to be better than
+    assert scores(summarise(find([tmp_path / "one"]), "val/quality")).rows
     with pytest.raises(UserError, match="--mode"):
         summarise(find([tmp_path / "one"]), "val/quality", ["0.3"])
     assert summarise(find([tmp_path / "one"]), "val/typo", ["0.3"]).notes[0].startswith("No run logs val/typo")
     make_arm(tmp_path / "two", "a", {0: 0.25, 1: 0.5}, "val/quality")
     make_arm(tmp_path / "two", "b", {0: 0.75, 1: 0.5}, "val/quality")
-    assert len(summarise(find([tmp_path / "two"]), "val/quality").pairs) == 1  # a difference has no better end
+    # a difference has no better end
+    assert len(summarise(find([tmp_path / "two"]), "val/quality").pairs) == 1
     claims = tmp_path / "claims.yaml"
     text = "- {id: A, a: b, b: a, metric: val/quality, direction: greater, margin: 0.0MODE}"
     claims.write_text(text.replace("MODE", ""))
@@ -279,7 +282,8 @@ def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> No
     with pytest.raises(UserError, match="or mode in the claim: max where"):
         summarise(find([tmp_path / "two"]), claims=claims)
     claims.write_text(text.replace("MODE", ", mode: max").replace("a: b, b: a", "a: a, b: c"))
-    assert summarise(find([tmp_path / "two"]), claims=claims).verdicts[0].pair.interval.mean == 0.375  # c has 0
+    # c has 0
+    assert summarise(find([tmp_path / "two"]), claims=claims).verdicts[0].pair.interval.mean == 0.375
     claims.write_text(text.replace("MODE", ", mode: best"))
     with pytest.raises(UserError, match=r"mode 'best' is not known. Accepted: max, min"):
         read_claims(claims, ())

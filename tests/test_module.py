@@ -156,7 +156,8 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
 
 def test_a_run_that_drew_its_seed_resumes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The partition follows from the seed, and is there before a checkpoint is read."""
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of seed_everything, which other tests call
+    # of seed_everything, which other tests call
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     x, y = torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 4
 
     def fitted(rounds: int, seed: int | None = None, start: Path | None = None) -> Any:

@@ -128,4 +128,5 @@ def test_weight_averaging_adds_no_round(learner: type[Lit]) -> None:
     )
     run.fit(module := federated(learner()), blobs())
     assert run.current_epoch == 4
-    torch.testing.assert_close(module.global_vector.detach(), torch.stack(weights[:3]).mean(0))  # at epochs' starts
+    # at epochs' starts
+    torch.testing.assert_close(module.global_vector.detach(), torch.stack(weights[:3]).mean(0))

@@ -42,7 +42,8 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-FOLDERS = [entry for entry in sorted(PACKAGE.iterdir()) if entry.is_dir() and entry.name != "__pycache__"]  # links too
+# links too
+FOLDERS = [entry for entry in sorted(PACKAGE.iterdir()) if entry.is_dir() and entry.name != "__pycache__"]
 FILES = {
     name_of(path): path
     for path in [*PACKAGE.glob("*.py"), *(path for folder in FOLDERS for path in sorted(folder.rglob("*.py")))]
@@ -113,7 +114,8 @@ def test_files_are_short(folder: str) -> None:
 
 def test_packaged_methods_import_the_callback_alone() -> None:
     shown = ("progress_bar", "run_card", "__init__")  # what is drawn for a reader
-    measures = {"checks", "errors", "metrics", "processes", "sampling", "round.sums", "storage.files"}  # after a round
+    # after a round
+    measures = {"checks", "errors", "metrics", "processes", "sampling", "round.sums", "storage.files"}
     for name, others in GRAPH.items():
         if name.startswith("callbacks.") and name.split(".")[-1] not in shown:
             own = {other for other in others if not other.startswith("evaluation.")}

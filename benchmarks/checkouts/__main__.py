@@ -76,8 +76,10 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
     """One word on two runs, and more where there is more to say."""
     if "items" in old and "items" in new:
         ours, theirs = ({**one["items"], "engine": one["engine"]} for one in (old, new))
-        names = [name for name in ours if ours[name] != theirs.get(name)]  # the new one may log more
-        names.sort(key=lambda name: name.startswith("round "))  # what is left first, then what was logged
+        # the new one may log more
+        names = [name for name in ours if ours[name] != theirs.get(name)]
+        # what is left first, then what was logged
+        names.sort(key=lambda name: name.startswith("round "))
         more = f" and {len(names) - 6} more of {len(ours)}" if len(names) > 6 else ""
         return ("DIFFERENT", ", ".join(names[:6]) + more) if names else ("same", "")
     said = [

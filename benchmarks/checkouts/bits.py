@@ -210,7 +210,8 @@ def main() -> None:
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     names = chosen(given.patterns)
-    fit(COMPOSITIONS["FedAvg"], KINDS["sequential"])  # imports what is imported late, once for all that are forked
+    # imports what is imported late, once for all that are forked
+    fit(COMPOSITIONS["FedAvg"], KINDS["sequential"])
     found: dict[str, dict[str, Found]] = {name: {} for name in names}
     for name in names:
         for kind, how in KINDS.items():

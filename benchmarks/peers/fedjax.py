@@ -21,7 +21,8 @@ from benchmarks.workloads import LR, SmallConvolutions, Workload
 from fl_lightning.models import MLP, LeNet
 
 if not hasattr(jax, "tree_map"):
-    jax.tree_map = jax.tree_util.tree_map  # what newer jax no longer has and fedjax 0.0.17 still calls
+    # what newer jax no longer has and fedjax 0.0.17 still calls
+    jax.tree_map = jax.tree_util.tree_map
 
 Parameters = dict[str, Any]
 
@@ -60,7 +61,8 @@ NETWORKS: dict[type, Callable[[Parameters, Any], Any]] = {
     LeNet: lenet,
     SmallConvolutions: small_convolutions,
 }
-LAYOUTS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # of biases, matrices and kernels, from torch's to jax's
+# of biases, matrices and kernels, from torch's to jax's
+LAYOUTS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
 
 
 def play(work: Workload, processes: int, rounds: Rounds) -> None:

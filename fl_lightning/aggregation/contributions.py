@@ -20,7 +20,8 @@ from fl_lightning.round.context import BUFFER
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
 
-FINISHED = "personal.round"  # the row of a client's latest round, in runs whose method decides what a client uses
+# the row of a client's latest round, in runs whose method decides what a client uses
+FINISHED = "personal.round"
 
 
 class Contributions:
@@ -40,7 +41,8 @@ class Contributions:
         self.untold = [name for name, value in buffers.items() if policy.untold(name, value)]
         self.changed: set[str] = set()
         self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
-        self.gathers = bool(methods.gathering)  # in place of the sum of updates, which follows later
+        # in place of the sum of updates, which follows later
+        self.gathers = bool(methods.gathering)
         self.diverged: list[int] = []  # clients of this process whose update is not finite
         self._sum = TreeSum(leaves)
         self._lock = threading.Lock()
@@ -69,7 +71,8 @@ class Contributions:
             elif clients.metrics is not None:
                 self.ledger.metrics[client] = clients.metrics
             read = self.ledger.mean_gradient_read, clients.mean_gradient_read
-            self.ledger.mean_gradient_read = max(read)  # of several the same one, whoever comes first
+            # of several the same one, whoever comes first
+            self.ledger.mean_gradient_read = max(read)
             if transmitted is not None:
                 self.ledger.updates[client] = transmitted.clone() if "update" in lent else transmitted
             for key, row in rows.items():
@@ -136,7 +139,8 @@ class Contributions:
             own = own.to(held.dtype)
             if held.is_floating_point() or held.is_complex():
                 kind = torch.promote_types(held.dtype, torch.float32)
-                same = (own == held) | (own.isnan() & held.isnan())  # a mask of -inf stays what it is
+                # a mask of -inf stays what it is
+                same = (own == held) | (own.isnan() & held.isnan())
                 change = torch.where(same, 0, own.to(kind) - held.to(kind))
                 if not bool(change.isfinite().all()):
                     return None

@@ -116,7 +116,8 @@ def taken(
 ) -> MetricStates:
     """Copies of the states of those that were updated; ``before``: what each kept beside them at first."""
     for module in learner.modules():
-        if isinstance(module, MetricCollection):  # of metrics with alike states only the first is updated
+        # of metrics with alike states only the first is updated
+        if isinstance(module, MetricCollection):
             list(module.values(copy_state=False))
     on = "cpu" if world_size() > 1 else None
     apart = counting_outside(metrics, before)
@@ -171,7 +172,8 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
                 value_of(metric)
     for own in of_clients.values():
         names.update(own.names)
-    for own in of_clients.values():  # of some clients: what others did not update counts for nothing
+    # of some clients: what others did not update counts for nothing
+    for own in of_clients.values():
         names = {name: j for name, j in names.items() if name not in own.alone}
     for name, j in names.items():  # here, where every process knows them
         logged_of(learner).note(name, metrics[j])

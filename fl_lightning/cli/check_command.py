@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_class_arguments(cls, instantiate=False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # since 4.49 it is called instantiate, which earlier versions lack
+            # since 4.49 it is called instantiate, which earlier versions lack
+            warnings.simplefilter("ignore")
             given = parser.instantiate_classes(parser.parse_args(list(argv[1:])))
     except (ArgumentError, argparse.ArgumentError) as error:
         raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None

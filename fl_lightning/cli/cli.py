@@ -178,7 +178,8 @@ class FederatedCLI(LightningCLI):
         check_mode("--monitor_mode", self.config.monitor_mode)
         for key, value in vars(self.config.model).items():
             if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(value, str):
-                read = plain_yaml(value, f"--model.{key}")  # an option's text: 0.5 is a number, auto stays
+                # an option's text: 0.5 is a number, auto stays
+                read = plain_yaml(value, f"--model.{key}")
                 if type(read) in ((bool,) if key == "capture" else (int, float)):
                     self.config.model[key] = read
         given, ckpt = self.config.trainer.default_root_dir, self.config.ckpt_path
@@ -284,7 +285,8 @@ class FederatedCLI(LightningCLI):
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
-            typed = ["fl-lightning", *self.prepared.argv]  # last: what is refused before training leaves no record
+            # last: what is refused before training leaves no record
+            typed = ["fl-lightning", *self.prepared.argv]
             own = self.prepared
             callbacks.append(RunRecord(self._config_text(), typed, own.arm, own.claims_hash, own.axes))
         else:
@@ -292,7 +294,8 @@ class FederatedCLI(LightningCLI):
         if self.command == "fit":
             callbacks.append(self.stop)
         settings["callbacks"] = callbacks
-        if str(settings["precision"]) in ("16", "16-mixed"):  # on a CPU Lightning would quietly take another
+        # on a CPU Lightning would quietly take another
+        if str(settings["precision"]) in ("16", "16-mixed"):
             raise UserError(
                 f"--trainer.precision {settings['precision']}: gradients in half precision would need a loss scale for "
                 "every client. Accepted: 32-true, 64-true, bf16-mixed."

@@ -80,7 +80,8 @@ def _export(cli: FederatedCLI) -> None:
         methods = Methods([c for c in vars(cli.trainer)["callbacks"] if isinstance(c, FederatedCallback)])
         models = of_checkpoint(checkpoint, cli.model.global_model, methods, cli.datamodule, cli.checkpoint)
         checkpoint["state_dict"] = cli.model.global_model.export(model=models.of(client)).state_dict()
-    of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)  # the rest is the learner's: on_save_checkpoint ran
+    # the rest is the learner's: on_save_checkpoint ran
+    of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)
     AtomicCheckpointIO().save_checkpoint({k: v for k, v in checkpoint.items() if k not in of_run}, path)
     print(f"→ {path}")
 

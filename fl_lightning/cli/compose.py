@@ -156,7 +156,8 @@ def read(name: str) -> dict[str, Any]:
         if key in ("trainer", "model") and not isinstance(document[key], dict | None):
             what = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
             raise UserError(f"-c {name}: {key} is {what}: give a mapping of its options, one a line.")
-    empty = [key for key in ("trainer", "model") if key in document and document[key] is None]  # all commented out
+    # all commented out
+    empty = [key for key in ("trainer", "model") if key in document and document[key] is None]
     return {key: value for key, value in document.items() if key not in empty}
 
 
@@ -202,9 +203,11 @@ class Command:
 
     config: dict[str, Any] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
-    method_options: list[tuple[str, str]] = field(default_factory=list)  # ("beta", "0.1"); "" is the list itself
+    # ("beta", "0.1"); "" is the list itself
+    method_options: list[tuple[str, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of the configs, as given
-    learners: list[tuple[bool, Any]] = field(default_factory=list)  # of the configs; True: a fallback, see _is_fallback
+    # of the configs; True: a fallback, see _is_fallback
+    learners: list[tuple[bool, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # lines to tell the user
     run: Path | None = None  # a run's folder, where one was given
     output: str | None = None  # -o

@@ -104,7 +104,8 @@ def apply_method_options(command: Command) -> None:
         if key in ("", "+"):
             new = [_whole(item) for item in (value if isinstance(value, list) else [value] if value else [])]
             items = items + new if key else new
-            command.names = [name for name in command.names if not name.startswith("method/")]  # no longer what runs
+            # no longer what runs
+            command.names = [name for name in command.names if not name.startswith("method/")]
         else:
             _set(items, key, value)
     for item in items:

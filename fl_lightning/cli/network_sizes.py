@@ -52,7 +52,8 @@ def fit_network_to_data(command: Command) -> None:
     facts, guessed = _facts(chosen.get("data")), list[str]()
     _check_texts(chosen["model"]["learner"], facts)
     target = _complete(chosen["model"]["learner"], facts, guessed)
-    learner = _complete(model.get("learner"), facts, [])  # options may name another class; the config has to parse, too
+    # options may name another class; the config has to parse, too
+    learner = _complete(model.get("learner"), facts, [])
     if _class(target) is ImageClassifier:
         network = _arguments(target).get("network")
         if _is_ours(network):

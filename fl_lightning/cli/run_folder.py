@@ -103,7 +103,8 @@ _CHARTS = {
     "communication, bytes": ["Multiline", ["communication/(up|down|total)_bytes$"]],
 }
 
-_COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")  # of its hyper-parameters
+# of its hyper-parameters
+_COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")
 
 
 class _Events(TensorBoardLogger):
@@ -118,13 +119,15 @@ class _Events(TensorBoardLogger):
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import summary as tensorboard
 
-        writer, of_tensorboard = self.experiment._get_file_writer(), cast(Any, tensorboard)  # which has no types
+        # which has no types
+        writer, of_tensorboard = self.experiment._get_file_writer(), cast(Any, tensorboard)
         measured = dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)
         experiment, begun, ended = of_tensorboard.hparams(dict(params), measured)
         plugin = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(plugin.content)
         for info in content.experiment.hparam_infos:
-            info.differs = info.name in _COLUMNS  # these come first; the tab shows five, by name unless told
+            # these come first; the tab shows five, by name unless told
+            info.differs = info.name in _COLUMNS
         plugin.content = content.SerializeToString()
         for summary in (experiment, begun, ended):
             writer.add_summary(summary, step)
@@ -265,7 +268,8 @@ class RunCheckpoint(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["monitor"] == self.monitor:
             self.best, self.best_round = state_dict["best"], state_dict["best_round"]
-            self.mode = state_dict.get("mode") or ("min" if "loss" in self.monitor else "max")  # as older runs had it
+            # as older runs had it
+            self.mode = state_dict.get("mode") or ("min" if "loss" in self.monitor else "max")
 
     @property
     def folder(self) -> Path:
@@ -285,7 +289,8 @@ class RunCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
-            self._link(trainer)  # a kill may have come between writing last.ckpt and linking best.ckpt
+            # a kill may have come between writing last.ckpt and linking best.ckpt
+            self._link(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         improved = self._improved(trainer)

@@ -94,7 +94,8 @@ def checkout() -> str | None:
     git, here = ["git", "-C", str(Path(__file__).resolve().parent)], Path(__file__).name
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        for arguments in (["ls-files", "--error-unmatch", here], describe):  # not of a checkout that it only lies in
+        # not of a checkout that it only lies in
+        for arguments in (["ls-files", "--error-unmatch", here], describe):
             said = subprocess.run([*git, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
@@ -141,7 +142,8 @@ class RunRecord(pl.Callback):
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._path is not None and self._take_names(trainer):  # now, as a run that is killed has them too
+        # now, as a run that is killed has them too
+        if self._path is not None and self._take_names(trainer):
             self._write("running", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -24,7 +24,8 @@ from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.module import FederatedModule
 from fl_lightning.processes import place
 
-SIZES = [1, 5, 9, 4, 12, 7]  # batches of 4: a client with one sample, short last batches, different K_i
+# batches of 4: a client with one sample, short last batches, different K_i
+SIZES = [1, 5, 9, 4, 12, 7]
 ROUNDS = 3
 Outcome = dict[str, Tensor]
 

@@ -79,7 +79,8 @@ def neutral(method: Method) -> None:
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
         ours, average = (outcome(fit(chosen, **{**method.cls.requires, **setting})) for chosen in ([callback], []))
-        average.pop("log cost/gradients", None)  # a perturbation of length 0 costs a gradient nevertheless
+        # a perturbation of length 0 costs a gradient nevertheless
+        average.pop("log cost/gradients", None)
         require_same(
             {name: ours[name] for name in average if name in ours},
             average,

@@ -146,7 +146,8 @@ class ClientOptimizer:
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
         """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel; x and g lie in memory in the same order."""
         half = x[0].device.type == "cpu" and x[0].dtype in (torch.bfloat16, torch.float16)
-        now = [each.float() for each in x] if half else x  # before torch 2.14 that kernel skips most of such a tensor
+        # before torch 2.14 that kernel skips most of such a tensor
+        now = [each.float() for each in x] if half else x
         torch._fused_sgd_(
             now, [each.float() for each in gradients] if half else gradients, [], weight_decay=self.weight_decay,
             lr=self.rates[0], momentum=0.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=True,

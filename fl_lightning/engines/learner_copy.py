@@ -65,7 +65,8 @@ class LearnerCopy:
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
         self.slots_of_parameters = slots_of_parameters(learner)
-        self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}  # frozen parameters, and where they lie
+        # frozen parameters, and where they lie
+        self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.forward_context, self.convert = forward_context, convert
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
@@ -74,7 +75,8 @@ class LearnerCopy:
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
         self.sums, self.numbers = self.logs.totals, self.logs.numbers
-        self.forks = True  # whether what is logged by step and by epoch gets names of its own, as in training
+        # whether what is logged by step and by epoch gets names of its own, as in training
+        self.forks = True
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._own_metrics = metric_states.metrics_of(learner)
@@ -82,10 +84,12 @@ class LearnerCopy:
         self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
         self._logged_metrics: dict[str, int] = {}  # by name: which
         self._said = logged_of(learner)
-        self.optimizer: Optimizer | None = None  # the clients', over this learner's parameters, to look at
+        # the clients', over this learner's parameters, to look at
+        self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
         self.present = Present()
-        self._parts = lightning_modules(learner)  # looked up once a round: a walk over all modules takes its time
+        # looked up once a round: a walk over all modules takes its time
+        self._parts = lightning_modules(learner)
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
@@ -290,7 +294,8 @@ class LearnerCopy:
         """Copy values into the buffer tensors that the learner had at first, and put those back in their places."""
         for name, places in self._slots.items():
             own, value = self._own_buffers[name], values.get(name)
-            if own is None or value is None or own.shape != value.shape:  # a hook replaced it between rounds
+            # a hook replaced it between rounds
+            if own is None or value is None or own.shape != value.shape:
                 own = None if value is None else value.clone()
             else:
                 own.copy_(value)

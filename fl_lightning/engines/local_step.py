@@ -97,9 +97,11 @@ class LocalStep:
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
         hooked = self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
-        self.first, self.remembers = True, bool(hooked)  # what gradient_at needs: of the first step, then where used
+        # what gradient_at needs: of the first step, then where used
+        self.first, self.remembers = True, bool(hooked)
         self.before: RandomState | None = None
-        self.buffers: Mapping[str, Tensor] = clients._round.buffers_of(clients._ids[0])  # of a stack, all the same
+        # of a stack, all the same
+        self.buffers: Mapping[str, Tensor] = clients._round.buffers_of(clients._ids[0])
         self.batch: Any = None
         self.index: Any = 0
         clients.local_step, clients.gradients_a_step = self, 1 + (self.perturb is not None)
@@ -170,7 +172,8 @@ class LocalStep:
         before = self.before
         with self.perturbed(self.perturb, batch, index, before):
             gradient = gradient_of(batch, index, log=False)
-        if self.all_generators and before is not None:  # a learner draws from NumPy's at once, or never
+        # a learner draws from NumPy's at once, or never
+        if self.all_generators and before is not None:
             self.all_generators = before.drawn_since()
         return gradient
 

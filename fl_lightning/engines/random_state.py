@@ -62,7 +62,8 @@ def random_state_kept(x: Tensor) -> Iterator[None]:
 def seed_client(seed: int, round: int, client: int, purpose: str = "learner") -> None:
     """Random numbers drawn inside the learner are a function of (seed, round, client)."""
     draw = int(generator(seed, purpose, round, client).integers(2**63))
-    torch.default_generator.manual_seed(draw)  # torch.manual_seed formats a stack trace for CUDA's queue: 1 ms
+    # torch.manual_seed formats a stack trace for CUDA's queue: 1 ms
+    torch.default_generator.manual_seed(draw)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(draw)
     np.random.seed(draw % 2**32)

@@ -44,7 +44,8 @@ class _Step(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         slots = slots_of_parameters(self.learner)
         output = self.step(*arguments)
-        check_same_parameters(self.learner, slots)  # here: functional_call puts back what it replaced
+        # here: functional_call puts back what it replaced
+        check_same_parameters(self.learner, slots)
         return output
 
 
@@ -188,7 +189,8 @@ class Stacked:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
-            self.copy.x.fill_(torch.nan)  # nobody's model: whoever reads it by mistake must not go unnoticed
+            # nobody's model: whoever reads it by mistake must not go unnoticed
+            self.copy.x.fill_(torch.nan)
             while waiting:
                 group = waiting[: self.at_once]
                 try:

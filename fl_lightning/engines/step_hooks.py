@@ -132,7 +132,8 @@ def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Te
 
 def fill_grad(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Put ∇ℓ into the parameters' ``.grad``; None where there is none."""
-    if any(p._post_accumulate_grad_hooks for p in parameters):  # which no other way of differentiating calls
+    # which no other way of differentiating calls
+    if any(p._post_accumulate_grad_hooks for p in parameters):
         torch.autograd.backward(loss, inputs=list(parameters))
         return
     for p, g in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):

@@ -65,7 +65,8 @@ class Streams:
                 finish()
         finally:
             if round.w.is_cuda:
-                torch.cuda.synchronize(round.w.device)  # after a failure other clients may still be under way
+                # after a failure other clients may still be under way
+                torch.cuda.synchronize(round.w.device)
             for worker in self.workers:
                 worker.copy.reset()
 

@@ -58,7 +58,8 @@ class Worker:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
             optimizer.begin(round.rates, self.optimizer_rows(round, client))
-            copy.reset()  # of what another client, or a full gradient, left in logs and the learner's metrics
+            # of what another client, or a full gradient, left in logs and the learner's metrics
+            copy.reset()
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:
                 self.recorder.run(step, iter(batches), clients, optimizer, copy)

@@ -73,7 +73,8 @@ class Hessian:
         def term(batch: Any, number: int, index: int) -> Leaf:
             copy.logging = False
             with torch.enable_grad():
-                one = torch.ones_like(direction[:1]).requires_grad_()  # so that what is differentiable once shows it
+                # so that what is differentiable once shows it
+                one = torch.ones_like(direction[:1]).requires_grad_()
                 loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
                 first = torch.autograd.grad(
                     loss, copy.parameters, create_graph=True, allow_unused=True, materialize_grads=True

@@ -29,9 +29,11 @@ from fl_lightning.learner import Layout, flatten
 from fl_lightning.processes import gathered, place
 
 Share = Callable[[], list[Counted]]
-Term = Callable[[Any, int, int], Leaf]  # (batch, its samples, its number) -> what it adds to a sum over samples
+# (batch, its samples, its number) -> what it adds to a sum over samples
+Term = Callable[[Any, int, int], Leaf]
 VALIDATION = "on_validation_batch_start"
-MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28  # of a batch: samples, memory, and what its backward pass needs
+# of a batch: samples, memory, and what its backward pass needs
+MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Evaluator:
         (38, torch.Size([31]))
     """
 
-    convert_validation: Convert | None = None  # where callbacks change batches otherwise than in training
+    # where callbacks change batches otherwise than in training
+    convert_validation: Convert | None = None
 
     def __init__(
         self,
@@ -90,11 +93,13 @@ class Evaluator:
         self.copy.forks = False
         for part in self.copy.learner.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                part.sparse = False  # a sparse gradient cannot be differentiated, and the values are the same
+                # a sparse gradient cannot be differentiated, and the values are the same
+                part.sparse = False
         self.data, self.seed = data, seed
         self.buffers: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
         self._forward, self.copy.forward_context = self.copy.forward_context, self._context
-        self._graph = self._builds_graph = False  # for the present loss; whether none can be had without
+        # for the present loss; whether none can be had without
+        self._graph = self._builds_graph = False
 
     @classmethod
     def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:

@@ -40,7 +40,8 @@ class ClientEvaluation:
     """
 
     def __init__(self, run: Any, trainer: Any) -> None:
-        self._run, self._trainer, self._lock = run, trainer, threading.Lock()  # of engines with threads
+        # of engines with threads
+        self._run, self._trainer, self._lock = run, trainer, threading.Lock()
         self._evaluator: Evaluator | None = None
         self._round: Round | None = None
 

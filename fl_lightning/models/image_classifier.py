@@ -25,7 +25,8 @@ class ImageClassifier(pl.LightningModule):
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """
 
-    builds_arguments = ("network",)  # a checkpoint may have it as a config does: class_path, init_args
+    # a checkpoint may have it as a config does: class_path, init_args
+    builds_arguments = ("network",)
 
     def __init__(
         self,

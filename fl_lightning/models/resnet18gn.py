@@ -22,6 +22,7 @@ class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
         super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, groups))
         if in_channels != 3:
             self.conv1 = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False)
-            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
+            # as torchvision does it
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         if live_taps:
             leave_out_dead_taps(self)

@@ -144,7 +144,8 @@ class CausalLanguageModel(TextLearner):
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``(n, length - 1, vocabulary)`` and the tokens that come ``(n, length - 1)``."""
         tokens = tokens.long()
-        seen = tokens[:, :-1]  # padding is last, where no token of the text looks: no mask is needed
+        # padding is last, where no token of the text looks: no mask is needed
+        seen = tokens[:, :-1]
         filled = seen.masked_fill(seen == NO_TOKEN, self.padding)
         return self.network(input_ids=filled, use_cache=False).logits, tokens[:, 1:]
 

@@ -29,7 +29,8 @@ class VGG11(nn.Module):
             nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, num_classes)
         )
         for module in self.features:
-            if isinstance(module, nn.Conv2d):  # without norms, PyTorch's default initialisation hardly learns
+            # without norms, PyTorch's default initialisation hardly learns
+            if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)

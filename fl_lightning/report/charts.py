@@ -35,7 +35,8 @@ def intervals(summary: Summary) -> list[Drawing]:
     rows = [(pair, said) for pair, said in shown if pair.differences and not _of_shares(said)]
     if not rows:
         return []
-    kinds = list(dict.fromkeys((pair.metric, pair.scale) for pair, _ in rows))  # what shares an axis
+    # what shares an axis
+    kinds = list(dict.fromkeys((pair.metric, pair.scale) for pair, _ in rows))
     heights = [sum((pair.metric, pair.scale) == kind for pair, _ in rows) for kind in kinds]
     drawn = figure(9.2, 0.75 * len(kinds) + 0.42 * len(rows) + 0.3)
     panels = drawn.subplots(len(kinds), 1, squeeze=False, height_ratios=[0.42 * h + 0.1 for h in heights])[:, 0]
@@ -52,7 +53,8 @@ def intervals(summary: Summary) -> list[Drawing]:
                 ):
                     margin = said.claim.margin * unit.factor * sign
                     axes.plot([margin, margin], [y - 0.36, y + 0.36], color=INK, linewidth=1.1, linestyle=(0, (1, 2)))
-        names = [pair.a if said is None else _claimed(said) for pair, said in own]  # without claims b is the first arm
+        # without claims b is the first arm
+        names = [pair.a if said is None else _claimed(said) for pair, said in own]
         axes.set_yticks(range(len(own)), names)
         axes.set_ylim(len(own) - 0.5, -0.5)
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in own))
@@ -114,10 +116,12 @@ def heat_map(summary: Summary) -> list[Drawing]:
         return []
     drawn = figure(min(9.2, 1.6 + 0.09 * max(map(len, rows)) + 1.05 * len(columns)), 0.7 + 0.42 * len(rows))
     axes = drawn.add_subplot()
-    positive = values[np.isfinite(values) & (values != 0)]  # a diverged run's 0 would leave one colour to all others
+    # a diverged run's 0 would leave one colour to all others
+    positive = values[np.isfinite(values) & (values != 0)]
     norm = Normalize(positive.min(), positive.max()) if len(positive) else Normalize(0, 1)
     scored = [arm for arm in summary.arms.values() if arm.mean_sd(score)[0] is not None]
-    brighter = len(scored) < 2 or summary.greater  # what is better, where there are arms to choose from
+    # what is better, where there are arms to choose from
+    brighter = len(scored) < 2 or summary.greater
     mesh = axes.pcolormesh(values, cmap="viridis" if brighter else "viridis_r", norm=norm, edgecolor="none")
     for row, column in np.ndindex(values.shape):
         value = values[row, column]

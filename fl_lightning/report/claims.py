@@ -59,7 +59,8 @@ class Claim:
     margin: float
     score: str = SCORES[0]
     scale: str = "difference"
-    mode: str = ""  # max or min: which way is better, for what a diverged run has; "": by the metric
+    # max or min: which way is better, for what a diverged run has; "": by the metric
+    mode: str = ""
     text: str = ""  # the claim in words, for the reader
     kind: str = "difference"
     c: str = ""

@@ -141,7 +141,8 @@ def measurements(summary: Summary) -> list[Drawing]:
                 x, mean, sd = _raw(runs, name)
                 positive = positive and bool((mean > 0).all())
                 (handles[arm],) = axes.plot(x, mean, **{**look(number), "linewidth": 1.3})
-                low = np.maximum(mean - sd, mean / 10)  # a band below 0 has no place on a logarithmic axis
+                # a band below 0 has no place on a logarithmic axis
+                low = np.maximum(mean - sd, mean / 10)
                 axes.fill_between(x, low, mean + sd, alpha=0.13, linewidth=0, color=look(number)["color"])
         if positive:
             logarithmic(axes)

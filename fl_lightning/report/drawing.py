@@ -56,7 +56,8 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
 
     def drawn(*args: Any, **kwargs: Any) -> Made:
         with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # names in other scripts: a browser has them
+            # names in other scripts: a browser has them
+            warnings.filterwarnings("ignore", "Glyph .* missing")
             return make(*args, **kwargs)
 
     return drawn

@@ -37,7 +37,8 @@ class Run:
     arm: str
     record: Mapping[str, Any]  # run.json
     columns: Mapping[str, Column]
-    directions: Directions = field(default_factory=lambda: Directions(ASK))  # of all that are looked at together
+    # of all that are looked at together
+    directions: Directions = field(default_factory=lambda: Directions(ASK))
     faults: tuple[str, ...] = ()  # of metrics.csv, where it can be read all the same
 
     @property
@@ -76,7 +77,8 @@ class Sweep:
     spec: Mapping[str, Any]  # its sweep.yaml
     runs: tuple[Path, ...]
     waiting: tuple[tuple[str, str, str], ...] = ()  # (arm, seed, status) without a run yet
-    names: Mapping[str, str] = field(default_factory=dict)  # arm → what the report calls it, where that differs
+    # arm → what the report calls it, where that differs
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,8 +87,10 @@ class Found:
 
     runs: list[Run] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
-    directions: Directions = field(default_factory=lambda: Directions(ASK))  # which way is better in a metric
-    apart: dict[Path, str] = field(default_factory=dict)  # a run's folder → its sweep, where that is kept apart
+    # which way is better in a metric
+    directions: Directions = field(default_factory=lambda: Directions(ASK))
+    # a run's folder → its sweep, where that is kept apart
+    apart: dict[Path, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> list[tuple[str, str, str]]:
@@ -226,7 +230,8 @@ def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column
 def _columns(folder: Path, status: str) -> dict[str, Column]:
     path = folder / "metrics.csv"
     packed = folder / "metrics.csv.gz"
-    if status != "done" and not path.is_file() and not packed.is_file():  # it ended before its first round did
+    # it ended before its first round did
+    if status != "done" and not path.is_file() and not packed.is_file():
         return {"round": np.empty(0)}
     names, rows = read_rows(path, complete=status in FINISHED)
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:

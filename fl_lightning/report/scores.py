@@ -115,5 +115,6 @@ def reached(run: Run, metric: str, target: float, mode: str | None = None) -> di
         "rounds": int(last) + 1,
         "bytes": int(sent[0]) if math.isfinite(sent[0]) else None,
         "gradients": gradients,
-        "seconds": seconds if math.isfinite(seconds) else None,  # a round without its time: not known
+        # a round without its time: not known
+        "seconds": seconds if math.isfinite(seconds) else None,
     }

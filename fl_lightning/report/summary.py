@@ -218,7 +218,8 @@ def _within_settings(
 
 
 def _score(run: Run, metric: str, score: str, any_logged: bool) -> float | None:
-    return score_of(run, metric, score) if any_logged else None  # where no run has the metric nobody has lost in it
+    # where no run has the metric nobody has lost in it
+    return score_of(run, metric, score) if any_logged else None
 
 
 def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_logged: bool) -> Arm:

@@ -42,7 +42,8 @@ class Unit:
         if value is None:
             return NONE
         text = f"{value * self.factor:+.2f}" if self.percent else f"{value * self.factor:+#.3g}"
-        return text.lstrip("+-") if not float(text) else text.replace("-", "−", 1)  # no sign of what rounds to 0
+        # no sign of what rounds to 0
+        return text.lstrip("+-") if not float(text) else text.replace("-", "−", 1)
 
 
 PERCENT = Unit(100.0, "%", "points", percent=True)

@@ -33,7 +33,8 @@ class ClientSchedule:
         self._optimizer, self._groups = optimizer, optimizer.param_groups
         self.account = f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
         self._table = [self._now()]
-        others = [{k: v for k, v in group.items() if k != "lr"} for group in self._table[0]]  # momentum of a cycle, say
+        # momentum of a cycle, say
+        others = [{k: v for k, v in group.items() if k != "lr"} for group in self._table[0]]
         optimizer.param_groups = [{**group, **own} for group, own in zip(given, others, strict=True)]
 
     @property

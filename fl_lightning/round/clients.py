@@ -15,7 +15,8 @@ from fl_lightning.round.context import Evaluate, InStep, Round, asking
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, PerClient, Scratch, Upload
 
-LOSS = "the loss of local steps"  # under which it is gathered beside what is logged, where somebody asks for it
+# under which it is gathered beside what is logged, where somebody asks for it
+LOSS = "the loss of local steps"
 
 
 class Clients:
@@ -38,7 +39,8 @@ class Clients:
         self._ids = ids
         self._full_gradient, self._evaluate = full_gradient, evaluate
         self.looked_up, self.mean_gradient_read = False, ""
-        self.buffers: dict[str, Tensor] = {}  # the learner's after training, of a client that stands alone
+        # the learner's after training, of a client that stands alone
+        self.buffers: dict[str, Tensor] = {}
         self.metrics: object = None  # what its steps left in the learner's
         self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
         self._rows: dict[str, Tensor] = {}
@@ -270,7 +272,8 @@ class Clients:
         return to_device(row, self._x.device)
 
     def write(self, key: str, declaration: PerClient, value: Tensor) -> None:
-        if key not in self._rows and isinstance(declaration, Scratch):  # its zeros would be overwritten
+        # its zeros would be overwritten
+        if key not in self._rows and isinstance(declaration, Scratch):
             one = self._load(key, declaration, self._ids[0])
             self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))
         rows = self.rows(key, declaration)

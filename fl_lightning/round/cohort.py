@@ -106,7 +106,8 @@ class Cohort:
         if not hasattr(self.data, "smallest_batch"):
             return None
         steps: Any = self.local_steps
-        if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # of no client a whole epoch
+        # of no client a whole epoch
+        if steps is None and self.local_epochs is not None and self.local_epochs < 1:
             _, first, of = np.unique(self.data.client_sizes(), return_index=True, return_inverse=True)
             steps = np.array([self.steps(int(i)) for i in first])[of]
         found: tuple[int, int] | None = self.data.smallest_batch(steps, clients)

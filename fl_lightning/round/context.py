@@ -125,7 +125,8 @@ class InStep(Protocol):
     def gradient_at(self, x: Tensor) -> Tensor: ...
 
 
-Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]  # (clients, x, what) -> columns (n, 1) by name
+# (clients, x, what) -> columns (n, 1) by name
+Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)

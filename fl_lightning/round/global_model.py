@@ -105,7 +105,8 @@ class GlobalModel:
         if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
             flat = flatten([p.detach() for p in parameters])
             if self._w is not None and self._evaluated is not None and torch.equal(flat, self._evaluated.to(flat)):
-                self._w.data, self._evaluated = self._w.detach().to(flat), flat  # moved, to a GPU or from it
+                # moved, to a GPU or from it
+                self._w.data, self._evaluated = self._w.detach().to(flat), flat
             elif self._w is not None:
                 self._w.data, self._evaluated = flat, None
             else:

@@ -92,7 +92,8 @@ class Ledger:
     def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
         """The server states to commit; synchronised ones keep their value where a part is not averaged."""
         for key, copy in self._copies.items():
-            if key not in self.server and copy._version > 0:  # changed in place, without an assignment
+            # changed in place, without an assignment
+            if key not in self.server and copy._version > 0:
                 self.server[key] = copy
         averaged, settled = self.round.averaged, dict(self.server)
         for key, value in self.server.items():

@@ -31,7 +31,8 @@ class Apart:
     def of(cls, value: Any) -> Apart:
         """Of an object; raises what pickle raises where it cannot be pickled."""
         saved = _saved(value)
-        if torch.cuda.is_available() and b"cuda" in saved:  # so that a machine without a GPU can read it
+        # so that a machine without a GPU can read it
+        if torch.cuda.is_available() and b"cuda" in saved:
             saved = _saved(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False))
         return cls(saved)
 

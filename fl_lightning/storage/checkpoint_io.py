@@ -43,7 +43,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         lock.check(target)
         checkpoint = self._all_readable(checkpoint)
         with suppress(OSError):
-            for stale in target.parent.glob(".*.ckpt.tmp"):  # of a process that was killed while it wrote
+            # of a process that was killed while it wrote
+            for stale in target.parent.glob(".*.ckpt.tmp"):
                 stale.unlink()
         with written_aside(target) as file:
             torch.save(checkpoint, file)
@@ -90,7 +91,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         parts: dict[str, Any] = {}
         for key, part in checkpoint.items():
             try:
-                if key in HYPER_PARAMETERS:  # restored by load_from_checkpoint alone, so a run needs none of them
+                # restored by load_from_checkpoint alone, so a run needs none of them
+                if key in HYPER_PARAMETERS:
                     parts[key] = _hyper_parameters(key, part)
                 else:
                     parts[key] = set_apart(part, f"checkpoint[{key!r}]", moved)

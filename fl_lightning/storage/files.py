@@ -45,7 +45,8 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
     raw: _Remembering | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)  # a frozen process may have it open, and would go on writing into ours
+        # a frozen process may have it open, and would go on writing into ours
+        aside.unlink(missing_ok=True)
         raw = _Remembering(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode))
         with io.BufferedWriter(raw) as file:
             yield file

@@ -60,7 +60,8 @@ class RunState:
     ) -> None:
         """Round t is over: what it leaves becomes the state."""
         rows = self.rows.store.owned(rows)  # may fail
-        self._outcome = Outcome(t, rows, server, logged, chosen)  # from here on the round counts, whatever happens
+        # from here on the round counts, whatever happens
+        self._outcome = Outcome(t, rows, server, logged, chosen)
         self.settle(t)
 
     def keep_rows_for(self, data: Any) -> None:

@@ -52,7 +52,8 @@ class Secret:
         about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()
         words = np.frombuffer(drawn, np.uint64)
-        counter = np.array([0, *words[2:]], np.uint64)  # its first word counts the numbers that are drawn
+        # its first word counts the numbers that are drawn
+        counter = np.array([0, *words[2:]], np.uint64)
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
     def keep(self, content: dict[str, Any], folder: Path | None) -> None:
@@ -122,7 +123,8 @@ def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes
 def _folders(ckpt_path: str | os.PathLike[str] | None, held: dict[str, Any] | None) -> list[Path]:
     """Where it may lie: beside the checkpoint, or where the run was."""
     named: Iterable[Any] = () if held is None or ckpt_path is None else held.get("folders", ())
-    return [Path(str(ckpt_path)).parent / str(folder) for folder in named]  # an absolute one stays what it is
+    # an absolute one stays what it is
+    return [Path(str(ckpt_path)).parent / str(folder) for folder in named]
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -34,7 +34,8 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 _FILE = re.compile(r"rows-(\d{8,})-r(\d+)\.safetensors")
-RANKS = 1 << 16  # a segment's number in an index: its number in the folder * RANKS + the rank that wrote it
+# a segment's number in an index: its number in the folder * RANKS + the rank that wrote it
+RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Group:
     offset: int
 
 
-Index = dict[str, dict[str, Tensor]]  # name -> {"clients": ids ascending, "segments": segment numbers}
+# name -> {"clients": ids ascending, "segments": segment numbers}
+Index = dict[str, dict[str, Tensor]]
 Header = dict[str, list[Group]]  # name -> its groups
 
 

@@ -48,9 +48,11 @@ class ClientStore:
 
     def _reset(self) -> None:
         self._dirty: dict[tuple[str, int], Tensor] = {}  # not on disk yet
-        self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # copies of what is, by latest use
+        # copies of what is, by latest use
+        self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
         self._dirty_bytes = self._clean_bytes = 0
-        self._where: dict[str, tuple[IntArray, IntArray]] = {}  # name -> clients ascending, their segments
+        # name -> clients ascending, their segments
+        self._where: dict[str, tuple[IntArray, IntArray]] = {}
         self._home: Path | None = None  # where the segments lie …
         self._flushed = False  # … and whether we may write there (not yet after a load)
         self._spilled: set[int] = set()  # segments that lie in the temporary folder
@@ -206,7 +208,8 @@ class ClientStore:
         with self._lock:
             self._reset()
             self._where, self._home = {name: of for name, of in where.items() if len(of[0])}, folder
-            self._number = max(self._segments(), default=0) // RANKS  # else a spill takes their numbers
+            # else a spill takes their numbers
+            self._number = max(self._segments(), default=0) // RANKS
 
     def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
         """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.

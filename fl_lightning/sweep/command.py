@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
         _list(sweep)
         return 0
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that `my_learner.Lit` in the current directory is found
+        # so that `my_learner.Lit` in the current directory is found
+        sys.path.insert(0, os.getcwd())
     if given.run is not None:
         return sweep.run_one(given.run)
     if given.slurm is not None:

@@ -87,7 +87,8 @@ class Queue:
                 self._free.append(place)
                 code = os.waitstatus_to_exitcode(status)
                 before_rounds = self.stopped is not None and -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-                self.states[run] = WAITING if before_rounds else outcome(run, code)  # nothing was lost
+                # nothing was lost
+                self.states[run] = WAITING if before_rounds else outcome(run, code)
                 self.table.tell(run, self.states)
                 ended = True
         if ended:
@@ -121,7 +122,8 @@ def outcome(run: Run, code: int) -> str:
         return DIVERGED
     if code == 0 and status == DONE:
         return DONE
-    if status == "stopped" and (code == 0 or code > 128):  # else what an earlier process of it wrote
+    # else what an earlier process of it wrote
+    if status == "stopped" and (code == 0 or code > 128):
         return WAITING
     if status == "running":
         files.set_status(run, FAILED)

@@ -119,7 +119,8 @@ def choose(
     """
     directions = which_way(select)
     ended = [run for candidate in found for run in candidate.runs if states[run] in (DONE, DIVERGED)]
-    read = {run: reading.read_run(run.folder, directions) for run in ended}  # all, before the first is scored
+    # all, before the first is scored
+    read = {run: reading.read_run(run.folder, directions) for run in ended}
     means = [_mean(candidate, select, states, read) for candidate in found]
     best: dict[str, Mapping[str, Any]] = {}
     for arm in dict.fromkeys(candidate.arm for candidate in found):
@@ -166,7 +167,8 @@ def _has(arm: Arm, key: str) -> bool:
     section, _, name = key.partition(".")
     if section != "method":
         return True
-    from fl_lightning.cli.method_options import method_class  # they bring torch, which --help need not wait for
+    # they bring torch, which --help need not wait for
+    from fl_lightning.cli.method_options import method_class
     from fl_lightning.cli.parsing_errors import parameters
 
     items = prepare("fit", arm.argv()).config.get("method") or []

@@ -26,7 +26,8 @@ class Selection:
     val_fraction: float
     seeds: tuple[int, ...]
     rounds: int | None = None  # of the runs that measure; None: as many as the arms' own
-    arms: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)  # arm → its own, in place of over
+    # arm → its own, in place of over
+    arms: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     stored: Path | None = None  # what was chosen elsewhere, in place of over
     mode: str | None = None  # max or min: which way is better, where the metric does not tell
 

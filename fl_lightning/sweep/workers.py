@@ -42,7 +42,8 @@ def warm() -> None:
 
     gc.collect()
     gc.freeze()  # the workers' collectors leave these pages alone, so they stay shared
-    atexit.register(gc.unfreeze)  # at the end they are to be collected: bindings print what is left of them
+    # at the end they are to be collected: bindings print what is left of them
+    atexit.register(gc.unfreeze)
 
 
 def usable_cores() -> list[int]:
@@ -108,7 +109,8 @@ def fit_here(run: Run, claims_hash: str | None) -> int:
     """Be ``fl-lightning fit`` for ``run`` in this process, and give its exit status."""
     from fl_lightning.cli.commands import run as fit
 
-    sys.argv = [sys.argv[0], "fit", *run.argv]  # Lightning's launcher starts further processes by it
+    # Lightning's launcher starts further processes by it
+    sys.argv = [sys.argv[0], "fit", *run.argv]
     prepared = prepare("fit", list(run.argv))
     prepared.arm, prepared.claims_hash, prepared.axes = run.arm, claims_hash, dict(run.axes)
     return fit("fit", prepared)
@@ -229,7 +231,8 @@ def _share_threads(number: int) -> None:
     """As many threads within an operation as cores; where OMP_NUM_THREADS is set it holds, as it does for ``fit``."""
     if os.environ.get("OMP_NUM_THREADS"):
         return
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # of the processes that the run starts itself
+    # of the processes that the run starts itself
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(number))
     import torch
 

@@ -33,7 +33,8 @@ def test_clients_that_diverge_stop_the_run_or_are_left_out(policy: str) -> None:
     class Diverges(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            short = batch_idx == 2 and len(batch[1]) == 2  # the last batch of some clients, and of that alone
+            # the last batch of some clients, and of that alone
+            short = batch_idx == 2 and len(batch[1]) == 2
             return loss * float("nan") if short else loss
 
     module = federated(Diverges(), on_nonfinite=policy, participation="all")
@@ -63,7 +64,8 @@ def test_a_client_whose_buffer_is_not_finite_has_diverged(policy: str) -> None:
             self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan]))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.running_mean.add_(torch.inf if len(batch[0]) == 6 else 1.0)  # the last batch of one client in five
+            # the last batch of one client in five
+            self.running_mean.add_(torch.inf if len(batch[0]) == 6 else 1.0)
             return Lit.training_step(self, batch, batch_idx)
 
     if policy == "average":

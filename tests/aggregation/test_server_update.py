@@ -44,7 +44,8 @@ def test_the_update_is_the_mean_of_what_clients_moved(weighting: str) -> None:
         share = {i: float(sizes[i]) if weighting == "samples" else 1.0 for i in ends}
         mean = sum(share[i] * (x - seen["w_before"]) for i, x in ends.items()) / sum(share.values())
         torch.testing.assert_close(seen["update"], mean, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(seen["w"], seen["w_before"] + mean, rtol=1e-12, atol=1e-12)  # server SGD of rate 1
+        # server SGD of rate 1
+        torch.testing.assert_close(seen["w"], seen["w_before"] + mean, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,8 @@ def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:
         (state,) = run.optimizers[0].state.values()
         optimizer = {"momentum": state["momentum_buffer"]}
         found.append({"w": module.global_vector, **optimizer, **module.server_states, **client_rows(module)})
-        assert len(watching.seen) == 1  # hooks of the server's side find no clients, so they are not called
+        # hooks of the server's side find no clients, so they are not called
+        assert len(watching.seen) == 1
     assert found[0].keys() == found[1].keys() and len(found[0]) > 3
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 

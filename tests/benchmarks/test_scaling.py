@@ -27,5 +27,6 @@ def test_one_table_with_json_and_plot_beside_it(tmp_path: Path) -> None:
     for point in json.loads((tmp_path / "found.json").read_text()):
         assert len(point["seconds"]) == 6 and point["whole"] >= point["round"] > 0
         assert point["segments"] >= 3 and point["peak_mb"] > 0
-        assert point["disk_mb"] > 3 * 10 * 4 * 9985 / 2**20  # rows of at least the last rounds' participants
+        # rows of at least the last rounds' participants
+        assert point["disk_mb"] > 3 * 10 * 4 * 9985 / 2**20
     assert (tmp_path / "found.png").read_bytes()[1:4] == b"PNG"

@@ -90,14 +90,16 @@ def test_a_round_costs_what_the_table_says(makers: list[Any], down: int, up: int
     rows = [row for by_client in ours.record.rows[-1].values() for row in by_client.items()]
     clients = {i for table in ours.schedule.rounds for i in table}
     assert sum(row.size for _, row in rows) == kept * D * len(clients), "what clients keep"
-    assert last["cost/kept_vectors"] == kept and last["cost/gradients"] > 0  # equal gradients need every arm's
+    # equal gradients need every arm's
+    assert last["cost/kept_vectors"] == kept and last["cost/gradients"] > 0
 
 
 def test_what_loggers_let_clients_keep_is_not_counted_their_optimizer_is() -> None:
     last = network([c.DivergenceLogger(), c.CommunicationLogger()], 2, momentum=0.5, keep_optimizer_state=True)
     assert last.record.metrics[-1]["cost/kept_vectors"] == 1
     parts = network([c.PartialAveraging(periods={"net.0.*": 5}), c.CommunicationLogger()], 2).record.metrics[-1]
-    assert parts["cost/kept_vectors"] == pytest.approx((2 * 16 + 2) / D)  # copy and origin; since when, and how far
+    # copy and origin; since when, and how far
+    assert parts["cost/kept_vectors"] == pytest.approx((2 * 16 + 2) / D)
 
 
 def test_compression_is_counted_with_its_indices_and_hides_what_could_be_derived() -> None:

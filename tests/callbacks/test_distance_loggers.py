@@ -55,7 +55,8 @@ def test_a_norm_is_counted_with_the_layer_before_it() -> None:
     names = list(layers(Layout(ResNet20(10, depth=8))))
     assert names == ["conv1", *(f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)), "fc"]
     found = layers(Layout(ResNet20(10, depth=8)))
-    assert sum(s.stop - s.start for s in found["conv1"]) == 16 * 3 * 9 + 16 + 16  # and its norm's weight and bias
+    # and its norm's weight and bias
+    assert sum(s.stop - s.start for s in found["conv1"]) == 16 * 3 * 9 + 16 + 16
 
 
 def test_total_alone_costs_less_and_is_the_same() -> None:

@@ -41,7 +41,8 @@ def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: in
     problem, losses = TwoLayer(3, 4, 3), dict[int, float]()
     for t, ((drawn, p), cohort) in enumerate(zip(vars(method)["_drawn"], ours.schedule.rounds, strict=True)):
         assert len(set(drawn)) == (candidates or 6) and np.allclose(p, np.array(SIZES) / sum(SIZES))
-        known = sorted(drawn, key=lambda i: -losses.get(i, np.inf))  # stable, so of equal ones the first drawn
+        # stable, so of equal ones the first drawn
+        known = sorted(drawn, key=lambda i: -losses.get(i, np.inf))
         assert set(cohort) == set(map(int, known[:3])) == set(ours.module.participants(t))
         for i, batches in cohort.items():
             x, seen = ours.start if t == 0 else ours.record.w[t - 1], []

@@ -174,7 +174,8 @@ ALS = {
 }
 ALS_OPT = {**ALS, "extractor": ["*.layers.[0-9].*"]}
 PROXY = {"model.lr_decay": 0.9995}
-FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {  # what each changes in an experiment of its paper
+# what each changes in an experiment of its paper
+FRAGMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "fedinit": {
         "fedavg": {},
         "fedadam": {"model.server_optimizer": ADAM},

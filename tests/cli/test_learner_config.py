@@ -83,7 +83,8 @@ def test_only_a_learner_with_objects_needs_the_instantiator(cli: Cli, name: str,
     result = cli(*FIT, *learner, "--trainer.default_root_dir", "x", "--trainer.max_epochs", 1)
     assert result.returncode == 0, result.stderr
     saved = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)["hyper_parameters"]
-    assert ("_instantiator" not in saved) == plain and saved["hidden"] == 5  # a tuple is no plain data: YAML has lists
+    # a tuple is no plain data: YAML has lists
+    assert ("_instantiator" not in saved) == plain and saved["hidden"] == 5
     load = f"import mine; m = mine.{name}.load_from_checkpoint('x/checkpoints/last.ckpt'); print(m.net[1].out_features)"
     result_ = subprocess.run([sys.executable, "-c", load], cwd=cli.folder, capture_output=True, text=True)
     assert result_.stdout.strip() == "5", result_.stderr

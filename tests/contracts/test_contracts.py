@@ -34,7 +34,8 @@ OURS: dict[str, Callable[..., FederatedCallback]] = {
         name: made
         for name, made in vars(c).items()
         if name in c.__all__ and isinstance(made, type) and issubclass(made, FederatedCallback)
-        if name != "PerClientEvaluation"  # which needs held-out samples, and these depend on a client's number
+        # which needs held-out samples, and these depend on a client's number
+        if name != "PerClientEvaluation"
     },
     "FedRep, half an epoch": lambda: c.AlternatingHead(0.5, ["head.*"]),
     **OTHERS,

@@ -66,7 +66,8 @@ def test_real_cifar10_keeps_channels_rows_and_columns(real_data):
     data = CIFAR10(real_data)
     data.setup()
     raw = pickle.loads((real_data / data.folder / "test_batch").read_bytes(), encoding="latin1")
-    assert np.array_equal(data.test_set.x[:50].flatten(1).numpy(), raw["data"][:50])  # red, green, blue rows
+    # red, green, blue rows
+    assert np.array_equal(data.test_set.x[:50].flatten(1).numpy(), raw["data"][:50])
 
 
 def test_digits_are_split_by_class_whatever_the_seed():
@@ -209,7 +210,8 @@ def test_command_line_builds_and_prints_them(kind):
     }
     config = parser.parse_object({"data": {"class_path": f"fl_lightning.datamodules.{kind}", "init_args": init}})
     assert parser.parse_string(parser.dump(config)) == config
-    build = getattr(parser, "instantiate", parser.instantiate_classes)  # its name before jsonargparse 4.49
+    # its name before jsonargparse 4.49
+    build = getattr(parser, "instantiate", parser.instantiate_classes)
     data = build(config).data
     assert type(data).__name__ == kind and data.num_clients == 7
     assert repr(data.partition) == "Dirichlet(alpha=0.3)" and repr(data.biases) == "(ClientBias(std=0.2),)"

@@ -16,7 +16,8 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 
 N = 60
-OWN = [[*range(k, N, 3), k] for k in range(3)]  # client k has the samples k, k + 3, …, the first of them twice
+# client k has the samples k, k + 3, …, the first of them twice
+OWN = [[*range(k, N, 3), k] for k in range(3)]
 X, Y = torch.arange(N, dtype=torch.float32).view(N, 1), torch.arange(N) % 2
 
 

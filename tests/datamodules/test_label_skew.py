@@ -80,7 +80,8 @@ def test_who_finds_its_only_class_used_up_is_dealt_the_rest_from_what_is_left(se
 def test_sizes_are_an_equal_share_or_those_asked_for(given: Any, sizes: list[int]) -> None:
     for replacement in (True, False):
         assert [len(c) for c in Dirichlet(1.0, replacement=replacement, **given).split(LABELS, 16, 0)] == sizes
-    assert sum(len(c) for c in Dirichlet(1.0, samples_per_client=25).split(LABELS, 4, 0)) == 100  # exactly all of them
+    # exactly all of them
+    assert sum(len(c) for c in Dirichlet(1.0, samples_per_client=25).split(LABELS, 4, 0)) == 100
 
 
 @pytest.mark.parametrize(

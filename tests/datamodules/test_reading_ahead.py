@@ -104,7 +104,8 @@ def test_side_by_side_and_interrupted():
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda i: [b[0] for b in data.client_batches(i % 3, 0, 9)], range(12)))
     assert all(same([f], [expected[i % 3]]) for i, f in enumerate(found))
-    others = [iter(data.client_batches(i, 0, 9)) for i in range(3)]  # in turns, as the stacked engine asks
+    # in turns, as the stacked engine asks
+    others = [iter(data.client_batches(i, 0, 9)) for i in range(3)]
     turns = [[next(one)[0] for one in others] for _ in range(9)]
     assert all(torch.equal(turns[k][i], expected[i][k]) for k in range(9) for i in range(3))
     assert len(multiprocessing.active_children()) == len(before) + 2

@@ -90,7 +90,8 @@ def test_clients_train_on_what_the_transfer_hook_makes(engine):
     tested = fit.test(module, federate(Raw()), verbose=False)[0]["test/acc"]
     assert tested == trainer().test(module, plain, verbose=False)[0]["test/acc"]
     evaluated = [entry for entry in inner.seen if entry[1]]
-    assert evaluated == [(False, True, n) for n in (25, 25, 10)] * 2  # once a batch, and never the round's token
+    # once a batch, and never the round's token
+    assert evaluated == [(False, True, n) for n in (25, 25, 10)] * 2
     assert all(entry[0] and entry[2] in (6, 2) for entry in inner.seen if not entry[1])
 
 

@@ -57,7 +57,8 @@ def composition(name: str) -> Case:
     }
 
 
-ELSEWHERE = ("method/fedbn", "PerClientEvaluation")  # need norms, held-out samples: in tests of their own
+# need norms, held-out samples: in tests of their own
+ELSEWHERE = ("method/fedbn", "PerClientEvaluation")
 PACKAGED = [name for name in packaged() if name.startswith("method/") and name not in ELSEWHERE]
 IN_CONFIGS = {type(method).__name__ for name in PACKAGED for method in config(name)[0]}
 OTHERS = [

@@ -133,7 +133,8 @@ def test_steps_of_epochs_and_the_number_of_the_step() -> None:
         def on_local_step_end(self, clients: Any) -> None:
             seen.append(int(clients.step))
 
-    tiny_run(Asking(), rounds=1, participation="all", local_steps=2)  # of 1, 5, 9, 4, 12, 7 samples by batches of 4
+    # of 1, 5, 9, 4, 12, 7 samples by batches of 4
+    tiny_run(Asking(), rounds=1, participation="all", local_steps=2)
     assert seen[:6] == [["of", 1, 1, 3, 2], 0, 1, ["of", 2, 3, 8, 4], 0, 1]  # clients 0 and 4
 
 

@@ -147,7 +147,8 @@ def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(le
         assert "seen" in module.engine_facts["why"] or engine == "stacked"
         assert torch.equal(module.global_vector, reference.global_vector)
         assert own.get("train/mean") == logged.get("train/mean")
-    assert module.learner.seen == reference.learner.seen or learner is Averaging  # trial steps leave no trace
+    # trial steps leave no trace
+    assert module.learner.seen == reference.learner.seen or learner is Averaging
     with pytest.raises(UserError, match=r"engine='concurrent'.*changes seen.*engine='sequential'"):
         fitted(learner, engine="concurrent", workers=2)
 

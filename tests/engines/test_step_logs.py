@@ -91,7 +91,8 @@ def of_lightning(learner: Lit, data: Any, client: int, steps: int) -> dict[str, 
 @pytest.mark.parametrize("arguments", ENGINES, ids=lambda given: given["engine"])
 @pytest.mark.filterwarnings("ignore")
 def test_numbers_are_the_mean_over_clients_of_plain_lightnings(learner: type[Lit], arguments: dict[str, Any]) -> None:
-    data, run = blobs(clients=2, batch_size=11), trainer(1)  # 24 and 22 samples: the second client's batches are alike
+    # 24 and 22 samples: the second client's batches are alike
+    data, run = blobs(clients=2, batch_size=11), trainer(1)
     module = federated(learner(), participation="all", local_epochs=None, local_steps=2, **arguments)
     start = {name: value.clone() for name, value in module.learner.state_dict().items()}
     run.fit(module, data)

@@ -142,7 +142,8 @@ def test_random_numbers_of_the_process_go_one_client_after_the_other(kind: str) 
     state = torch.get_rng_state()
     trainer(1).fit(module, data)
     assert module.engine_facts["engine"] == "sequential" and "draws random numbers" in module.engine_facts["why"]
-    assert kind == "data" or torch.equal(state, torch.get_rng_state())  # validation reads the data too
+    # validation reads the data too
+    assert kind == "data" or torch.equal(state, torch.get_rng_state())
     with pytest.raises(UserError, match=r"engine='concurrent'.*draws random numbers"):
         trainer(1).fit(seeded(learner, engine="concurrent"), data)
 

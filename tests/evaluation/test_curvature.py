@@ -116,7 +116,8 @@ def test_products_are_exact_and_the_standard_error_of_the_trace_is_true() -> Non
     for seed in range(12):
         mean, error = trace(hessian, 20, seed, np.eye(len(w))[0])
         away.append((mean - trace_is) / error)
-    assert 0.3 < np.std(away) < 3 and abs(np.mean(away)) < 1.5  # what the standard error says is what one sees
+    # what the standard error says is what one sees
+    assert 0.3 < np.std(away) < 3 and abs(np.mean(away)) < 1.5
 
 
 def _spread(path: Any, rank: int, world: int) -> None:

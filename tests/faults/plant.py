@@ -39,7 +39,8 @@ from tests.faults.planting import (
 )
 from tests.faults.survivors import SURVIVORS
 
-SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}  # what is drawn for a reader; no method's arithmetic
+# what is drawn for a reader; no method's arithmetic
+SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}
 METHOD_FILES = [f"callbacks/{p.name}" for p in sorted((ROOT / "callbacks").glob("*.py")) if p.name not in SHOWN]
 ENOUGH = 0.97
 
@@ -76,7 +77,8 @@ class Planted:
         self.uses: Uses = {}
         self.failing: list[str] = []  # tests, without a fault
         self.now: list[str] = []  # the checks that faults meet
-        self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)  # what caught mutants of a function
+        # what caught mutants of a function
+        self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)
 
     def see(self, file: str, own: bool) -> None:
         """Run the file's own tests, or all that it is checked by, where they were not yet, to know what they call."""

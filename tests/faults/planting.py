@@ -25,11 +25,15 @@ from hypothesis import Phase, settings
 ROOT = Path(__file__).parents[2]
 WORKERS = int(os.environ.get("WORKERS", 2))  # children at once
 TOGETHER = 16  # tests that a child runs to see what they call
-SLACK = 20, 4  # seconds of the processor, and times what a test takes here and now, until its fault is given up
+# seconds of the processor, and times what a test takes here and now, until its fault is given up
+SLACK = 20, 4
 WAITING = 90  # seconds of the clock, in place of 20
-MEMORY = 3 << 30  # bytes that a fault may take, above what is there: a test of its child fails by a MemoryError
-ENDLESS, DIED = "it does not end: ", "the process died"  # what a fault may do in place of failing a test
-FIRST, LONGEST = 6, 90.0  # tests run before all others, where most faults end; seconds of tests for one fault
+# bytes that a fault may take, above what is there: a test of its child fails by a MemoryError
+MEMORY = 3 << 30
+# what a fault may do in place of failing a test
+ENDLESS, DIED = "it does not end: ", "the process died"
+# tests run before all others, where most faults end; seconds of tests for one fault
+FIRST, LONGEST = 6, 90.0
 Function = tuple[str, int]  # file, its first line
 CALLED: set[Function] = set()
 FORKED: Function = ("a child process, and what that calls is not seen", 0)
@@ -125,7 +129,8 @@ def run_tests(selected: list[str], *options: str, known: Uses | None = None) -> 
     ]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         status = pytest.main([*selected, *quiet, *options], plugins=[recorder])
-    if status == pytest.ExitCode.INTERRUPTED and recorder.uses and not recorder.failed:  # of which pytest reports none
+    # of which pytest reports none
+    if status == pytest.ExitCode.INTERRUPTED and recorder.uses and not recorder.failed:
         recorder.failed.append(list(recorder.uses)[-1])
     if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
         raise RuntimeError(f"pytest could not run {selected[:2]}: {status!r}")
@@ -156,7 +161,8 @@ def outer_codes(tree: ast.Module | str) -> dict[int, CodeType]:
 
     def visit(code: CodeType) -> None:
         for inner in code.co_consts:
-            if isinstance(inner, CodeType) and inner.co_flags & 2:  # a function's locals are fast: not a class's body
+            # a function's locals are fast: not a class's body
+            if isinstance(inner, CodeType) and inner.co_flags & 2:
                 found[inner.co_firstlineno] = inner
             elif isinstance(inner, CodeType):
                 visit(inner)
@@ -193,7 +199,8 @@ def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple
                 return
             child, status = os.wait()
             name, answer = running.pop(child)
-            killed = status == signal.SIGKILL  # which no fault does: memory was short, or somebody was impatient
+            # which no fault does: memory was short, or somebody was impatient
+            killed = status == signal.SIGKILL
             unsaid = "ERROR the process was killed" if killed else f"{DIED} ({status})"
             yield name, answer.read_text("utf-8") if answer.exists() else unsaid
 

@@ -158,7 +158,8 @@ class Logged(Logger):
         self.add({step or 0: values})
 
     def save(self) -> None:
-        if sys._getframe(1).f_code.co_name == "_save_loggers_on_train_batch_end":  # the only place past the axis' step
+        # the only place past the axis' step
+        if sys._getframe(1).f_code.co_name == "_save_loggers_on_train_batch_end":
             self.fuse.at("saving logger")
 
     def add(self, table: dict[int, dict[str, float]]) -> None:

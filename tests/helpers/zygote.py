@@ -142,7 +142,8 @@ def _child(command: dict[str, Any]) -> int:
     _write(files.with_suffix(".pid"), str(os.getpid()))
     os.chdir(command["cwd"])
     os.environ.update(command["env"])
-    sys.argv = [str(program.__file__), *command["argv"]]  # Lightning's launcher starts further processes by it
+    # Lightning's launcher starts further processes by it
+    sys.argv = [str(program.__file__), *command["argv"]]
     return program.main(command["argv"])
 
 

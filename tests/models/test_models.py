@@ -40,7 +40,8 @@ def test_groups_and_shortcuts():
     norms = [m for m in ResNet18GN(10, groups=4).modules() if isinstance(m, torch.nn.GroupNorm)]
     assert len(norms) == 20 and all(n.num_groups == 4 for n in norms)
     assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in ResNet18GN(10).modules())
-    block = ResNet20(10).blocks[3]  # 16 to 32 channels: with dead convolutions the shortcut alone is left
+    # 16 to 32 channels: with dead convolutions the shortcut alone is left
+    block = ResNet20(10).blocks[3]
     for p in block.parameters():
         torch.nn.init.zeros_(p)
     x = torch.rand(1, 16, 8, 8)

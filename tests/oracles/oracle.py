@@ -46,7 +46,8 @@ class Config:
     feddyn: Coefficient | None = None  # penalty a
     alpha: Coefficient | None = None  # FedCM
     sam: Coefficient | None = None  # radius
-    fedsmoo: Coefficient | None = None  # radius of the corrected perturbation; FedSMOO is this and feddyn
+    # radius of the corrected perturbation; FedSMOO is this and feddyn
+    fedsmoo: Coefficient | None = None
     parts: Sequence[tuple[Mask, int | None]] = ()  # (coordinates, period; None: never averaged)
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
@@ -194,7 +195,8 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
             dual = mu_i.get(i, zeros)  # FedSMOO's mu_i
             e, theta, rests = zeros, w, np.zeros(D, dtype=bool)
             for k, batch in enumerate(schedule.rounds[t][i]):
-                if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:  # § 18, 3 classes
+                # § 18, 3 classes
+                if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:
                     batch = (batch[0], 2 - batch[1])
                 if cfg.ditto is not None:  # § 17: its own model, before x moves
                     v = v_i.get(i, w0)
@@ -334,7 +336,8 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
         w = new_w
         rows = {"c_i": c_i, "lambda_i": lambda_i, "mu_i": mu_i, "e_i": e_i, "momentum_i": momentum_i}
         rows |= {"v_i": v_i, "theta_i": theta_i, "last_i": last_i, "origin": origin, "elapsed": elapsed}
-        clients = {name: dict(table) for name, table in rows.items()}  # rows are replaced, never changed
+        # rows are replaced, never changed
+        clients = {name: dict(table) for name, table in rows.items()}
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
     return history

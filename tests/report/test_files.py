@@ -78,7 +78,8 @@ def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
     assert not re.findall(r"@import|url\((?!#)|fetch\(|https?://(?!www\.w3\.org/)", text)
     assert len(page.ids) == len(set(page.ids)) and {place[1:] for place in page.asked} <= set(page.ids)
     assert "fed<smoo>" not in text and "fed&lt;smoo&gt;" in text
-    assert text.count("<figure>") == text.count("<svg") == 8  # 4 curves, intervals, heat map, layers, measurements
+    # 4 curves, intervals, heat map, layers, measurements
+    assert text.count("<figure>") == text.count("<svg") == 8
     assert "smoothed by a Hanning window of 3 values" in text  # of 20
     assert "70.00" in text and "diverged with seed 2" in text and "fed&lt;smoo&gt;, seed 3: running" in text
 
@@ -201,7 +202,8 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     text = (tmp_path / "out/report.md").read_text()
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
     packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text("utf-8")
-    (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")  # known by its text
+    # known by its text
+    (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")
     report(tmp_path / "out", tmp_path / "s")
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")

@@ -16,7 +16,8 @@ from fl_lightning.report.runs import Run, read_run
 from fl_lightning.report.scores import reached, scores, smooth, tail
 
 short = st.lists(st.floats(0, 1), min_size=1, max_size=30)
-long = st.builds(  # up to where the window is at its widest; some fall, so that their maximum lies before the last 50
+# up to where the window is at its widest; some fall, so that their maximum lies before the last 50
+long = st.builds(
     lambda length, seed, slope: (0.5 + slope * np.linspace(-1, 1, length) + drawn(seed, length)).tolist(),
     st.integers(30, 700), st.integers(0, 1000), st.sampled_from([-0.3, 0.0, 0.3]),
 )  # fmt: skip
@@ -34,7 +35,8 @@ def smoothed_by_hand(values: list[float]) -> list[float]:
     if width < 3:
         return values
     half = width // 2
-    weights = [0.5 - 0.5 * math.cos(2 * math.pi * (k + 1) / (width + 1)) for k in range(width)]  # none of them is 0
+    # none of them is 0
+    weights = [0.5 - 0.5 * math.cos(2 * math.pi * (k + 1) / (width + 1)) for k in range(width)]
     smoothed = []
     for t in range(len(values)):
         inside = [(weights[k + half], values[t + k]) for k in range(-half, half + 1) if 0 <= t + k < len(values)]
@@ -119,4 +121,5 @@ def test_the_last_line_counts_without_a_line_break_where_the_run_ended(tmp_path:
         folder = make_run(tmp_path / status, "a", 0, {"val/acc": [0.1, 0.2, 0.34]}, status)
         text = (folder / "metrics.csv").read_text()
         (folder / "metrics.csv").write_text(text.rstrip("\n"))
-        assert len(read_run(folder).column("val/acc")) == length  # 0.34 may be cut from 0.341 while it runs
+        # 0.34 may be cut from 0.341 while it runs
+        assert len(read_run(folder).column("val/acc")) == length

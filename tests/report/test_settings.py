@@ -87,7 +87,8 @@ def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
     assert set(found["arms"]) == {"one/base", "one/up", "two/base", "two/up"}
     assert [(e["id"], e["verdict"]) for e in found["claims"]] == [("one-A", "reproduced"), ("two-A", "contradicted")]
     assert set(found["settings"]) == {"one/all", "two/all"}
-    for folder in (tmp_path / "one/up/seed-4", tmp_path / "one/base/seed-4"):  # half of one sweep elsewhere: still one
+    # half of one sweep elsewhere: still one
+    for folder in (tmp_path / "one/up/seed-4", tmp_path / "one/base/seed-4"):
         half = tmp_path / "half" / folder.relative_to(tmp_path / "one")
         half.parent.mkdir(parents=True)
         folder.rename(half)
@@ -108,7 +109,8 @@ def test_a_claim_means_the_runs_of_its_own_sweep(tmp_path: Path) -> None:
     assert [(e["n"], e["provisional"]) for e in said] == [(0, True), (5, True)]
     written(tmp_path / "two/claims.yaml", {"id": "two-A", **claim, "a": "base", "b": "base"})
     said = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")["claims"]
-    assert [(e["n"], e["provisional"]) for e in said] == [(0, True), (5, False)]  # another sweep's base is awaited
+    # another sweep's base is awaited
+    assert [(e["n"], e["provisional"]) for e in said] == [(0, True), (5, False)]
 
 
 def test_a_trend_is_provisional_while_a_value_of_its_axis_has_no_run(tmp_path: Path) -> None:

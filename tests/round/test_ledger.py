@@ -13,7 +13,8 @@ from tests.helpers.rounds import LAST, D, a_round, parts
 
 OWN, SHARED = ServerState(synchronised=False), ServerState(synchronised=True)
 NEW = ServerState(initial="current_model", synchronised=True)
-PARTLY: dict[str, Any] = {"parts": parts((LAST, None))}  # round 0: the last two coordinates are not averaged
+# round 0: the last two coordinates are not averaged
+PARTLY: dict[str, Any] = {"parts": parts((LAST, None))}
 EIGHTS = torch.full((D,), 8.0, dtype=torch.float64)
 
 
@@ -89,7 +90,8 @@ def test_synchronised_client_rows_keep_their_value_where_a_part_is_not_averaged(
         settled = ledger.settled_rows({"M.shared": shared, "M.own": own})
         assert (settled["M.shared"][3].tolist(), settled["M.shared"][5].tolist()) == expected
         assert torch.equal(settled["M.own"][3], EIGHTS) and torch.equal(settled["optimizer.0.step"][3], EIGHTS)
-        assert torch.equal(ledger.rows["M.shared"][3], EIGHTS)  # what methods still read is left alone
+        # what methods still read is left alone
+        assert torch.equal(ledger.rows["M.shared"][3], EIGHTS)
 
 
 def test_uploads_are_summed_over_who_finished_and_zero_where_nobody_sent() -> None:
@@ -98,7 +100,8 @@ def test_uploads_are_summed_over_who_finished_and_zero_where_nobody_sent() -> No
     ledger.total = {"sum:M.u": EIGHTS, "weight": torch.tensor(40.0, dtype=torch.float64)}
     total, number = ledger.uploaded("M.u", sent)
     assert torch.equal(total, EIGHTS) and number == 2
-    assert ledger.uploaded_weighted("M.u", sent).tolist() == [0.2] * D  # weights are 1 each: one sum serves both
+    # weights are 1 each: one sum serves both
+    assert ledger.uploaded_weighted("M.u", sent).tolist() == [0.2] * D
     ledger.total["weighted:M.u"] = 20 * EIGHTS
     assert ledger.uploaded_weighted("M.u", sent).tolist() == [4.0] * D
     counted, _ = ledger.uploaded("M.never", Upload(shape=(2,), dtype=torch.int64))

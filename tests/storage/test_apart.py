@@ -112,7 +112,8 @@ def test_nothing_runs_that_the_file_names(tmp_path: Path) -> None:
     assert "mine" in io.load_checkpoint(tmp_path / "x.ckpt") and "mine" in io.load_checkpoint(
         tmp_path / "x.ckpt", weights_only=True
     )
-    io.save_checkpoint(io.load_checkpoint(tmp_path / "x.ckpt"), tmp_path / "y.ckpt")  # as an export does
+    # as an export does
+    io.save_checkpoint(io.load_checkpoint(tmp_path / "x.ckpt"), tmp_path / "y.ckpt")
     assert not fuse.exists()
     io.load_checkpoint(tmp_path / "y.ckpt", weights_only=False)
     assert fuse.exists()

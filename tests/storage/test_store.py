@@ -164,7 +164,8 @@ def test_the_more_segments_the_seldomer_they_are_looked_through(
         looked.append(1)
         yield store.index()
 
-    for i in range(160):  # a cross-device run: whoever takes part is new, and every segment stays needed
+    # a cross-device run: whoever takes part is new, and every segment stays needed
+    for i in range(160):
         store.commit({"M.s": {i: torch.zeros(3)}})
         store.flush(tmp_path)
         store.collect(tmp_path, kept())
@@ -206,7 +207,8 @@ def test_a_run_that_went_on_in_another_folder_needs_only_that(tmp_path: Path) ->
     store, path = filled(tmp_path / "a")
     again = ClientStore(budget_bytes=0)
     again.load(store.index(), tmp_path / "a")
-    again.commit({"M.s": {0: torch.zeros(3)}})  # over the budget: must not be written into the old run
+    # over the budget: must not be written into the old run
+    again.commit({"M.s": {0: torch.zeros(3)}})
     assert [p.name for p in (tmp_path / "a").iterdir()] == [path.name]
     again.flush(tmp_path / "b")
     index = again.index()

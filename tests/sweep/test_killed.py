@@ -17,7 +17,8 @@ import pytest
 from tests.helpers.zygote import Cli, Process
 from tests.sweep.conftest import alive, children, log_of, states
 
-ROUNDS = 8  # of each run that is killed midway: enough for a look from outside, however busy the machine
+# of each run that is killed midway: enough for a look from outside, however busy the machine
+ROUNDS = 8
 
 
 def until(condition: Callable[[], Any], process: Process, seconds: float = 90) -> Any:
@@ -86,7 +87,8 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
 
     assert cli("sweep", sweep_file, "--jobs", 2).returncode == 0
     assert set(states(folder).values()) == {"done"} and len(states(folder)) == 12
-    assert all(path.stat().st_mtime_ns == when for path, when in before.items())  # what was done was not touched
+    # what was done was not touched
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     assert "going on with round" in (killed / "log.txt").read_text()
     assert (
         sum(starts(run.parent) for run in folder.glob("*/seed-*/log.txt")) <= 12 + 2 + 1
@@ -111,7 +113,8 @@ def test_killed_after_its_last_round_is_done(cli: Cli, sweep_file: Path) -> None
     one = ("sweep", sweep_file, "method=method/fedavg", "seed_everything=0")
     assert cli(*one).returncode == 0
     path = cli.folder / "runs/demo/fedavg/seed-0/run.json"
-    path.write_text(path.read_text().replace('"done"', '"running"'))  # as a kill just before the end leaves it
+    # as a kill just before the end leaves it
+    path.write_text(path.read_text().replace('"done"', '"running"'))
     assert cli(*one).returncode == 0
     assert json.loads(path.read_text())["status"] == "done" and set(states(cli.folder / "runs/demo").values()) == {
         "done"

@@ -38,7 +38,8 @@ grid:
     diverged = cli.folder / "runs/s/1e+30_10/seed-0/run.json"
     when = diverged.stat().st_mtime_ns
     again = cli("sweep", "s.yaml", "--jobs", 2, "data.num_clients=10")
-    assert again.returncode == 3 and diverged.stat().st_mtime_ns == when  # it has diverged: not run again
+    # it has diverged: not run again
+    assert again.returncode == 3 and diverged.stat().st_mtime_ns == when
 
 
 @pytest.mark.slow
@@ -160,7 +161,8 @@ def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -
     sweep_file.write_text(text)
     fewer = cli("sweep", sweep_file, *few, "trainer.max_epochs=1")
     assert fewer.returncode == 2 and "began with trainer.max_epochs 2, and now it is 1" in fewer.stderr
-    assert cli("sweep", sweep_file, *few, "data.init_args.root=elsewhere").returncode == 0  # decides nothing
+    # decides nothing
+    assert cli("sweep", sweep_file, *few, "data.init_args.root=elsewhere").returncode == 0
     (cli.folder / "runs/demo/runs.csv").write_text("nothing,of,a,sweep\n1,2,3,4\n")
     (cli.folder / "runs/demo/fedavg/seed-0/config.yaml").write_text("{[")
     broken = cli("sweep", sweep_file, *few)
@@ -241,5 +243,6 @@ def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file
     values = [line.split()[1:] for line in again.stdout.splitlines() if line.startswith("  fedavg")]
     assert values == [line.split()[1:] for line in first.stdout.splitlines() if line.startswith("  fedavg")]
     more = cli("sweep", sweep_file, *few, "method=method/fedavg", "trainer.max_epochs=3", "--out", "kept")
-    assert more.returncode == 1 and more.stdout.count("already holds a run") == 2  # without a checkpoint to go on from
+    # without a checkpoint to go on from
+    assert more.returncode == 1 and more.stdout.count("already holds a run") == 2
     assert not (kept / "metrics.csv").exists()

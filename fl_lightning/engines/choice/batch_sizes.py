@@ -17,7 +17,8 @@ from fl_lightning.engines.choice.workshop import Setting, Workshop
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.errors import UserError
 
-ENOUGH = 32  # samples of a batch, or twice the usual: a step on them shows whether their number is what fails
+# samples of a batch, or twice the usual: a step on them shows whether their number is what fails
+ENOUGH = 32
 MOST_ROUNDS = 10_000  # that are looked through for a client
 
 
@@ -46,7 +47,8 @@ def check_batch_sizes(workshop: Workshop, failed: bool = False) -> str:
     if not (says := failure(workshop, first, smallest[0])) or failure(workshop, *works):
         return ""
     met = first_met(setting, smallest[0])
-    if met.samples > smallest[0]:  # nobody of these rounds has the smallest, but perhaps another that is too small
+    # nobody of these rounds has the smallest, but perhaps another that is too small
+    if met.samples > smallest[0]:
         said = failure(workshop, first, met.samples) if met.samples < usual else ""
         if not said:
             told = paragraph(setting, Met(*smallest), says)

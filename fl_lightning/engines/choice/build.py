@@ -25,9 +25,12 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.learner import IN_STEPS, gradient_hook
 
-CLEARLY = 1.2  # how much faster something unusual has to be, so that the choice is stable where it matters little
-PYTHON_SECONDS = 0.002  # a step that is not captured and takes less is mostly Python, which one thread runs at a time
-TINY_SECONDS = 0.02  # rounds of less local work are not worth measuring, and the choice would be left to noise
+# how much faster something unusual has to be, so that the choice is stable where it matters little
+CLEARLY = 1.2
+# a step that is not captured and takes less is mostly Python, which one thread runs at a time
+PYTHON_SECONDS = 0.002
+# rounds of less local work are not worth measuring, and the choice would be left to noise
+TINY_SECONDS = 0.02
 NOT_CAPTURED = "local steps are not captured, and run one by one: "
 Tell = Callable[[str], None]
 

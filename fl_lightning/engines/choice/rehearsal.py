@@ -27,7 +27,8 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner import gradient_hook, lightning_modules, same_bits
 
 SIZES = re.compile(r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE)
-FROZEN_SECONDS = 1.0  # of a client's steps, where a learner has frozen parameters that these might write
+# of a client's steps, where a learner has frozen parameters that these might write
+FROZEN_SECONDS = 1.0
 UNSEEDED = (
     "the data give another batch when the same one is read again: they draw from something that the run cannot seed, "
     "so a resumed run does not have the bits of one that was never interrupted. Let the dataset draw from torch's, "

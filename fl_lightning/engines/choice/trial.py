@@ -27,11 +27,13 @@ TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
 SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
 CHANNELS_LAST = ", channels last"
 MEASURED_SECONDS = 0.02  # of each kind, each time
-AGREEING, WITHIN = 3, 1.1  # so many of the shortest times have to lie within this factor before they decide
+# so many of the shortest times have to lie within this factor before they decide
+AGREEING, WITHIN = 3, 1.1
 MOST_TIMES, MOST_SECONDS = 20, 1.0  # after which the shortest decide as they are
 CALL_SECONDS = 2e-6  # of a small call of PyTorch, where the thresholds were chosen
 AHEAD = 3  # so many more ratios on one side are clear
-LEAST_ALLOWED, SHARE_OF_ROUND = 0.3, 0.05  # seconds for comparing, or this share of round 0's steps where it is more
+# seconds for comparing, or this share of round 0's steps where it is more
+LEAST_ALLOWED, SHARE_OF_ROUND = 0.3, 0.05
 REHEARSED_SECONDS, GPU_STEPS = 2.0, 100  # as much of a client's round is rehearsed
 
 
@@ -230,7 +232,8 @@ def why_not_stacked(workshop: Workshop) -> str:
         stack = Stack(copy, 2)
         stack.x.copy_(setting.w.detach().expand_as(stack.x))
         copy.begin(setting.work.data)
-        copy.x.fill_(torch.nan)  # where only a learner that reads parameters past the stack would look
+        # where only a learner that reads parameters past the stack would look
+        copy.x.fill_(torch.nan)
         attributes = Attributes(copy.learner, metrics=True)
         own = {name: id(buffer) for name, buffer in copy.buffers.items()}
         with torch.no_grad():

@@ -96,7 +96,8 @@ class Setting:
             return self.usable_cores
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)  # of the steps tried
+        # of the steps tried
+        one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * self.w.nbytes)))
 
     @property

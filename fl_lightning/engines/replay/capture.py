@@ -119,7 +119,8 @@ class Capture:
             if self.stream is None and not isinstance(error, IndexUsed):
                 raise
             why = str(error).strip().splitlines()[0]
-            for tensor, held in zip(changing, copies, strict=True):  # what was done so far is undone
+            # what was done so far is undone
+            for tensor, held in zip(changing, copies, strict=True):
                 tensor.copy_(held)
             copy.logged.clear()
             numbers.clear()

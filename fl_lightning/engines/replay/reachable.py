@@ -16,7 +16,8 @@ from torch import nn
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-OPEN = ("torch.utils.data", "torch.distributions", "torch.optim")  # of PyTorch's objects these are looked into
+# of PyTorch's objects these are looked into
+OPEN = ("torch.utils.data", "torch.distributions", "torch.optim")
 CLOSED = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"}
 CLOSED |= set(sys.stdlib_module_names) - {"types", "argparse", "collections", "random", "itertools", "builtins"}
 LIBRARIES = CLOSED | set(sys.stdlib_module_names) | {"numpy", "torchvision", "fl_lightning"}

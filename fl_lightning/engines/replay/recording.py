@@ -103,7 +103,8 @@ class Recording(TorchDispatchMode):
                 names.append("_")
         alone = isinstance(out, (list, tuple)) and len(names) == 1
         known = all(name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses)
-        scripted = known and not alone and not changes_lists(func)  # TorchScript would not see such a change
+        # TorchScript would not see such a change
+        scripted = known and not alone and not changes_lists(func)
         self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone, given, out))
         return out
 
@@ -160,7 +161,8 @@ class Recording(TorchDispatchMode):
             lines += [" = ".join(ends) + " = None"] if ends else []
         self._values["torch"] = torch
         code = f"def replay({', '.join(self._arguments)}):\n " + "\n ".join(lines)
-        exec(compile(code, "<recorded local step>", "exec"), self._values)  # made of names and numbers alone
+        # made of names and numbers alone
+        exec(compile(code, "<recorded local step>", "exec"), self._values)
         self._fixed_own = {
             name: (self._storages[at], value.shape, value.stride(), value.storage_offset())
             for name, value in self._values.items()
@@ -176,7 +178,8 @@ class Recording(TorchDispatchMode):
             return
         made_by = {name: j for j, call in enumerate(self._calls) for name in call.names}
         uses = Counter(name for call in self._calls for name in call.uses)
-        touched: dict[int, list[tuple[int, int, int]]] = {}  # by storage: which call, from which byte to which
+        # by storage: which call, from which byte to which
+        touched: dict[int, list[tuple[int, int, int]]] = {}
         for j, call in enumerate(self._calls):
             for t in call.given:
                 touched.setdefault(t.untyped_storage().data_ptr(), []).append((j, *reach(t)))

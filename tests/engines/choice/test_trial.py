@@ -27,7 +27,8 @@ class Waiting(Lit):
 
 @pytest.mark.parametrize("call_seconds", [2e-6, 2e-8])
 def test_auto_takes_what_is_faster_and_says_why(call_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "CALL_SECONDS", call_seconds)  # this machine, and one on which calls take a hundredth
+    # this machine, and one on which calls take a hundredth
+    monkeypatch.setattr(trial, "CALL_SECONDS", call_seconds)
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
     trainer(1).fit(slow, blobs())
     trainer(1).fit(tiny, blobs(clients=4))
@@ -80,7 +81,8 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, mon
     )
     assert second.engine_facts["engine"] == "concurrent" and second.engine_facts["workers"] == "2"
     assert second.engine_facts["why"] == "as when the run began"
-    assert threading.main_thread() not in callers  # which would be left on the one thread of a worker
+    # which would be left on the one thread of a worker
+    assert threading.main_thread() not in callers
 
 
 def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def test_steps_that_change_in_a_later_round_run_each_time(way: str) -> None:
         learner.way = way
         return learner
 
-    alone = {"workers": 1} if way == "attribute" else {}  # what is kept on the learner goes on in its copy
+    # what is kept on the learner goes on in its copy
+    alone = {"workers": 1} if way == "attribute" else {}
     _, expected, _ = ran(make, list, {}, capture=False, **alone)
     with pytest.warns(UserWarning, match="local steps are not captured"):
         module, found, _ = ran(make, list, {}, capture=True, **alone)
