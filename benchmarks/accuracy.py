@@ -57,7 +57,10 @@ def run(arguments: list[str], folder: Path) -> float:
             os._exit(main(arguments))
         _, status = os.waitpid(child, 0)
         if status:
-            print(f"{folder.name}: exit status {os.waitstatus_to_exitcode(status)}, see {folder}.log", file=sys.stderr)
+            print(
+                f"{folder.name}: exit status {os.waitstatus_to_exitcode(status)}, see {folder}.log",
+                file=sys.stderr,
+            )
             return float("nan")
         (folder / "done").touch()
     with (folder / "metrics.csv").open() as file:
@@ -82,7 +85,11 @@ def main() -> None:
     methods = options.only or sorted(n.split("/")[1] for n in packaged() if n.startswith("method/"))
     methods = [m for m in methods if m not in APART]
     names = [name for m in methods for name in (m, *([f"{m}+ri"] if m != "fedinit" else []))]
-    jobs = {(name, seed): options.runs / f"{name}-{seed}" for name in names for seed in range(options.seeds)}
+    jobs = {
+        (name, seed): options.runs / f"{name}-{seed}"
+        for name in names
+        for seed in range(options.seeds)
+    }
 
     def score(job: tuple[str, int]) -> float:
         return run(command(*job, options.data, options.rounds, jobs[job]), jobs[job])
@@ -91,8 +98,16 @@ def main() -> None:
         scores = dict(zip(jobs, pool.map(score, jobs), strict=True))
 
     def cell(name: str) -> str:
-        values = [100 * scores[name, seed] for seed in range(options.seeds)] if (name, 0) in scores else []
-        return f"{statistics.mean(values):.1f} ± {statistics.pstdev(values):.1f}" if values else "(has it)"
+        values = (
+            [100 * scores[name, seed] for seed in range(options.seeds)]
+            if (name, 0) in scores
+            else []
+        )
+        return (
+            f"{statistics.mean(values):.1f} ± {statistics.pstdev(values):.1f}"
+            if values
+            else "(has it)"
+        )
 
     print("| method | accuracy, % | with `-c method/ri` |\n|---|---|---|")
     for method in methods:

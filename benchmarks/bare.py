@@ -44,7 +44,12 @@ class Bare:
         registered: int = 100,
     ) -> None:
         self.network, self.epochs, self.batch_size = network, epochs, batch_size
-        self.lr, self.weight_decay, self.scaffold, self.registered = lr, weight_decay, scaffold, registered
+        self.lr, self.weight_decay, self.scaffold, self.registered = (
+            lr,
+            weight_decay,
+            scaffold,
+            registered,
+        )
         self.c = [torch.zeros_like(p) for p in network.parameters()]
         self.c_i: dict[int, list[Tensor]] = {}
 
@@ -81,7 +86,9 @@ class Bare:
                 c += len(clients) / self.registered * m
         return float(torch.stack(losses).mean())
 
-    def train(self, model: nn.Module, x: Tensor, y: Tensor, correction: list[Tensor], losses: list[Tensor]) -> int:
+    def train(
+        self, model: nn.Module, x: Tensor, y: Tensor, correction: list[Tensor], losses: list[Tensor]
+    ) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         steps = 0
         for _ in range(self.epochs):

@@ -78,10 +78,15 @@ def cases(accelerator: str, works: list[str]) -> Iterator[Case]:
                 f"{name} {method}, as on a CPU in float64", work, parts, {**alone, **wide},
                 {"accelerator": "cpu", **wide, "engine": "sequential"}, DOUBLE,
             )  # fmt: skip
-        captured, mixed = {**there, "engine": "concurrent", "capture": True}, {"precision": "bf16-mixed"}
+        captured, mixed = (
+            {**there, "engine": "concurrent", "capture": True},
+            {"precision": "bf16-mixed"},
+        )
         half = {**there, **mixed, "engine": "sequential"}
         yield Case(f"{name} bf16, side by side, captured", work, (), half, {**captured, **mixed}, 0)
-        yield Case(f"{name} bf16, near float32", work, (), half, {**there, "engine": "sequential"}, HALF)
+        yield Case(
+            f"{name} bf16, near float32", work, (), half, {**there, "engine": "sequential"}, HALF
+        )
         yield Case(f"{name} the same again", work, (), captured, captured, 0)
 
 
@@ -89,7 +94,9 @@ def started(work: Workload, methods: tuple[str, ...], settings: dict[str, Any]) 
     return Ours(work, methods=[getattr(callbacks, m)() for m in methods], **copy.deepcopy(settings))
 
 
-def model(work: Workload, methods: tuple[str, ...], settings: dict[str, Any], rounds: int = 2) -> tuple[Tensor, str]:
+def model(
+    work: Workload, methods: tuple[str, ...], settings: dict[str, Any], rounds: int = 2
+) -> tuple[Tensor, str]:
     """The global vector after some rounds, and whether steps were captured."""
     run = started(work, methods, settings)
     for _ in range(rounds):
@@ -101,7 +108,9 @@ def model(work: Workload, methods: tuple[str, ...], settings: dict[str, Any], ro
 
 def check(case: Case) -> tuple[bool, str]:
     """Whether it holds, and how far apart the models are."""
-    (one, _), (other, captured) = (model(case.work, case.methods, s) for s in (case.one, case.other))
+    (one, _), (other, captured) = (
+        model(case.work, case.methods, s) for s in (case.one, case.other)
+    )
     apart = float((one - other).abs().max() / one.abs().max())
     asked = case.other.get("capture") is True
     told = f" ({captured})" if asked and captured != "yes" else ""
@@ -116,7 +125,9 @@ def workload(name: str, small: bool) -> Workload:
     return dataclasses.replace(work, epochs=5) if name == "W3" else work
 
 
-def speeds(accelerator: str, names: list[str], repetitions: int, small: bool) -> dict[str, dict[str, list[float]]]:
+def speeds(
+    accelerator: str, names: list[str], repetitions: int, small: bool
+) -> dict[str, dict[str, list[float]]]:
     """Seconds a round of each contender, interleaved."""
     found = {}
     for name in names:
@@ -126,14 +137,18 @@ def speeds(accelerator: str, names: list[str], repetitions: int, small: bool) ->
             "sequential": {"engine": "sequential"},
             "streams, eager": {"engine": "concurrent", "capture": False},
             **{
-                f"{k} streams, captured": {"engine": "concurrent", "capture": True, "workers": k} for k in (1, 2, 5, 10)
+                f"{k} streams, captured": {"engine": "concurrent", "capture": True, "workers": k}
+                for k in (1, 2, 5, 10)
             },
             "stacked": {"engine": "stacked"},
             "auto": {"engine": "auto"},
             "auto, bf16": {"engine": "auto", "precision": "bf16-mixed"},
             FREE: {"engine": "auto"},
         }
-        runs = {who: started(work, work.methods, {**there, **settings}) for who, settings in asked.items()}
+        runs = {
+            who: started(work, work.methods, {**there, **settings})
+            for who, settings in asked.items()
+        }
         rounds = {"bare": timed(prepared(work, "cpu" if accelerator == "cpu" else "cuda"))}
         rounds |= {who: run.round for who, run in runs.items()}
         rounds[FREE] = with_any_kernels(runs[FREE].round)
@@ -147,8 +162,12 @@ def speeds(accelerator: str, names: list[str], repetitions: int, small: bool) ->
         for who, taken in seconds.items():
             ratio = statistics.median(b / t for b, t in zip(seconds["bare"], taken, strict=True))
             facts = runs[who].module.engine_facts if who in runs else {}
-            told = " ".join(f"{k}={facts[k]}" for k in ("engine", "workers", "memory", "capture") if k in facts)
-            print(f"  {who:24}{statistics.median(taken):15.4f}{ratio:22.2f}   {told if 'auto' in who else ''}".rstrip())
+            told = " ".join(
+                f"{k}={facts[k]}" for k in ("engine", "workers", "memory", "capture") if k in facts
+            )
+            print(
+                f"  {who:24}{statistics.median(taken):15.4f}{ratio:22.2f}   {told if 'auto' in who else ''}".rstrip()
+            )
         for run in runs.values():
             run.close()
         found[name] = seconds
@@ -174,7 +193,9 @@ def waits(run: Ours) -> dict[str, int]:
             run.round()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in told if "synchroniz" in str(w.message))
+    places = Counter(
+        f"{Path(w.filename).name}:{w.lineno}" for w in told if "synchroniz" in str(w.message)
+    )
     return dict(places.most_common())
 
 
@@ -197,12 +218,26 @@ def profile(accelerator: str, name: str, small: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("--accelerator", default="gpu", choices=["gpu", "cpu"], help="cpu: to try this command itself")
-    parser.add_argument("--check", nargs="*", default=["W1", "W2", "W3"], help="workloads whose results are compared")
-    parser.add_argument("--speed", nargs="*", default=list(WORKLOADS), help="workloads that are timed")
+    parser.add_argument(
+        "--accelerator",
+        default="gpu",
+        choices=["gpu", "cpu"],
+        help="cpu: to try this command itself",
+    )
+    parser.add_argument(
+        "--check",
+        nargs="*",
+        default=["W1", "W2", "W3"],
+        help="workloads whose results are compared",
+    )
+    parser.add_argument(
+        "--speed", nargs="*", default=list(WORKLOADS), help="workloads that are timed"
+    )
     parser.add_argument("--profile", nargs="*", default=["W3"], help="workloads that are profiled")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
-    parser.add_argument("--small", action="store_true", help="time and profile few samples, to try this command")
+    parser.add_argument(
+        "--small", action="store_true", help="time and profile few samples, to try this command"
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"))
     given = parser.parse_args()
@@ -210,7 +245,9 @@ def main() -> int:
         print("no CUDA GPU is here; --accelerator cpu tries the command itself")
         return 2
     device = torch.cuda.get_device_name() if given.accelerator == "gpu" else "CPU"
-    print(f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}\n")
+    print(
+        f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}\n"
+    )
     for method in set(METHODS) - set(given.methods):
         METHODS.pop(method)
     failed = 0
@@ -219,7 +256,9 @@ def main() -> int:
         failed += not holds
         print(f"  {'ok    ' if holds else 'FAILED'} {case.what}: {told}", flush=True)
     print(f"\n{failed} comparisons failed")
-    given.json.write_text(json.dumps(speeds(given.accelerator, given.speed, given.repetitions, given.small), indent=1))
+    given.json.write_text(
+        json.dumps(speeds(given.accelerator, given.speed, given.repetitions, given.small), indent=1)
+    )
     for name in given.profile:
         profile(given.accelerator, name, given.small)
     return int(failed > 0)

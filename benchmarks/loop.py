@@ -48,7 +48,9 @@ class Clock(pl.Callback):
 
 def milliseconds(rounds: int, shown: bool, clients: int) -> float:
     x = torch.linspace(0, 1, 4).view(-1, 1)
-    data = InMemoryDataModule((x, 2 * x), test=(x, 2 * x), clients=[[i] for i in range(clients)], batch_size=1)
+    data = InMemoryDataModule(
+        (x, 2 * x), test=(x, 2 * x), clients=[[i] for i in range(clients)], batch_size=1
+    )
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -58,7 +60,9 @@ def milliseconds(rounds: int, shown: bool, clients: int) -> float:
             callbacks.append(FederatedProgressBar())
         trainer = quiet_trainer(rounds, callbacks, default_root_dir=folder, **settings)
         trainer.fit(FederatedModule(Trivial(), participation=1.0, local_steps=1, seed=1), data)
-    return 1000 * statistics.median(b - a for a, b in zip(clock.at[10:], clock.at[11:], strict=False))
+    return 1000 * statistics.median(
+        b - a for a, b in zip(clock.at[10:], clock.at[11:], strict=False)
+    )
 
 
 def main() -> None:
@@ -66,9 +70,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print("\n| clients, one step each | ms a round | with bar, TensorBoard and validation |\n|---|---|---|")
+    print(
+        "\n| clients, one step each | ms a round | with bar, TensorBoard and validation |\n|---|---|---|"
+    )
     for clients in (1, 4):
-        print(f"| {clients} | {milliseconds(rounds, False, clients):.2f} | {milliseconds(rounds, True, clients):.2f} |")
+        print(
+            f"| {clients} | {milliseconds(rounds, False, clients):.2f} | {milliseconds(rounds, True, clients):.2f} |"
+        )
 
 
 if __name__ == "__main__":

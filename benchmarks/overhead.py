@@ -29,7 +29,9 @@ METHODS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--engine", default="concurrent", choices=["concurrent", "sequential", "stacked", "auto"])
+    parser.add_argument(
+        "--engine", default="concurrent", choices=["concurrent", "sequential", "stacked", "auto"]
+    )
     parser.add_argument("--method", help="another, by its path, with its default arguments")
     parser.add_argument("--workload", default="W1", choices=list(WORKLOADS))
     parser.add_argument("--repetitions", type=int, default=7)
@@ -46,7 +48,9 @@ def main() -> None:
         module, _, name = given.method.rpartition(".")
         sys.path.insert(0, "")
         own = getattr(importlib.import_module(module), name)()
-        runs[name] = Ours(work, given.engine, [own], capture=True if given.engine == "concurrent" else "auto")
+        runs[name] = Ours(
+            work, given.engine, [own], capture=True if given.engine == "concurrent" else "auto"
+        )
     # FedAvg's just before or after, own
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for repetition in range(given.repetitions + 1):
@@ -55,7 +59,9 @@ def main() -> None:
             one, other = first.round()[0], second.round()[0]
             if repetition:
                 seconds[name].append((other, one) if repetition % 2 else (one, other))
-    print(f"{'':18}seconds a round   × FedAvg's time, pair by pair   ({given.workload}, {given.engine})")
+    print(
+        f"{'':18}seconds a round   × FedAvg's time, pair by pair   ({given.workload}, {given.engine})"
+    )
     for name, pairs in seconds.items():
         ratio = statistics.median(own / fedavg for fedavg, own in pairs)
         print(f"  {name:16}{statistics.median(own for _, own in pairs):15.3f}{ratio:18.2f}")

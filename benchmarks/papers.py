@@ -58,18 +58,30 @@ OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "selec
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what ``argv`` asks for; the status of the last sweep that did not end well, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.papers", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("what", choices=["all", "quick", "full", "keep", "page", "check"])
     parser.add_argument("--dry_run", action="store_true", help="all, quick: list what would run")
     parser.add_argument("--jobs", help="all, quick: runs at once")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, help="all: these alone")
+    parser.add_argument(
+        "--rows", nargs="*", default=list(ROWS), choices=ROWS, help="all: these alone"
+    )
     given = parser.parse_args(argv)
-    more = [*(["--dry_run"] if given.dry_run else []), *(["--jobs", given.jobs] if given.jobs else [])]
+    more = [
+        *(["--dry_run"] if given.dry_run else []),
+        *(["--jobs", given.jobs] if given.jobs else []),
+    ]
     status = 0
     if given.what == "full":
-        names = [name for name in packaged() if name.startswith("experiment/") and name.endswith("-full")]
+        names = [
+            name for name in packaged() if name.startswith("experiment/") and name.endswith("-full")
+        ]
         for name in sorted(names):
-            status = subprocess.call([sys.executable, "-m", "fl_lightning", *sweep(name, "full"), *more]) or status
+            status = (
+                subprocess.call([sys.executable, "-m", "fl_lightning", *sweep(name, "full"), *more])
+                or status
+            )
         return status
     if given.what == "keep":
         return keep(OUT / "all", RESULTS)
@@ -81,8 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(bool(found))
     for row in QUICK if given.what == "quick" else given.rows:
         command = sweep(ROWS[row], given.what)
-        if given.what == "quick" and row != "P1, P3, P9" and not any("select.from" in part for part in command):
-            print(f"{row}: no learning rates are kept in {RESULTS}: they are chosen first, which takes longer")
+        if (
+            given.what == "quick"
+            and row != "P1, P3, P9"
+            and not any("select.from" in part for part in command)
+        ):
+            print(
+                f"{row}: no learning rates are kept in {RESULTS}: they are chosen first, which takes longer"
+            )
         print(f"{row}: {' '.join(command)}", flush=True)
         status = subprocess.call([sys.executable, "-m", "fl_lightning", *command, *more]) or status
     if not given.dry_run:
@@ -94,10 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sweep(name: str, what: str) -> list[str]:
     """The command of one sweep, from data that are there or are fetched."""
     stem = name.rpartition("/")[2]
-    command = ["sweep", f"experiment/{name.removeprefix('experiment/')}", "--out", str(OUT / what / stem)]
+    command = [
+        "sweep",
+        f"experiment/{name.removeprefix('experiment/')}",
+        "--out",
+        str(OUT / what / stem),
+    ]
     root = os.environ.get("FL_LIGHTNING_DATA")
     text = "shakespeare" in name or "multinli" in name  # what is read, one gets oneself
-    command += [f"data.init_args.root={root}"] if root else [] if text else ["data.init_args.download=true"]
+    command += (
+        [f"data.init_args.root={root}"]
+        if root
+        else []
+        if text
+        else ["data.init_args.download=true"]
+    )
     if what == "quick":
         command += CUT
         stored = RESULTS / stem / "selections.yaml"
@@ -109,8 +138,15 @@ def sweep(name: str, what: str) -> list[str]:
 def sweeps(folder: Path) -> list[Path]:
     """The sweeps in ``folder`` of which a run has begun, in the order of the rows."""
     order = [name.rpartition("/")[2] for name in ROWS.values()]
-    found = [path.parent for path in folder.glob("*/sweep.yaml") if any(path.parent.glob("*/seed-*/run.json"))]
-    return sorted(found, key=lambda path: (order.index(path.name) if path.name in order else len(order), path.name))
+    found = [
+        path.parent
+        for path in folder.glob("*/sweep.yaml")
+        if any(path.parent.glob("*/seed-*/run.json"))
+    ]
+    return sorted(
+        found,
+        key=lambda path: (order.index(path.name) if path.name in order else len(order), path.name),
+    )
 
 
 def report(folders: Sequence[Path], out: Path) -> int:
@@ -132,7 +168,9 @@ def keep(source: Path, target: Path) -> int:
     for folder in sweeps(source):
         own = target / folder.name
         kept = 0
-        for path in sorted([*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]):
+        for path in sorted(
+            [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
+        ):
             place = own / path.parent.relative_to(folder)
             ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
             if ended and not (place / "run.json").is_file():
@@ -227,15 +265,23 @@ def objections(results: Path) -> list[str]:
         with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
             listed = {f"{row['arm']}/seed-{row['seed']}" for row in csv.DictReader(file)}
         planned = set(places(name))
-        kept = {path.parent.relative_to(folder).as_posix() for path in folder.glob("*/seed-*/run.json")}
-        found += [f"{folder.name}/{place}: is no run of the protocol" for place in sorted(kept - planned)]
-        found += [f"{folder.name}/{place}: is absent and not listed" for place in sorted(planned - kept - listed)]
+        kept = {
+            path.parent.relative_to(folder).as_posix() for path in folder.glob("*/seed-*/run.json")
+        }
+        found += [
+            f"{folder.name}/{place}: is no run of the protocol" for place in sorted(kept - planned)
+        ]
+        found += [
+            f"{folder.name}/{place}: is absent and not listed"
+            for place in sorted(planned - kept - listed)
+        ]
         for place in sorted(kept & planned):
             run = json.loads((folder / place / "run.json").read_text("utf-8"))
             started = datetime.fromisoformat(str(run["started"]).replace("Z", "+00:00"))
             commit = str(run["commit"])
             wrong = {
-                "began before the protocol": started.replace(tzinfo=started.tzinfo or timezone.utc) <= frozen,
+                "began before the protocol": started.replace(tzinfo=started.tzinfo or timezone.utc)
+                <= frozen,
                 f"ran from {commit}": commit.endswith("-dirty") or not descends(commit, protocol),
                 "had other claims": run["claims_hash"] != stated,
             }
@@ -275,7 +321,9 @@ def compare(committed: Path, ours: Path) -> None:
 
 
 def _verdicts(path: Path) -> dict[str, str]:
-    return {claim["id"]: claim["verdict"] for claim in json.loads(path.read_text("utf-8"))["claims"]}
+    return {
+        claim["id"]: claim["verdict"] for claim in json.loads(path.read_text("utf-8"))["claims"]
+    }
 
 
 if __name__ == "__main__":

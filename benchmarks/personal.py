@@ -42,17 +42,36 @@ WHAT = ("", "_std", "_worst10")  # all clients have as many samples
 
 
 def digits(seed: int) -> Any:
-    data = Digits(num_clients=20, partition=Dirichlet(0.1), batch_size=10, client_test_fraction=0.25, seed=seed)
+    data = Digits(
+        num_clients=20,
+        partition=Dirichlet(0.1),
+        batch_size=10,
+        client_test_fraction=0.25,
+        seed=seed,
+    )
     data.setup()
     return data
 
 
 def trained(data: Any, callbacks: list[Any], seed: int, rounds: int, **arguments: Any) -> Any:
     torch.manual_seed(seed)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
-    given = {"participation": 0.5, "local_epochs": 2, "seed": seed, "engine": "sequential", **arguments}
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10)
+    )
+    given = {
+        "participation": 0.5,
+        "local_epochs": 2,
+        "seed": seed,
+        "engine": "sequential",
+        **arguments,
+    }
     module = FederatedModule(ImageClassifier(network, 10, lr=0.1), **given)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
     trainer = pl.Trainer(
         max_epochs=rounds, callbacks=callbacks, accelerator="cpu", enable_model_summary=False, limit_val_batches=0,
         **quiet,
@@ -84,7 +103,9 @@ def scores(seed: int, rounds: int) -> dict[str, dict[str, float]]:
                 row = name + ", 1 epoch of fine-tuning" * metric.endswith("_finetuned")
                 found[row] = summary(values, seen.samples, greater=True)
         if name in ("FedPer", "FedRep"):
-            found[f"{name}, the mean of the heads"] = at_one_model(module, module.trainer.datamodule)
+            found[f"{name}, the mean of the heads"] = at_one_model(
+                module, module.trainer.datamodule
+            )
     data = digits(seed)
     pooled = np.concatenate([data.client_indices(i) for i in range(data.num_clients)])
     alone = Digits(clients=[pooled], batch_size=10, seed=seed)
@@ -101,7 +122,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        runs = pool.starmap(scores, [(seed, options.rounds) for seed in range(options.seeds)], chunksize=1)
+        runs = pool.starmap(
+            scores, [(seed, options.rounds) for seed in range(options.seeds)], chunksize=1
+        )
     print("| | mean over clients, % | deviation over clients | worst 10 % |\n|---|---|---|---|")
     for row in sorted(runs[0], key=lambda row: -sum(run[row][""] for run in runs)):
         values = [[100 * run[row][what] for run in runs] for what in WHAT]

@@ -65,7 +65,13 @@ def point(wanted: Configuration) -> dict[str, Any]:
     """Measure in a process of its own (and those that it starts), in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "benchmarks.scaling_point", json.dumps(asdict(wanted)), name]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.scaling_point",
+            json.dumps(asdict(wanted)),
+            name,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -104,13 +110,21 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
     ]
     figure, grid = pyplot.subplots(len(axes), 3, figsize=(12, 3.2 * len(axes)), squeeze=False)
     for row, along in zip(grid, axes, strict=True):
-        chosen = sorted((p for p in points if p["axis"] == along and not p["returning"]), key=lambda p: p[along])
+        chosen = sorted(
+            (p for p in points if p["axis"] == along and not p["returning"]), key=lambda p: p[along]
+        )
         again = [p for p in points if p["axis"] == along and p["returning"]]
         for place, (unit, lines) in zip(row, panels, strict=True):
             for key, label in lines.items():
-                (drawn,) = place.plot([p[along] for p in chosen], [p[key] for p in chosen], "o-", label=label)
+                (drawn,) = place.plot(
+                    [p[along] for p in chosen], [p[key] for p in chosen], "o-", label=label
+                )
                 place.plot(
-                    [p[along] for p in again], [p[key] for p in again], "x", color=drawn.get_color(), markersize=9
+                    [p[along] for p in again],
+                    [p[key] for p in again],
+                    "x",
+                    color=drawn.get_color(),
+                    markersize=9,
                 )
             if again:
                 place.plot([], [], "kx", label=f"{again[0]['returning']:,} of them take part")
@@ -137,10 +151,15 @@ def compare(points: list[dict[str, Any]]) -> None:
     for p in clients:
         if not p["returning"]:
             continue
-        few = min((q for q in clients if not q["returning"]), key=lambda q: abs(q["clients"] - p["returning"]))
+        few = min(
+            (q for q in clients if not q["returning"]),
+            key=lambda q: abs(q["clients"] - p["returning"]),
+        )
         many = next(q for q in clients if q["clients"] == p["clients"] and not q["returning"])
         for what, q in (("", many), (f", {p['returning']:,} take part", p)):
-            ratios = ", ".join(f"{key} {q[key] / few[key]:.2f}" for key in ("round", "whole", "cpu", "peak_mb"))
+            ratios = ", ".join(
+                f"{key} {q[key] / few[key]:.2f}" for key in ("round", "whole", "cpu", "peak_mb")
+            )
             print(f"{q['clients']:,} clients{what}, as a multiple of {few['clients']:,}: {ratios}")
 
 
@@ -162,15 +181,26 @@ def configurations(given: argparse.Namespace) -> list[Configuration]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--axis", choices=[*VALUES, "all"], default="all")
-    parser.add_argument("--values", type=int, nargs="+", help="along the axis, ascending, instead of its usual ones")
+    parser.add_argument(
+        "--values", type=int, nargs="+", help="along the axis, ascending, instead of its usual ones"
+    )
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--checkpoint-every", type=int, default=1, help="rounds; the command line writes every round")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=1,
+        help="rounds; the command line writes every round",
+    )
     parser.add_argument("--rows-in-memory", type=int, default=100)
     parser.add_argument("--returning", type=int, default=1000)
-    parser.add_argument("--json", type=Path, default=Path("scaling.json"), help="the plot goes beside it, as .png")
+    parser.add_argument(
+        "--json", type=Path, default=Path("scaling.json"), help="the plot goes beside it, as .png"
+    )
     given = parser.parse_args()
     if given.rounds < 2 or given.checkpoint_every < 1:
         parser.error("--rounds: at least 2 (the first warms up); --checkpoint-every: at least 1")
@@ -181,7 +211,12 @@ def main() -> None:
     print("".join(f"{heading:>{width}}" for heading, width, _ in COLUMNS.values()), flush=True)
     for wanted in configurations(given):
         points.append(point(wanted))
-        print("".join(f"{points[-1][key]:>{width}{form}}" for key, (_, width, form) in COLUMNS.items()), flush=True)
+        print(
+            "".join(
+                f"{points[-1][key]:>{width}{form}}" for key, (_, width, form) in COLUMNS.items()
+            ),
+            flush=True,
+        )
         given.json.write_text(json.dumps(points, indent=1))
     compare(points)
     plot(points, given.json.with_suffix(".png"))

@@ -88,10 +88,14 @@ def measure(wanted: Configuration, folder: Path) -> None:
     x, y = torch.randn(2000, 64), torch.randint(0, 10, (2000,))
     # lazy: nothing is held per client
     partition = Dirichlet(0.3, replacement=True, samples_per_client=50)
-    data = InMemoryDataModule((x, y), partition=partition, num_clients=wanted.clients, batch_size=10)
+    data = InMemoryDataModule(
+        (x, y), partition=partition, num_clients=wanted.clients, batch_size=10
+    )
     learner = Learner(MLP([64, max(1, round((wanted.parameters - 10) / 75)), 10]), 0.0)
     kind = FromFew if wanted.returning else FederatedModule
-    module = kind(learner, participation=wanted.participants, local_epochs=1, seed=1, engine="sequential")
+    module = kind(
+        learner, participation=wanted.participants, local_epochs=1, seed=1, engine="sequential"
+    )
     if isinstance(module, FromFew):
         module.returning = wanted.returning
     watch = Watch(wanted.rows_in_memory * 4 * sum(p.numel() for p in learner.parameters()))

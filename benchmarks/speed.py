@@ -45,7 +45,9 @@ def contenders(
     on_cpu = accelerator == "cpu"
     found: dict[str, Round] = {}
     if on_cpu:
-        loops = {f"bare, {n} thread{'s' * (n > 1)}": Peer("bare", n) for n in sorted({1, min(2, cores)})}
+        loops = {
+            f"bare, {n} thread{'s' * (n > 1)}": Peer("bare", n) for n in sorted({1, min(2, cores)})
+        }
         found |= peers(work, {**loops, **(PEERS if others else {})})
     else:
         found["bare"] = timed(prepared(work, "cuda"))
@@ -59,7 +61,12 @@ def contenders(
 
 
 def measure(
-    name: str, engines: list[str], repetitions: int, cores: int, accelerator: str = "cpu", others: bool = True
+    name: str,
+    engines: list[str],
+    repetitions: int,
+    cores: int,
+    accelerator: str = "cpu",
+    others: bool = True,
 ) -> dict[str, Any]:
     """Of one workload, by contender: all seconds, their median, the ratio to the bare loop, the last loss."""
     rounds, runs = contenders(name, engines, cores, accelerator, others)
@@ -74,12 +81,16 @@ def measure(
     for run in runs:
         run.close()
     engines_used = dict(zip(engines, (run.module.engine_facts for run in runs), strict=True))
-    yardstick = min((w for w in rounds if w.startswith("bare")), key=lambda w: statistics.median(seconds[w]))
+    yardstick = min(
+        (w for w in rounds if w.startswith("bare")), key=lambda w: statistics.median(seconds[w])
+    )
     return {
         who: {
             "seconds": seconds[who],
             "median": statistics.median(seconds[who]),
-            "ratio": statistics.median(b / s for b, s in zip(seconds[yardstick], seconds[who], strict=True)),
+            "ratio": statistics.median(
+                b / s for b, s in zip(seconds[yardstick], seconds[who], strict=True)
+            ),
             "loss": losses[who][-1],
             "engine": engines_used.get(who, {}),
         }
@@ -91,7 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; none: all")
     parser.add_argument("--engines", default="sequential,concurrent,stacked,auto", help="by commas")
-    parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"], help="peers take part on a CPU alone")
+    parser.add_argument(
+        "--accelerator",
+        default="cpu",
+        choices=["cpu", "gpu"],
+        help="peers take part on a CPU alone",
+    )
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=Path, default=Path("speed.json"))
@@ -103,16 +119,24 @@ def main() -> None:
         parser.error(f"unknown engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
     if given.accelerator == "gpu" and not torch.cuda.is_available():
         parser.error("no CUDA GPU is here")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     results: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
     }
     for name in given.workloads or WORKLOADS:
-        results[name] = measure(name, engines, given.repetitions, cores, given.accelerator, not given.without_peers)
+        results[name] = measure(
+            name, engines, given.repetitions, cores, given.accelerator, not given.without_peers
+        )
         print(f"\n{name}{'':22}seconds a round   × the bare loop's speed   training loss")
         for who, result in results[name].items():
             used = result["engine"]
-            taken = " ".join(used[k] for k in ("engine", "workers", "memory", "capture") if k in used and who == "auto")
+            taken = " ".join(
+                used[k]
+                for k in ("engine", "workers", "memory", "capture")
+                if k in used and who == "auto"
+            )
             line = f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}{result['loss']:22.4f}   {taken}"
             print(line.rstrip(), flush=True)
         given.json.write_text(json.dumps(results, indent=1))

@@ -38,7 +38,9 @@ def main() -> None:
     print(f"{len(fits)} runs of {ROUNDS} rounds, {cores} cores")
     print(f"one after the other  {one_by_one[0]:6.1f} s, of the processor {one_by_one[1]:6.1f} s")
     print(f"one sweep            {wall:6.1f} s, of the processor {processor:6.1f} s")
-    print(f"ratio                {wall / one_by_one[0]:6.2f}                      {processor / one_by_one[1]:6.2f}")
+    print(
+        f"ratio                {wall / one_by_one[0]:6.2f}                      {processor / one_by_one[1]:6.2f}"
+    )
 
 
 def _seconds(command: list[str], folder: str) -> tuple[float, float]:
@@ -49,7 +51,11 @@ def _seconds(command: list[str], folder: str) -> tuple[float, float]:
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "fl_lightning", *command], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "fl_lightning", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     now = os.times()

@@ -21,7 +21,9 @@ from benchmarks.workloads import WORKLOADS, Workload
 Gradient = Callable[[], object]
 
 
-def gradient(network: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype | None = None) -> Gradient:
+def gradient(
+    network: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype | None = None
+) -> Gradient:
     parameters = list(network.parameters())
 
     def once() -> object:
@@ -41,7 +43,12 @@ def variants(work: Workload, compiled: bool) -> Iterator[tuple[str, Gradient]]:
         yield "live taps", gradient(ours, x, y)
     if x.shape[1] == 3:
         yield "images channels-last", gradient(ours, x.contiguous(memory_format=last), y)
-        yield "weights too", gradient(copy.deepcopy(ours).to(memory_format=last), x.contiguous(memory_format=last), y)
+        yield (
+            "weights too",
+            gradient(
+                copy.deepcopy(ours).to(memory_format=last), x.contiguous(memory_format=last), y
+            ),
+        )
     yield "bf16", gradient(ours, x, y, torch.bfloat16)
     if compiled:
         yield "compiled", gradient(torch.compile(copy.deepcopy(ours)), x, y)

@@ -63,11 +63,22 @@ class Workload:
 WORKLOADS = {
     "W1": Workload(MLP, (1, 28, 28), 500, 5, 50),
     "W2": Workload(lambda: LeNet(10), (3, 32, 32), 500, 2, 50),
-    "W3": Workload(lambda: ResNet18GN(10), (3, 32, 32), 500, 1, 50, usual=lambda: ResNet18GN(10, live_taps=False)),
+    "W3": Workload(
+        lambda: ResNet18GN(10),
+        (3, 32, 32),
+        500,
+        1,
+        50,
+        usual=lambda: ResNet18GN(10, live_taps=False),
+    ),
     # the same ten clients in every round, so that all systems hold the same client states
-    "W4-scaffold": Workload(MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=("ControlVariates",)),
+    "W4-scaffold": Workload(
+        MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=("ControlVariates",)
+    ),
     "W4-fedsmoo": Workload(MLP, (1, 28, 28), 500, 5, 50, registered=10, methods=FEDSMOO),
-    "W5": Workload(SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0),
+    "W5": Workload(
+        SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0
+    ),
 }
 
 
@@ -114,7 +125,9 @@ class Ours:
             **more,
         )
         self.data = InMemoryDataModule((x, y), clients=registered, batch_size=work.batch_size)
-        self.trainer = quiet_trainer(1, list(methods), accelerator=accelerator, devices=1, precision=precision)
+        self.trainer = quiet_trainer(
+            1, list(methods), accelerator=accelerator, devices=1, precision=precision
+        )
         self._first = True
 
     def round(self) -> tuple[float, float]:
@@ -124,7 +137,9 @@ class Ours:
             self.module.teardown = lambda stage: None
             self.trainer.fit(self.module, self.data)
             self.t, self._first = 1, False
-            return tuple(float(self.trainer.callback_metrics[k]) for k in ("time/round", "train/loss"))
+            return tuple(
+                float(self.trainer.callback_metrics[k]) for k in ("time/round", "train/loss")
+            )
         began = time.perf_counter()
         with torch.no_grad():
             metrics = self.module.run.run_round(self.t)
@@ -140,7 +155,12 @@ def quiet_trainer(rounds: int, callbacks: list[Any], **settings: Any) -> pl.Trai
     """A Trainer that shows and keeps nothing, on the CPU unless told otherwise."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
     return pl.Trainer(
         max_epochs=rounds,
         callbacks=callbacks,

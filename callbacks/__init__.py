@@ -14,7 +14,9 @@ from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
 from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
-from fl_lightning.callbacks.global_sharpness_aware_minimization import GlobalSharpnessAwareMinimization
+from fl_lightning.callbacks.global_sharpness_aware_minimization import (
+    GlobalSharpnessAwareMinimization,
+)
 from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging

@@ -59,8 +59,14 @@ class AlternatingHead(FederatedCallback):
 
     def __init__(self, head_epochs: float = 1, head: str | Sequence[str] = "last") -> None:
         super().__init__()
-        if isinstance(head_epochs, bool) or not isinstance(head_epochs, int | float) or not head_epochs > 0:
-            raise UserError(f"AlternatingHead: head_epochs={head_epochs!r} is not accepted; give a number above 0.")
+        if (
+            isinstance(head_epochs, bool)
+            or not isinstance(head_epochs, int | float)
+            or not head_epochs > 0
+        ):
+            raise UserError(
+                f"AlternatingHead: head_epochs={head_epochs!r} is not accepted; give a number above 0."
+            )
         self.head_epochs, self.head = head_epochs, head
 
     def parts(self, layout: Layout) -> list[Part]:
@@ -83,4 +89,6 @@ class AlternatingHead(FederatedCallback):
 
     def _mask(self, layout: Layout) -> Tensor:
         patterns = [self.head] if isinstance(self.head, str) else self.head
-        return layout.mask([name for pattern in patterns for name in layout.named(pattern, "AlternatingHead")])
+        return layout.mask(
+            [name for pattern in patterns for name in layout.named(pattern, "AlternatingHead")]
+        )

@@ -70,7 +70,9 @@ class ByzantineClients(FederatedCallback):
                 f"{name}: attack={attack!r} is not known; accepted are {known}.{suggest(str(attack), ATTACKS)}"
             )
         if isinstance(fraction, bool) or not isinstance(fraction, numbers) or not 0 <= fraction < 1:
-            raise UserError(f"{name}: fraction={fraction!r} is not accepted; it is a share from 0 to below 1.")
+            raise UserError(
+                f"{name}: fraction={fraction!r} is not accepted; it is a share from 0 to below 1."
+            )
         given = isinstance(scale, numbers) and not isinstance(scale, bool)
         if scale is not None and (attack == "label_flip" or not (given and 0 < scale < math.inf)):
             raise UserError(f"{name}: scale={scale!r} is not accepted with attack={attack!r}; it is a number above 0"
@@ -88,7 +90,9 @@ class ByzantineClients(FederatedCallback):
         number = math.floor(Fraction(str(self.fraction)) * m)
         self.attackers = tuple(sorted(draw.choice(m, number, replace=False).tolist()))
         if self.attack == "label_flip" and self.classes is None:
-            raise UserError("ByzantineClients: attack='label_flip' needs class labels, and the data have none.")
+            raise UserError(
+                "ByzantineClients: attack='label_flip' needs class labels, and the data have none."
+            )
 
     def facts(self) -> dict[str, str]:
         return {"attackers": ", ".join(map(str, self.attackers)) or "nobody"}
@@ -116,7 +120,11 @@ class ByzantineClients(FederatedCallback):
         """``local_batch`` of the attack on labels."""
         if client not in self.attackers:
             return batch
-        if not isinstance(batch, (tuple, list)) or not isinstance(batch[-1], Tensor) or batch[-1].is_floating_point():
+        if (
+            not isinstance(batch, (tuple, list))
+            or not isinstance(batch[-1], Tensor)
+            or batch[-1].is_floating_point()
+        ):
             raise UserError(
                 "ByzantineClients: attack='label_flip' takes batches (x, y) with integer labels y, and those of client "
                 f"{client} are of type {type(batch).__name__}. Use another attack, or such batches."

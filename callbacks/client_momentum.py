@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule, Server, ServerState, Upload
+from fl_lightning.callback import (
+    Clients,
+    Coefficient,
+    FederatedCallback,
+    Schedule,
+    Server,
+    ServerState,
+    Upload,
+)
 
 
 class ClientMomentum(FederatedCallback):

@@ -35,7 +35,9 @@ class CommunicationLogger(FederatedCallback):
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 
     def on_round_end(self, server: Server) -> None:
-        self.counted += torch.tensor([server.communication[name] for name in COUNTS], device=self.counted.device)
+        self.counted += torch.tensor(
+            [server.communication[name] for name in COUNTS], device=self.counted.device
+        )
         totals = dict(zip(COUNTS, self.counted.tolist(), strict=True))
         for what in ("parameters", "bytes"):
             totals[f"total_{what}"] = totals[f"up_{what}"] + totals[f"down_{what}"]

@@ -58,14 +58,18 @@ class ConsensusDistanceLogger(FederatedCallback):
             raw = torch.stack([ordered_sum(variance[s]) for s in slices]).sum()
             norm = torch.stack([ordered_sum(centre[s]) for s in slices]).sum()
             server.log(f"consensus/{layer}", raw)
-            server.log(f"consensus_per_coordinate/{layer}", raw / sum(s.stop - s.start for s in slices))
+            server.log(
+                f"consensus_per_coordinate/{layer}", raw / sum(s.stop - s.start for s in slices)
+            )
             if norm > 0:
                 server.log(f"consensus_relative/{layer}", raw / norm)
 
 
 def layers(layout: Layout) -> dict[str, list[slice]]:
     """Coordinates of each layer by the path of its module; of a learner without layers, by what owns them."""
-    found = {path: [layout[name][0] for name in names] for path, names in layout.layers.items() if names}
+    found = {
+        path: [layout[name][0] for name in names] for path, names in layout.layers.items() if names
+    }
     if "" in found:
         found = {}
         for name, (where, _) in layout.items():

@@ -18,7 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Clients, FederatedCallback, Note, Server, ServerState, Upload, UserError
+from fl_lightning.callback import (
+    Clients,
+    FederatedCallback,
+    Note,
+    Server,
+    ServerState,
+    Upload,
+    UserError,
+)
 
 
 class DifferentialPrivacy(FederatedCallback):
@@ -80,7 +88,9 @@ class DifferentialPrivacy(FederatedCallback):
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
     # σ, q
-    spent_at = ServerState(initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False)
+    spent_at = ServerState(
+        initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False
+    )
     # whose noise nobody can compute
     private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)
 
@@ -101,12 +111,19 @@ class DifferentialPrivacy(FederatedCallback):
                 "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the two, or both."
             )
         if noise_multiplier is not None:
-            _number("noise_multiplier", noise_multiplier, lambda s: 0 <= s < math.inf, "from 0, finite")
+            _number(
+                "noise_multiplier", noise_multiplier, lambda s: 0 <= s < math.inf, "from 0, finite"
+            )
         if target_epsilon is not None:
             _number("target_epsilon", target_epsilon, lambda e: 0 < e < math.inf, "above 0, finite")
         self.clip, self.noise_multiplier = clip, noise_multiplier
         if noise_seed is not None:
-            _number("noise_seed", noise_seed, lambda s: isinstance(s, int) and 0 <= s < 2**63, "that is a seed")
+            _number(
+                "noise_seed",
+                noise_seed,
+                lambda s: isinstance(s, int) and 0 <= s < 2**63,
+                "that is a seed",
+            )
         self.target_epsilon, self.delta, self.noise_seed = target_epsilon, delta, noise_seed
         self.outside = "who takes part, and what is logged of the training"
         self._share, self._rounds = 1.0, 0
@@ -127,8 +144,12 @@ class DifferentialPrivacy(FederatedCallback):
             raise UserError(
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, to share it."
             )
-        self._refuse_buffers(settings.buffers, [name for name, _ in pl_module.learner.named_buffers()])
-        self._look_at([c for c in trainer.callbacks if isinstance(c, FederatedCallback) and c is not self])
+        self._refuse_buffers(
+            settings.buffers, [name for name, _ in pl_module.learner.named_buffers()]
+        )
+        self._look_at(
+            [c for c in trainer.callbacks if isinstance(c, FederatedCallback) and c is not self]
+        )
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
@@ -140,7 +161,13 @@ class DifferentialPrivacy(FederatedCallback):
         """Of whatever kind of number: a count of samples is a client's, too."""
         for name in names:
             words = {"*": policy} if isinstance(policy, str) else policy
-            if next((word for pattern, word in words.items() if fnmatchcase(name, pattern)), "average") != "keep":
+            if (
+                next(
+                    (word for pattern, word in words.items() if fnmatchcase(name, pattern)),
+                    "average",
+                )
+                != "keep"
+            ):
                 raise UserError(
                     f"DifferentialPrivacy: clients would send the buffer {name} neither clipped nor noised. Use "
                     "buffers='keep', or a network without buffers (GroupNorm in place of BatchNorm)."
@@ -152,11 +179,16 @@ class DifferentialPrivacy(FederatedCallback):
         for other in others:
             name = type(other).__name__
             uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
-            changes = "on_updates" in vars(other) or type(other).on_updates is not FederatedCallback.on_updates
+            changes = (
+                "on_updates" in vars(other)
+                or type(other).on_updates is not FederatedCallback.on_updates
+            )
             gathers = other.gathers or changes
             if any(d.sent for d in uploads) or (gathers and not other.stands_for_clients):
                 what = (
-                    "its clients send more than their update" if any(d.sent for d in uploads) else "it sees all updates"
+                    "its clients send more than their update"
+                    if any(d.sent for d in uploads)
+                    else "it sees all updates"
                 )
                 raise UserError(
                     f"method: DifferentialPrivacy and {name} cannot run together: {what}, which is neither clipped nor "
@@ -194,7 +226,9 @@ class DifferentialPrivacy(FederatedCallback):
         seeded = isinstance(self.draws_from, int)
         before = ""
         if server.round and self.spent_at.tolist() != now:
-            before = "had other noise or coins" if float(self.spent_at[0]) >= 0 else "had no privacy"
+            before = (
+                "had other noise or coins" if float(self.spent_at[0]) >= 0 else "had no privacy"
+            )
         elif not seeded and now[0] and int(self.private_rounds) != server.round:
             before = "were not all private: some had no DifferentialPrivacy, or noise that a known seed gives"
         if before:
@@ -218,7 +252,9 @@ class DifferentialPrivacy(FederatedCallback):
         exact = update.to(torch.float64, copy=True)
         # sums in pairs: vector_norm's rounding grows with D
         norm = exact.square().sum(1, keepdim=True).sqrt_()
-        return torch.where(norm > self.clip, _towards_zero(exact.div_(norm).mul_(c), update.dtype), update)
+        return torch.where(
+            norm > self.clip, _towards_zero(exact.div_(norm).mul_(c), update.dtype), update
+        )
 
     def aggregate(self, server: Server) -> Tensor:
         d = server.mean_change.double() * server.n
@@ -235,14 +271,20 @@ class DifferentialPrivacy(FederatedCallback):
             return self.noise_multiplier
         if not self.sigma:  # the first round; a run that is resumed for more rounds keeps it
             assert self.target_epsilon is not None
-            self.sigma = torch.tensor(calibrated(self.target_epsilon, self._share, self._rounds, self.delta))
+            self.sigma = torch.tensor(
+                calibrated(self.target_epsilon, self._share, self._rounds, self.delta)
+            )
         return float(self.sigma)
 
     def on_server_update(self, server: Server) -> None:
-        server.log("privacy/epsilon", epsilon(self._noise(), self._share, server.round + 1, self.delta))
+        server.log(
+            "privacy/epsilon", epsilon(self._noise(), self._share, server.round + 1, self.delta)
+        )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        kept = pl_module.server_states.get(self.declarations()["sigma"].key(self), self.noise_multiplier)
+        kept = pl_module.server_states.get(
+            self.declarations()["sigma"].key(self), self.noise_multiplier
+        )
         trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))
 
 
@@ -257,7 +299,9 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _number(name: str, value: object, accepted: Callable[[float], bool], what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted(value):
-        raise UserError(f"DifferentialPrivacy: {name}={value!r} is not accepted; it is a number {what}.")
+        raise UserError(
+            f"DifferentialPrivacy: {name}={value!r} is not accepted; it is a number {what}."
+        )
 
 
 @lru_cache
@@ -294,5 +338,7 @@ def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
         low, high = high, 2 * high
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if epsilon(middle, share, rounds, delta) <= target else (middle, high)
+        low, high = (
+            (low, middle) if epsilon(middle, share, rounds, delta) <= target else (middle, high)
+        )
     return high

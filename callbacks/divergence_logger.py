@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.callback import Clients, ClientState, FederatedCallback, Server, ServerState, Upload, ordered_sum
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    FederatedCallback,
+    Server,
+    ServerState,
+    Upload,
+    ordered_sum,
+)
 
 
 class DivergenceLogger(FederatedCallback):

@@ -49,7 +49,9 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     title = "FedSMOO's perturbation"
     moves_start = False
     neutral = {"radius": 0.0}
-    cannot_run_with = {"parts": "the paper does not say what the common perturbation is where a part is not averaged"}
+    cannot_run_with = {
+        "parts": "the paper does not say what the common perturbation is where a part is not averaged"
+    }
     radius = Coefficient()
     mu_i = ClientState(synchronised=False)
     s = ServerState(sent=True, synchronised=False)

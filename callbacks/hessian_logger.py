@@ -49,19 +49,27 @@ class HessianLogger(Measurement):
     """
 
     def __init__(
-        self, every_n_rounds: int | None = 10, samples: int = 2000, tolerance: float = 1e-3, probes: int = 100
+        self,
+        every_n_rounds: int | None = 10,
+        samples: int = 2000,
+        tolerance: float = 1e-3,
+        probes: int = 100,
     ) -> None:
         super().__init__(every_n_rounds)
         for name, value in (("samples", samples), ("tolerance", tolerance), ("probes", probes)):
             checks.positive(f"HessianLogger: {name}", value, whole=name != "tolerance")
         if probes < 2:
-            raise UserError(f"HessianLogger: probes={probes} is not accepted; a standard error takes at least 2.")
+            raise UserError(
+                f"HessianLogger: probes={probes} is not accepted; a standard error takes at least 2."
+            )
         self.samples, self.tolerance, self.probes = int(samples), float(tolerance), int(probes)
 
     def measure(self, module: Any) -> dict[str, float]:
         subset = drawn(module.trainer.datamodule, self.samples, module.run_seed, "hessian")
         hessian = curvature.Hessian(
-            Evaluator.of_run(module.run, module.trainer, exact=True), module.evaluated_vector, subset
+            Evaluator.of_run(module.run, module.trainer, exact=True),
+            module.evaluated_vector,
+            subset,
         )
         found = curvature.measure(hessian, self.tolerance, self.probes, module.run_seed)
         return {f"hessian/{name}": getattr(found, name) for name in NAMES}

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import Clients, ClientState, Coefficient, FederatedCallback, Schedule, UserError
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Schedule,
+    UserError,
+)
 
 
 class MoreauEnvelope(FederatedCallback):
@@ -49,11 +56,16 @@ class MoreauEnvelope(FederatedCallback):
     theta = ClientState(initial="current_model", synchronised=False)
 
     def __init__(
-        self, strength: float | Schedule = 15.0, inner_steps: int = 5, inner_lr: float | Schedule = 0.05
+        self,
+        strength: float | Schedule = 15.0,
+        inner_steps: int = 5,
+        inner_lr: float | Schedule = 0.05,
     ) -> None:
         super().__init__()
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
-            raise UserError(f"MoreauEnvelope: inner_steps={inner_steps!r} is not accepted; give an integer from 1.")
+            raise UserError(
+                f"MoreauEnvelope: inner_steps={inner_steps!r} is not accepted; give an integer from 1."
+            )
         self.strength, self.inner_steps, self.inner_lr = strength, inner_steps, inner_lr
 
     def on_local_start(self, clients: Clients) -> None:
@@ -62,7 +74,9 @@ class MoreauEnvelope(FederatedCallback):
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor:
         theta = self.theta[clients]
         for _ in range(self.inner_steps):
-            theta -= self.inner_lr * (clients.gradient_at(theta) + self.strength * (theta - clients.x))
+            theta -= self.inner_lr * (
+                clients.gradient_at(theta) + self.strength * (theta - clients.x)
+            )
         away: Tensor = self.strength * (clients.x - theta)
         return away
 

@@ -87,13 +87,22 @@ class PartialAveraging(FederatedCallback):
         given = {"periods": periods, "extractor": extractor, "extractor_layers": extractor_layers}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
-            raise UserError(f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one of them.")
+            raise UserError(
+                f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one of them."
+            )
         for value in (period, *(periods or {}).values()):
-            if value != "never" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value != "never" and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise UserError(
                     f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, and 'never'."
                 )
-        self.periods, self.period, self.extractor, self.extractor_layers = periods, period, extractor, extractor_layers
+        self.periods, self.period, self.extractor, self.extractor_layers = (
+            periods,
+            period,
+            extractor,
+            extractor_layers,
+        )
         for group, title in KNOWN.items():
             if periods == {group: "never"}:
                 self.title = title  # type: ignore[misc]  # of the class, but its name depends on the arguments
@@ -101,7 +110,9 @@ class PartialAveraging(FederatedCallback):
     @property
     def longest(self) -> int:
         """The longest period in rounds, of those that end."""
-        return max([p for p in (self.periods or {"": self.period}).values() if p != "never"], default=1)
+        return max(
+            [p for p in (self.periods or {"": self.period}).values() if p != "never"], default=1
+        )
 
     def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
         period_of: dict[str, Period] = {}
@@ -123,5 +134,9 @@ class PartialAveraging(FederatedCallback):
         layers = list(layout.layers.values())
         number = len(layers) - 1 if self.extractor_layers is None else self.extractor_layers
         if not 0 <= number <= len(layers):
-            raise UserError(f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers.")
-        return dict.fromkeys([name for layer in layers[:number] for name in layer if name in layout], self.period)
+            raise UserError(
+                f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers."
+            )
+        return dict.fromkeys(
+            [name for layer in layers[:number] for name in layer if name in layout], self.period
+        )

@@ -82,7 +82,9 @@ class PerClientEvaluation(Measurement):
         clients = int(clients) if isinstance(clients, str) and clients.isdecimal() else clients
         if clients != "all":
             if isinstance(clients, str):
-                raise UserError(f"PerClientEvaluation: clients={clients!r}: give 'all', or how many to draw.")
+                raise UserError(
+                    f"PerClientEvaluation: clients={clients!r}: give 'all', or how many to draw."
+                )
             checks.positive("PerClientEvaluation: clients", clients, whole=True)
         if finetune_epochs != 0:
             checks.positive("PerClientEvaluation: finetune_epochs", finetune_epochs)
@@ -106,7 +108,10 @@ class PerClientEvaluation(Measurement):
         data, w = trainer.datamodule, pl_module.evaluated_vector
         for client in self._drawn(pl_module):
             if len(own := data.client_test_indices(client)):
-                self._directions(pl_module, named(pl_module.evaluator().client(w, client, own, "validation_step")))
+                self._directions(
+                    pl_module,
+                    named(pl_module.evaluator().client(w, client, own, "validation_step")),
+                )
                 break
 
     def _drawn(self, module: Any) -> Sequence[int]:
@@ -114,7 +119,11 @@ class PerClientEvaluation(Measurement):
         m = int(module.trainer.datamodule.num_clients)
         wanted = m if self.clients == "all" else min(int(self.clients), m)
         draw = generator(module.run_seed, "per-client evaluation")
-        return range(m) if wanted == m else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
+        return (
+            range(m)
+            if wanted == m
+            else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
+        )
 
     def _directions(self, module: Any, names: Collection[str]) -> Directions:
         """Which way is better in these metrics.
@@ -122,7 +131,9 @@ class PerClientEvaluation(Measurement):
         Raises:
             UserError: it is not known of one.
         """
-        given = {without_prefix(name.removeprefix("clients/")): mode for name, mode in self.modes.items()}
+        given = {
+            without_prefix(name.removeprefix("clients/")): mode for name, mode in self.modes.items()
+        }
         directions = Directions("Give modes={name: mode}, a mode", given)
         directions.record(_of_validation(module.logged.modes))
         if unknown := [name for name in names if directions.known(name) is None]:
@@ -182,7 +193,9 @@ class PerClientEvaluation(Measurement):
         rows.writerow(["client", "samples", *self.table])
         for client, number in self.samples.items():
             values = (column.get(client) for column in self.table.values())
-            rows.writerow([client, number, *("" if value is None else repr(value) for value in values)])
+            rows.writerow(
+                [client, number, *("" if value is None else repr(value) for value in values)]
+            )
         return text.getvalue()
 
 
@@ -207,7 +220,12 @@ def summary(values: dict[int, float], samples: dict[int, int], greater: bool) ->
     weights = torch.tensor([samples[client] for client in values], dtype=torch.float64)
     worst = v.sort(descending=not greater).values[: -(-len(v) // 10)]
     weighted = v @ weights / weights.sum()
-    return {"": float(v.mean()), "_weighted": float(weighted), "_std": _std(v), "_worst10": float(worst.mean())}
+    return {
+        "": float(v.mean()),
+        "_weighted": float(weighted),
+        "_std": _std(v),
+        "_worst10": float(worst.mean()),
+    }
 
 
 def _std(v: Tensor) -> float:

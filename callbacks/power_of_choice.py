@@ -39,20 +39,26 @@ class PowerOfChoice(FederatedCallback):
 
     title = "Power-of-Choice"
     reads_loss = True
-    last = ClientState(initial=lambda w: torch.inf, synchronised=False, shape=(), dtype=torch.float64)
+    last = ClientState(
+        initial=lambda w: torch.inf, synchronised=False, shape=(), dtype=torch.float64
+    )
     told = Upload(shape=())
 
     def __init__(self, candidates: int | None = None) -> None:
         super().__init__()
         whole = isinstance(candidates, int) and not isinstance(candidates, bool)
         if candidates is not None and not (whole and candidates > 0):
-            raise UserError(f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, or null.")
+            raise UserError(
+                f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, or null."
+            )
         self.candidates = candidates
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor:
         d = min(max(self.candidates or 2 * n, n), len(available))
         sizes = server.sizes(available).cpu().numpy()
-        draw = server.generator("power of choice").choice(len(available), d, replace=False, p=sizes / sizes.sum())
+        draw = server.generator("power of choice").choice(
+            len(available), d, replace=False, p=sizes / sizes.sum()
+        )
         drawn = available[torch.from_numpy(draw).to(available.device)]
         known = self.last.rows(server, drawn).nan_to_num(-torch.inf, torch.inf, -torch.inf)
         return drawn[known.argsort(descending=True, stable=True)[:n]]

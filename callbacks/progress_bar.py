@@ -58,7 +58,9 @@ class FederatedProgressBar(ProgressBar):
         self._reset(trainer.current_epoch, rounds if rounds is not None and rounds > 0 else None)
         self._open(self._total, self._first)
 
-    def on_client_end(self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int) -> None:
+    def on_client_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int
+    ) -> None:
         """Called by the run: ``done`` of this process's ``total`` clients of the round are ready."""
         if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
             self._clients = f" · clients {done}/{total}"
@@ -93,9 +95,13 @@ class FederatedProgressBar(ProgressBar):
         if self._enabled:
             rows = closing_table(self._tally.metrics(trainer), trainer)
             width = max(len(what) for what, _ in rows)
-            self.print("\n".join(["", *(f"  {what:<{width}}  {value}" for what, value in rows), ""]))
+            self.print(
+                "\n".join(["", *(f"  {what:<{width}}  {value}" for what, value in rows), ""])
+            )
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._close()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -141,7 +147,11 @@ class FederatedProgressBar(ProgressBar):
     def _open(self, total: int | None, first: int) -> None:
         self._close()
         if self._enabled and sys.stderr.isatty():
-            shape = "{desc} |{bar:10}| {elapsed} · {remaining} left" if total is not None else "{desc} · {elapsed}"
+            shape = (
+                "{desc} |{bar:10}| {elapsed} · {remaining} left"
+                if total is not None
+                else "{desc} · {elapsed}"
+            )
             # 0 in some containers: it would draw nothing
             known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
@@ -159,14 +169,18 @@ class FederatedProgressBar(ProgressBar):
         metrics, told = trainer.callback_metrics, list[str]()
         for name in dict.fromkeys(["train/loss", *facts.shown(trainer), "divergence/participants"]):
             if name in metrics:
-                form = {"divergence/participants": "{:.3g}"}.get(name, "{:.4f}" if name in LABELS else "{:.4g}")
+                form = {"divergence/participants": "{:.3g}"}.get(
+                    name, "{:.4f}" if name in LABELS else "{:.4g}"
+                )
                 told.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")
         self._values = "".join(told)
 
     def _draw(self, number: int, text: str | None = None) -> None:
         if self._bar is not None:
             self._bar.n = self._done
-            self._bar.set_description_str(text or f"round {self._of(number)}{self._clients}{self._values}")
+            self._bar.set_description_str(
+                text or f"round {self._of(number)}{self._clients}{self._values}"
+            )
             self._drawn = time.monotonic()
 
     def _line(self, trainer: pl.Trainer) -> None:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import Clients, ClientState, Coefficient, FederatedCallback, Schedule, UserError
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Schedule,
+    UserError,
+)
 
 
 class ProximalPersonalModel(FederatedCallback):
@@ -45,7 +52,9 @@ class ProximalPersonalModel(FederatedCallback):
     def __init__(self, strength: float | Schedule = 0.1) -> None:
         super().__init__()
         if not isinstance(strength, Schedule) and strength < 0:
-            raise UserError(f"ProximalPersonalModel: strength={strength:g} pushes away from w; give 0 or more.")
+            raise UserError(
+                f"ProximalPersonalModel: strength={strength:g} pushes away from w; give 0 or more."
+            )
         self.strength = strength
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

@@ -95,9 +95,13 @@ class RelaxedInitialization(FederatedCallback):
         if aggregate == "updates":
             vars(self)["transmit"] = self.displacement  # this instance alone owns the hook
         if offset != "own":
-            self.declare("last_mean", ServerState(initial="initial_model", sent=True, synchronised=False))
+            self.declare(
+                "last_mean", ServerState(initial="initial_model", sent=True, synchronised=False)
+            )
             self.declare("moved_on", Upload())
-            vars(self)["cannot_run_with"] = {"parts": f"offset={offset!r} is not defined where clients keep parts"}
+            vars(self)["cannot_run_with"] = {
+                "parts": f"offset={offset!r} is not defined where clients keep parts"
+            }
 
     def on_local_start(self, clients: Clients) -> None:
         if self.arm == "own":
@@ -125,4 +129,6 @@ def _one_of(name: str, value: str, accepted: list[str]) -> None:
     if value not in accepted:
         shown = f"{', '.join(map(repr, accepted[:-1]))} and {accepted[-1]!r}"
         hint = suggest(str(value), accepted)
-        raise UserError(f"RelaxedInitialization: {name}={value!r} is not known; accepted are {shown}.{hint}")
+        raise UserError(
+            f"RelaxedInitialization: {name}={value!r} is not known; accepted are {shown}.{hint}"
+        )

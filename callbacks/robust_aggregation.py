@@ -70,7 +70,9 @@ class RobustAggregation(FederatedCallback):
 
     def __init__(
         self,
-        rule: Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"] = "median",
+        rule: Literal[
+            "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
+        ] = "median",
         trim: float = 0.1,
         byzantine: int = 1,
         keep: int | None = None,
@@ -80,16 +82,30 @@ class RobustAggregation(FederatedCallback):
         name = type(self).__name__
         if rule not in RULES:
             known = ", ".join(map(repr, RULES))
-            raise UserError(f"{name}: rule={rule!r} is not known; accepted are {known}.{suggest(str(rule), RULES)}")
+            raise UserError(
+                f"{name}: rule={rule!r} is not known; accepted are {known}.{suggest(str(rule), RULES)}"
+            )
         if isinstance(trim, bool) or not isinstance(trim, (int, float)) or not 0 <= trim < 0.5:
-            raise UserError(f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to below 0.5.")
+            raise UserError(
+                f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to below 0.5."
+            )
         if isinstance(byzantine, bool) or not isinstance(byzantine, int) or byzantine < 0:
-            raise UserError(f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from 0.")
+            raise UserError(
+                f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from 0."
+            )
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise UserError(f"{name}: keep={keep!r} is not accepted; it is a number of clients from 1, or null.")
+            raise UserError(
+                f"{name}: keep={keep!r} is not accepted; it is a number of clients from 1, or null."
+            )
         if not isinstance(mixing, bool):
             raise UserError(f"{name}: mixing={mixing!r} is not accepted; it is true or false.")
-        self.rule, self.trim, self.byzantine, self.keep, self.mixing = rule, trim, byzantine, keep, mixing
+        self.rule, self.trim, self.byzantine, self.keep, self.mixing = (
+            rule,
+            trim,
+            byzantine,
+            keep,
+            mixing,
+        )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         n, f = pl_module.cohort.n, self.byzantine
@@ -100,7 +116,9 @@ class RobustAggregation(FederatedCallback):
                 f"round, and participation gives {n}. Let more take part, or lower byzantine."
             )
         if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
-            raise UserError(f"{type(self).__name__}: keep={self.keep} is more than the {n} clients of a round.")
+            raise UserError(
+                f"{type(self).__name__}: keep={self.keep} is more than the {n} clients of a round."
+            )
 
     @property
     def uses_f(self) -> bool:
@@ -157,7 +175,10 @@ def krum_scores(u: Tensor, f: int) -> Tensor:
 def mixed(u: Tensor, f: int) -> Tensor:
     """``(n, D)``: each row's mean with its n - f - 1 nearest others; of equally near ones the first."""
     nearest = squared_distances(u).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : len(u) - f]
-    return torch.cat([torch.stack([piece[rows].mean(0) for rows in nearest]) for piece in u.split(PIECE, dim=1)], dim=1)
+    return torch.cat(
+        [torch.stack([piece[rows].mean(0) for rows in nearest]) for piece in u.split(PIECE, dim=1)],
+        dim=1,
+    )
 
 
 def geometric_median(u: Tensor) -> Tensor:

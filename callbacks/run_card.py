@@ -52,7 +52,9 @@ class RunCard(pl.Callback):
         path = Path(trainer.default_root_dir) / "card.md"
         new = trainer.current_epoch == 0 or not path.exists()
         _write(path, self._card)
-        boards = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        boards = [
+            logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)
+        ]
         if new:
             for board in boards:
                 board.add_text("run card", self._card, 0)
@@ -67,7 +69,9 @@ class RunCard(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._card is not None:
             rows = closing_table(self._tally.metrics(trainer), trainer)
-            _write(Path(trainer.default_root_dir) / "card.md", self._card + _section("Result", rows))
+            _write(
+                Path(trainer.default_root_dir) / "card.md", self._card + _section("Result", rows)
+            )
 
 
 class Tally:
@@ -113,7 +117,9 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
             rows.append((label, form.format(metrics.last(name))))
     if not math.isnan(seconds := metrics.median("time/round")):
         rows.append(("seconds per round", f"{seconds:.3g} (median)"))
-    parameters, nbytes = (metrics.last(f"communication/total_{unit}") for unit in ("parameters", "bytes"))
+    parameters, nbytes = (
+        metrics.last(f"communication/total_{unit}") for unit in ("parameters", "bytes")
+    )
     if not math.isnan(parameters):
         rows.append(("communicated", f"{_short(parameters)} parameters, {_short(nbytes)}B"))
     rows.append(("results in", str(folder)))
@@ -125,7 +131,9 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
 def _values(trainer: pl.Trainer) -> dict[str, float]:
     """What was logged last of what is shown."""
     metrics = trainer.callback_metrics
-    return {name: float(metrics[name]) for name in (*_SHOWN, *facts.shown(trainer)) if name in metrics}
+    return {
+        name: float(metrics[name]) for name in (*_SHOWN, *facts.shown(trainer)) if name in metrics
+    }
 
 
 def _csv(trainer: pl.Trainer) -> Path | None:
@@ -149,7 +157,9 @@ def _card(trainer: pl.Trainer) -> str:
     methods: list[tuple[str, str]] = []
     for method in (c for c in callbacks if isinstance(c, FederatedCallback)):
         methods.append((type(method).__name__, arguments(method)))
-        methods += [(f"{type(method).__name__}: {what}", told) for what, told in method.facts().items()]
+        methods += [
+            (f"{type(method).__name__}: {what}", told) for what, told in method.facts().items()
+        ]
     learner = facts.of_learner(getattr(module, "learner", module))
     network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
     named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"
@@ -173,7 +183,10 @@ def _card(trainer: pl.Trainer) -> str:
 def _section(title: str, rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
-    lines = [f"| {what} | {' '.join(str(value).split()).replace('|', '&#124;')} |" for what, value in rows]
+    lines = [
+        f"| {what} | {' '.join(str(value).split()).replace('|', '&#124;')} |"
+        for what, value in rows
+    ]
     return "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *lines, ""])
 
 
@@ -195,4 +208,6 @@ def _draw(figure: Any, path: Path, boards: list[Any]) -> None:
         canvas.print_png(file)
     canvas.draw()
     for board in boards:
-        board.add_image("partition", np.asarray(canvas.buffer_rgba())[..., :3], 0, dataformats="HWC")
+        board.add_image(
+            "partition", np.asarray(canvas.buffer_rgba())[..., :3], 0, dataformats="HWC"
+        )

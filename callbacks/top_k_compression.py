@@ -46,8 +46,14 @@ class TopKCompression(FederatedCallback):
 
     def __init__(self, fraction: float = 0.1) -> None:
         super().__init__()
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-            raise UserError(f"TopKCompression: fraction={fraction!r} is not accepted; it has to be above 0, up to 1.")
+        if (
+            isinstance(fraction, bool)
+            or not isinstance(fraction, (int, float))
+            or not 0 < fraction <= 1
+        ):
+            raise UserError(
+                f"TopKCompression: fraction={fraction!r} is not accepted; it has to be above 0, up to 1."
+            )
         self.fraction = fraction
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:

@@ -62,9 +62,13 @@ class CropFlip:
             if key == "flip" and not isinstance(value, bool):
                 raise UserError(f"data.augment.flip is {value!r}; give true or false.")
             if key == "padding" and not (number and isinstance(value, int) and value >= 0):
-                raise UserError(f"data.augment.padding is {value!r}; give a whole number of pixels, from 0.")
+                raise UserError(
+                    f"data.augment.padding is {value!r}; give a whole number of pixels, from 0."
+                )
             if key == "probability" and not (number and 0 <= value <= 1):
-                raise UserError(f"data.augment.probability is {value!r}; give a number from 0 to 1.")
+                raise UserError(
+                    f"data.augment.probability is {value!r}; give a number from 0 to 1."
+                )
         return cls(**given)
 
     def draw(self, rng: np.random.Generator, n: int) -> Draws:

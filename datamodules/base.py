@@ -18,7 +18,15 @@ from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.samples import CPU, Batch, Change, DatasetSamples, Samples, makes_batches, one_by_one
+from fl_lightning.datamodules.samples import (
+    CPU,
+    Batch,
+    Change,
+    DatasetSamples,
+    Samples,
+    makes_batches,
+    one_by_one,
+)
 from fl_lightning.datamodules.split import Split, What, check_given, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
@@ -80,9 +88,20 @@ class FederatedDataModule(pl.LightningDataModule):
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         check_shares(val_fraction, client_test_fraction, samples)
         check_given(clients, num_clients, partition)
-        self.batch_size, self.drop_last, self.eval_batch_size = batch_size, drop_last, eval_batch_size
-        self.biases, self.val_fraction, self.client_test_fraction = tuple(biases), val_fraction, client_test_fraction
-        self.seed, self._wanted_samples = None if seed is None else check_seed("data.seed", seed), samples
+        self.batch_size, self.drop_last, self.eval_batch_size = (
+            batch_size,
+            drop_last,
+            eval_batch_size,
+        )
+        self.biases, self.val_fraction, self.client_test_fraction = (
+            tuple(biases),
+            val_fraction,
+            client_test_fraction,
+        )
+        self.seed, self._wanted_samples = (
+            None if seed is None else check_seed("data.seed", seed),
+            samples,
+        )
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
         self.train_set: Samples | None = None
@@ -129,7 +148,13 @@ class FederatedDataModule(pl.LightningDataModule):
         seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
-            given = self._given, self.groups, self.val_fraction, self.client_test_fraction, self._wanted_samples
+            given = (
+                self._given,
+                self.groups,
+                self.val_fraction,
+                self.client_test_fraction,
+                self._wanted_samples,
+            )
             self._split = split_samples(self.train_set, self.partition, count, *given, seed)
             self._split_seed = seed
 
@@ -215,7 +240,9 @@ class FederatedDataModule(pl.LightningDataModule):
     # ---- batches of a client
 
     def batches_per_epoch(self, client: int) -> int:
-        return batching.epoch_batches(int(self.client_sizes()[client]), self.batch_size, self.drop_last)
+        return batching.epoch_batches(
+            int(self.client_sizes()[client]), self.batch_size, self.drop_last
+        )
 
     def smallest_batch(
         self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
@@ -227,21 +254,32 @@ class FederatedDataModule(pl.LightningDataModule):
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
         """
-        if makes_batches(self._train) or type(self).client_batches is not FederatedDataModule.client_batches:
+        if (
+            makes_batches(self._train)
+            or type(self).client_batches is not FederatedDataModule.client_batches
+        ):
             return None
-        return batching.smallest_batch(self.client_sizes(), self.batch_size, self.drop_last, steps, clients)
+        return batching.smallest_batch(
+            self.client_sizes(), self.batch_size, self.drop_last, steps, clients
+        )
 
     def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
         """In words: why a client has a batch of so few samples, and what would leave no client one."""
-        return batching.told_of_batch(self.client_sizes(), self.batch_size, self.drop_last, client, samples)
+        return batching.told_of_batch(
+            self.client_sizes(), self.batch_size, self.drop_last, client, samples
+        )
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
         return self._order(client, round, epoch, self.client_indices(client))
 
-    def _order(self, client: int, round: int, epoch: int, indices: Indices, purpose: str = "") -> Indices:
+    def _order(
+        self, client: int, round: int, epoch: int, indices: Indices, purpose: str = ""
+    ) -> Indices:
         if self._weights is None:
-            return generator(self.run_seed, purpose or "order", round, client, epoch).permutation(len(indices))
+            return generator(self.run_seed, purpose or "order", round, client, epoch).permutation(
+                len(indices)
+            )
         draw = generator(self.run_seed, purpose + "weighted", round, client, epoch)
         return batching.drawn_by_weight(self._weights[indices], draw, client)
 
@@ -256,7 +294,10 @@ class FederatedDataModule(pl.LightningDataModule):
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
                 now = min(per_epoch, steps - epoch * per_epoch)
-                yield epoch, indices[self._order(client, round, epoch, indices, purpose)][: now * size]
+                yield (
+                    epoch,
+                    indices[self._order(client, round, epoch, indices, purpose)][: now * size],
+                )
 
         def made() -> Iterator[Batch]:
             for epoch, order in epochs():
@@ -284,14 +325,18 @@ class FederatedDataModule(pl.LightningDataModule):
         data, device, indices = self._train, torch.device(device), self._who.asked(client, what)
         if not len(indices):
             return
-        cut_by = (size, False) if size and not makes_batches(data) else (self.batch_size, self.drop_last)
+        cut_by = (
+            (size, False) if size and not makes_batches(data) else (self.batch_size, self.drop_last)
+        )
         cut = [indices[part] for part in batching.slices(len(indices), *cut_by)]
         source, size = self._transfer.source(device), len(cut[0])
         if isinstance(data, DatasetSamples):
             batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
             parts = (indices[: -len(cut[-1])], size), (cut[-1], len(cut[-1]))
-            batches = chain.from_iterable(data.batches(*part, source, self._bias(client)) for part in parts)
+            batches = chain.from_iterable(
+                data.batches(*part, source, self._bias(client)) for part in parts
+            )
         else:
             batches = data.batches(indices, size, source, self._bias(client))
         yield from zip(self._transfer.batches(batches, device), map(len, cut), strict=False)
@@ -323,7 +368,10 @@ class FederatedDataModule(pl.LightningDataModule):
             return self._evaluated(self._train, self._who.held_out)
         self._ready()
         if self.val_set is None and self.test_set is None and self.trainer is not None:
-            say(self.trainer, f"no validation: {type(self).__name__} has neither validation nor test data")
+            say(
+                self.trainer,
+                f"no validation: {type(self).__name__} has neither validation nor test data",
+            )
         return self._evaluated(self.val_set or self.test_set)
 
     def test_dataloader(self) -> Any:

@@ -17,7 +17,9 @@ def check_batch_sizes(batch_size: Any, eval_batch_size: Any, drop_last: Any) -> 
         ("batch_size", batch_size, "the whole client in one batch"),
         ("eval_batch_size", eval_batch_size, "as many samples as fit"),
     ):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
+        ):
             raise UserError(f"{name} is {size}: give at least 1, or null for {null}.")
     if not isinstance(drop_last, bool):
         raise UserError(f"drop_last is {drop_last!r}: give true or false.")
@@ -97,7 +99,9 @@ batches out; batch_size=5, with which the smallest has 2
     return why, "; ".join(ways or ["another batch_size, or another partition"])
 
 
-def drawn_by_weight(weights: NDArray[np.float64], draw: np.random.Generator, client: int) -> NDArray[np.int64]:
+def drawn_by_weight(
+    weights: NDArray[np.float64], draw: np.random.Generator, client: int
+) -> NDArray[np.int64]:
     """As many positions as there are ``weights`` ``(N_i,)``, with replacement, as WeightedRandomSampler draws them."""
     if not weights.sum() > 0:
         raise UserError(

@@ -57,7 +57,9 @@ class CategoryBias(Bias):
 
 def check_biases(biases: Sequence[Bias], data: Any) -> None:
     """Refuse biases of what are no labelled images in memory."""
-    if biases and not (isinstance(data, TensorSamples) and data.in_pixel_range and data.labels is not None):
+    if biases and not (
+        isinstance(data, TensorSamples) and data.in_pixel_range and data.labels is not None
+    ):
         raise UserError(
             f"biases is {list(biases)}, but they are for labelled images in memory, as uint8 or "
             "floats in [0, 1], with channels first: give biases=[] for these data."

@@ -20,7 +20,13 @@ from torch.utils.data import (
 from fl_lightning.datamodules.reading import Workers
 from fl_lightning.errors import UserError
 
-KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+KNOWN = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,12 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
         batches, fetch = sampler, "list"
     if batches is not None:
         if type(batches).__iter__ is not BatchSampler.__iter__:
-            refuse(batches, "batch sampler", name, "a client's samples are shuffled and cut by batch_size")
+            refuse(
+                batches,
+                "batch sampler",
+                name,
+                "a client's samples are shuffled and cut by batch_size",
+            )
         sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     elif size is None and sampler is not None:
         size, fetch = 1, "batch"
@@ -96,28 +107,52 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
         getattr(loader, "timeout", 0),
     )
     collate = getattr(loader, "collate_fn", None)
-    return LoaderFacts(dataset, collate, int(size or 1), bool(drop_last), fetch, positions, weights, workers)
+    return LoaderFacts(
+        dataset, collate, int(size or 1), bool(drop_last), fetch, positions, weights, workers
+    )
 
 
-def sampled(sampler: Any, total: int, name: str) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
+def sampled(
+    sampler: Any, total: int, name: str
+) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
     """Which of ``total`` positions a sampler uses, and how often each is drawn; None: all, each once an epoch."""
     if isinstance(sampler, list | tuple | range):
         return np.asarray(sampler, np.int64), None
-    kind = next((k for k in KNOWN if isinstance(sampler, k) and type(sampler).__iter__ is k.__iter__), None)
+    kind = next(
+        (k for k in KNOWN if isinstance(sampler, k) and type(sampler).__iter__ is k.__iter__), None
+    )
     if sampler is not None and kind is None:
         refuse(
-            sampler, "sampler", name, "which samples a client sees, and in which order, is drawn from the run's seed"
+            sampler,
+            "sampler",
+            name,
+            "which samples a client sees, and in which order, is drawn from the run's seed",
         )
     if kind is SubsetRandomSampler:
         return np.asarray(sampler.indices, np.int64), None
     number = total if kind in (None, DistributedSampler) else len(sampler)
     if number != total:
-        refuse(sampler, "sampler", name, f"it gives {number} samples an epoch, and the dataset has {total}")
+        refuse(
+            sampler,
+            "sampler",
+            name,
+            f"it gives {number} samples an epoch, and the dataset has {total}",
+        )
     weighted = kind is WeightedRandomSampler
     if weighted and len(sampler.weights) != total:
-        refuse(sampler, "sampler", name, f"it has {len(sampler.weights)} weights, and the dataset {total} samples")
+        refuse(
+            sampler,
+            "sampler",
+            name,
+            f"it has {len(sampler.weights)} weights, and the dataset {total} samples",
+        )
     if weighted and not sampler.replacement:
-        refuse(sampler, "sampler", name, "with replacement=False an epoch of all samples is one without weights")
+        refuse(
+            sampler,
+            "sampler",
+            name,
+            "with replacement=False an epoch of all samples is one without weights",
+        )
     if weighted:
         return None, np.asarray(sampler.weights, np.float64)
     return None, np.ones(total) if kind is RandomSampler and sampler.replacement else None

@@ -119,7 +119,9 @@ class FromDataModule(FederatedDataModule):
         collate: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
-        if isinstance(datamodule, type) or not callable(getattr(datamodule, "train_dataloader", None)):
+        if isinstance(datamodule, type) or not callable(
+            getattr(datamodule, "train_dataloader", None)
+        ):
             raise UserError(
                 f"FromDataModule's datamodule is {datamodule!r}: give a LightningDataModule (an object, not its class; "
                 "on the command line a class path that can be imported, from the current folder too)."
@@ -169,15 +171,24 @@ class FromDataModule(FederatedDataModule):
             dataset = Subset(dataset, facts.positions.tolist())
         if fetch == "batch" and not self._loader_size:
             fetch = "sample"  # it was asked for: batches of so many items
-        workers = facts.workers if self._workers == "loader" else replace(facts.workers, number=self._workers)
+        workers = (
+            facts.workers
+            if self._workers == "loader"
+            else replace(facts.workers, number=self._workers)
+        )
         if self._workers != "loader":
             check_workers(workers.number, dataset)
-        elif workers.number and (where := own_generator(dataset)):  # of which each process would have a copy
+        elif workers.number and (
+            where := own_generator(dataset)
+        ):  # of which each process would have a copy
             workers = replace(workers, number=0)
             say(
-                self.trainer, f"num_workers of the training loader is not used: its dataset keeps a generator ({where})"
+                self.trainer,
+                f"num_workers of the training loader is not used: its dataset keeps a generator ({where})",
             )
-        self.train_set = DatasetSamples(dataset, targets, self._collate or facts.collate, workers, fetch)
+        self.train_set = DatasetSamples(
+            dataset, targets, self._collate or facts.collate, workers, fetch
+        )
         self._weights = facts.weights
         if self._loader_size:
             self.batch_size = facts.batch_size
@@ -188,7 +199,10 @@ class FromDataModule(FederatedDataModule):
         if self._who.held_out is not None:
             return super().val_dataloader()
         if not overridden(self.datamodule, "val_dataloader"):
-            say(self.trainer, f"no validation: {type(self.datamodule).__name__} has no val_dataloader")
+            say(
+                self.trainer,
+                f"no validation: {type(self.datamodule).__name__} has no val_dataloader",
+            )
             return []
         return self.datamodule.val_dataloader()
 

@@ -17,7 +17,9 @@ from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError
 
 FOLDER = "UCI HAR Dataset"
-URL = "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
+URL = (
+    "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
+)
 CHANNELS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 
 
@@ -48,9 +50,13 @@ class HumanActivity(FederatedDataModule):
     ) -> None:
         super().__init__(**arguments)
         if augment:
-            raise UserError("HumanActivity's augment is true, but there is no augmentation of signals: give false.")
+            raise UserError(
+                "HumanActivity's augment is true, but there is no augmentation of signals: give false."
+            )
         if features not in ("signals", "features"):
-            raise UserError(f"HumanActivity's features is {features!r}: give 'signals' or 'features'.")
+            raise UserError(
+                f"HumanActivity's features is {features!r}: give 'signals' or 'features'."
+            )
         self.root, self.download, self.features = Path(root), download, features
 
     @classmethod
@@ -89,7 +95,9 @@ class HumanActivity(FederatedDataModule):
         x_test, y_test, _ = self._part("test")
         if self.features == "signals":
             mean, std = x.mean((0, 2), np.float64), x.std((0, 2), np.float64)
-            x, x_test = (((a - mean[:, None]) / std[:, None]).astype(np.float32) for a in (x, x_test))
+            x, x_test = (
+                ((a - mean[:, None]) / std[:, None]).astype(np.float32) for a in (x, x_test)
+            )
         self.groups = subjects
         self.train_set, self.test_set = TensorSamples(x, y), TensorSamples(x_test, y_test)
 
@@ -105,12 +113,20 @@ class HumanActivity(FederatedDataModule):
             shape: tuple[int, ...] = (561,)
         else:
             shape = (9, 128)
-            first = compact if compact.is_file() else folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
+            first = (
+                compact
+                if compact.is_file()
+                else folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
+            )
             if compact.is_file():
                 x = _read(compact, lambda f: np.load(f, allow_pickle=False))
             else:
-                texts = [folder / "Inertial Signals" / f"{channel}_{part}.txt" for channel in CHANNELS]
-                signals = [_read(text, lambda f: np.loadtxt(f, np.float32, ndmin=2)) for text in texts]
+                texts = [
+                    folder / "Inertial Signals" / f"{channel}_{part}.txt" for channel in CHANNELS
+                ]
+                signals = [
+                    _read(text, lambda f: np.loadtxt(f, np.float32, ndmin=2)) for text in texts
+                ]
                 lengths = [signal.shape for signal in signals]
                 wrong = [t for t, s in zip(texts, lengths, strict=True) if s != (len(y), 128)]
                 if wrong:
@@ -119,7 +135,9 @@ class HumanActivity(FederatedDataModule):
         if x.shape != (len(y), *shape):
             raise _damaged(first, f"shape {x.shape} where {(len(y), *shape)} is expected")
         if len(subjects) != len(y):
-            raise _damaged(folder / f"subject_{part}.txt", f"{len(subjects)} lines for {len(y)} windows")
+            raise _damaged(
+                folder / f"subject_{part}.txt", f"{len(subjects)} lines for {len(y)} windows"
+            )
         if y.min() < 0 or y.max() > 5:
             raise _damaged(folder / f"y_{part}.txt", "labels other than 1 to 6")
         return x.astype(np.float32, copy=False), y, subjects
@@ -139,4 +157,6 @@ def _read(path: Path, how: Callable[[Path], Any]) -> Any:
 
 
 def _damaged(path: Path, reason: str) -> UserError:
-    return UserError(f"The data file {str(path)!r} is damaged ({reason[:120]}): delete it and get it again.")
+    return UserError(
+        f"The data file {str(path)!r} is damaged ({reason[:120]}): delete it and get it again."
+    )

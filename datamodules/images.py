@@ -84,10 +84,19 @@ class ImageDataModule(FederatedDataModule):
                 "Give the right --data.root, or --data.download true to get the files."
             )
         try:
-            self.train_set, self.test_set = self._samples(self._open(True)), self._samples(self._open(False))
-        except Exception as error:  # torchvision, pickle and SciPy raise many kinds for damaged files
+            self.train_set, self.test_set = (
+                self._samples(self._open(True)),
+                self._samples(self._open(False)),
+            )
+        except (
+            Exception
+        ) as error:  # torchvision, pickle and SciPy raise many kinds for damaged files
             name = self._broken()
-            which = f"The data file {str(folder / name)!r}" if name else f"A data file in {str(folder)!r}"
+            which = (
+                f"The data file {str(folder / name)!r}"
+                if name
+                else f"A data file in {str(folder)!r}"
+            )
             raise UserError(
                 f"{which} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it again, "
                 "with --data.download true or by hand."
@@ -114,7 +123,9 @@ class MNIST(ImageDataModule):
     def _samples(self, dataset: Any) -> TensorSamples:
         if len(dataset.data) != len(dataset.targets):
             raise ValueError(f"{len(dataset.data)} images, {len(dataset.targets)} labels")
-        return TensorSamples(dataset.data.unsqueeze(1), dataset.targets, self.scale, self.mean, self.std)
+        return TensorSamples(
+            dataset.data.unsqueeze(1), dataset.targets, self.scale, self.mean, self.std
+        )
 
     def _broken(self) -> str | None:
         from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
@@ -165,7 +176,10 @@ class CIFAR10(ImageDataModule):
 
         kind = self._kind()
         sums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-        return next((n for n, md5 in sums if not check_integrity(str(self.root / self.folder / n), md5)), None)
+        return next(
+            (n for n, md5 in sums if not check_integrity(str(self.root / self.folder / n), md5)),
+            None,
+        )
 
 
 class CIFAR100(CIFAR10):
@@ -194,11 +208,15 @@ class SVHN(ImageDataModule):
         return SVHN(str(self.root), split="train" if train else "test", download=download)
 
     def _samples(self, dataset: Any) -> TensorSamples:
-        return TensorSamples(np.ascontiguousarray(dataset.data), dataset.labels, self.scale, self.mean, self.std)
+        return TensorSamples(
+            np.ascontiguousarray(dataset.data), dataset.labels, self.scale, self.mean, self.std
+        )
 
     def _broken(self) -> str | None:
         from torchvision.datasets import SVHN
         from torchvision.datasets.utils import check_integrity
 
         sums = [SVHN.split_list[split] for split in ("train", "test")]
-        return next((name for _, name, md5 in sums if not check_integrity(str(self.root / name), md5)), None)
+        return next(
+            (name for _, name, md5 in sums if not check_integrity(str(self.root / name), md5)), None
+        )

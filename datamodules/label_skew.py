@@ -8,7 +8,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions import Indices, LazyClients, Partition, check_number, digest
+from fl_lightning.datamodules.partitions import (
+    Indices,
+    LazyClients,
+    Partition,
+    check_number,
+    digest,
+)
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
@@ -57,9 +63,13 @@ class _LabelSkew(Partition):
         sizes = np.broadcast_to(np.int64(size), (num_clients,))
         return LazyClients(sizes, draw, f"{self!r} {num_clients} {seed} {digest(labels)}")
 
-    def _without(self, pool: Indices, counts: Indices, num_clients: int, size: int, seed: int) -> Sequence[Indices]:
+    def _without(
+        self, pool: Indices, counts: Indices, num_clients: int, size: int, seed: int
+    ) -> Sequence[Indices]:
         classes = np.split(pool, np.cumsum(counts)[:-1])
-        stocks = [generator(seed, "partition-stock", c).permutation(one) for c, one in enumerate(classes)]
+        stocks = [
+            generator(seed, "partition-stock", c).permutation(one) for c, one in enumerate(classes)
+        ]
         stock, used = counts.copy(), np.zeros_like(counts)
         clients = []
         for client in range(num_clients):
@@ -119,7 +129,11 @@ class Dirichlet(_LabelSkew):
         self.samples_per_client, self.prior = samples_per_client, prior
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        prior = np.full(len(counts), 1 / len(counts)) if self.prior == "uniform" else counts / counts.sum()
+        prior = (
+            np.full(len(counts), 1 / len(counts))
+            if self.prior == "uniform"
+            else counts / counts.sum()
+        )
         return rng.dirichlet(self.alpha * len(counts) * prior)
 
 
@@ -130,9 +144,13 @@ class Pathological(_LabelSkew):
     samples of other classes where their own are used up.
     """
 
-    def __init__(self, classes: int, replacement: bool = False, samples_per_client: int | None = None) -> None:
+    def __init__(
+        self, classes: int, replacement: bool = False, samples_per_client: int | None = None
+    ) -> None:
         if not (not isinstance(classes, bool | float) and classes >= 1):
-            raise UserError(f"Pathological's classes is {classes!r}: give a whole number of at least 1.")
+            raise UserError(
+                f"Pathological's classes is {classes!r}: give a whole number of at least 1."
+            )
         _check_samples(self, samples_per_client)
         self.classes: int = classes
         self.replacement, self.samples_per_client = replacement, samples_per_client

@@ -54,15 +54,26 @@ class LanguageModelling(FederatedDataModule):
         eval_batch_size: int | None = 64,
         **arguments: Any,
     ) -> None:
-        super().__init__(biases=biases, batch_size=batch_size, eval_batch_size=eval_batch_size, **arguments)
+        super().__init__(
+            biases=biases, batch_size=batch_size, eval_batch_size=eval_batch_size, **arguments
+        )
         no_pixels("LanguageModelling", augment, biases)
         if download:
-            raise UserError("LanguageModelling's download is true, but the text is your own: put it in data.root.")
+            raise UserError(
+                "LanguageModelling's download is true, but the text is your own: put it in data.root."
+            )
         if length < 1:
             raise UserError(f"LanguageModelling's length is {length}: give at least 1 token.")
         if not 0 <= test_fraction < 1:
-            raise UserError(f"LanguageModelling's test_fraction is {test_fraction}: give a share from 0 to below 1.")
-        self.path, self.length, self.tokenizer, self.test_fraction = Path(root) / file, length, tokenizer, test_fraction
+            raise UserError(
+                f"LanguageModelling's test_fraction is {test_fraction}: give a share from 0 to below 1."
+            )
+        self.path, self.length, self.tokenizer, self.test_fraction = (
+            Path(root) / file,
+            length,
+            tokenizer,
+            test_fraction,
+        )
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
 
     def load(self) -> None:
@@ -73,7 +84,9 @@ class LanguageModelling(FederatedDataModule):
         self.test_set = self._windows(tokens[cut:], "test") if self.test_fraction else None
         self.vocabulary = tokenizer.size
 
-    def _windows(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], what: str) -> TensorSamples:
+    def _windows(
+        self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], what: str
+    ) -> TensorSamples:
         count = (len(tokens) - 1) // self.length
         if count < 1:
             raise UserError(
@@ -81,7 +94,9 @@ class LanguageModelling(FederatedDataModule):
                 f"{self.length} and one more: give a longer text, a smaller length, or another test_fraction."
             )
         starts = np.arange(count)[:, None] * self.length
-        return TensorSamples(tokens[starts + np.arange(self.length + 1)], torch.full((count,), NO_LABEL))
+        return TensorSamples(
+            tokens[starts + np.arange(self.length + 1)], torch.full((count,), NO_LABEL)
+        )
 
 
 def no_pixels(name: str, augment: bool, biases: Sequence[Bias]) -> None:

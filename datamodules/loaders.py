@@ -116,7 +116,9 @@ def evaluation_loader(
     if trainer is not None:
         device, world = source(trainer.strategy.root_device), trainer.world_size
         if len(index) >= world > 1:
-            pieces = np.array_split(index, -(-len(index) // (size * world)) * world)[trainer.global_rank :: world]
+            pieces = np.array_split(index, -(-len(index) // (size * world)) * world)[
+                trainer.global_rank :: world
+            ]
 
     def make() -> Iterator[Batch]:
         if isinstance(data, DatasetSamples):

@@ -46,6 +46,8 @@ class InMemoryDataModule(FederatedDataModule):
         made: dict[str, TensorSamples | None] = {}
         for name, pair in self._given_sets.items():
             if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
-                raise UserError(f"The {name} data are of type {type(pair).__name__}: give a pair of tensors (x, y).")
+                raise UserError(
+                    f"The {name} data are of type {type(pair).__name__}: give a pair of tensors (x, y)."
+                )
             made[name] = None if pair is None else TensorSamples(*pair, transform=self._transform)
         self.train_set, self.val_set, self.test_set = made["train"], made["val"], made["test"]

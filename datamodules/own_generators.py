@@ -17,7 +17,19 @@ from fl_lightning.sampling import generator
 
 KINDS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 OF_THE_PROCESS = (np.random.mtrand._rand, random._inst, torch.default_generator)
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, ModuleType, BuiltinFunctionType)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.Tensor,
+    np.ndarray,
+    ModuleType,
+    BuiltinFunctionType,
+)
 LOOKED_THROUGH = 1000  # objects, in search of generators
 ITEMS = 20  # of a container
 ONE_AT_A_TIME = threading.RLock()  # clients train on threads, and share the dataset
@@ -32,7 +44,11 @@ def generators_of(dataset: Any) -> list[tuple[str, Any]]:
     found = []
     while ahead and len(seen) < LOOKED_THROUGH:
         where, value = ahead.popleft()
-        if isinstance(value, PLAIN) or id(value) in seen or any(value is one for one in OF_THE_PROCESS):
+        if (
+            isinstance(value, PLAIN)
+            or id(value) in seen
+            or any(value is one for one in OF_THE_PROCESS)
+        ):
             continue
         seen[id(value)] = value
         if isinstance(value, KINDS):
@@ -66,7 +82,9 @@ def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     else:
         yield from ((f"{where}.{name}", v) for name, v in getattr(value, "__dict__", {}).items())
         for kind in type(value).__mro__:
-            yield from ((f"{kind.__name__}.{n}", v) for n, v in vars(kind).items() if isinstance(v, KINDS))
+            yield from (
+                (f"{kind.__name__}.{n}", v) for n, v in vars(kind).items() if isinstance(v, KINDS)
+            )
         if isinstance(call := getattr(type(value), "__getitem__", None), FunctionType):
             yield f"{where}.__getitem__", call
 

@@ -182,7 +182,9 @@ class ByGroup(Partition):
     needs_labels = False
 
     def __init__(self, groups: Sequence[int] | None = None) -> None:
-        self.groups: NDArray[Any] | None = None if groups is None else np.asarray(cast(ArrayLike, groups))
+        self.groups: NDArray[Any] | None = (
+            None if groups is None else np.asarray(cast(ArrayLike, groups))
+        )
 
     @property
     def clients(self) -> int | None:
@@ -299,7 +301,9 @@ def check_client(client: int, indices: Any, total: int) -> None:
     """Refuse a client without indices, or with other indices than whole numbers from 0 below ``total``."""
     array = positions(indices)
     if array.ndim != 1 or len(array) == 0:
-        raise UserError(f"Client {client} has no samples (indices of shape {array.shape}): give each at least one.")
+        raise UserError(
+            f"Client {client} has no samples (indices of shape {array.shape}): give each at least one."
+        )
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:
         raise UserError(
             f"Client {client} has sample indices of type {array.dtype} from {array.min()} to {array.max()}: "

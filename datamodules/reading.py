@@ -86,8 +86,12 @@ class AheadReader:
         rest = iter(requests)
         try:
             while True:
-                room = max(1, self.workers.ahead * self.workers.number // self._readers) - len(waiting)
-                waiting.extend(pool.submit(_answer, request) for request in islice(rest, max(0, room)))
+                room = max(1, self.workers.ahead * self.workers.number // self._readers) - len(
+                    waiting
+                )
+                waiting.extend(
+                    pool.submit(_answer, request) for request in islice(rest, max(0, room))
+                )
                 if not waiting:
                     return
                 batch = waiting.popleft().result(self.workers.timeout or None)
@@ -177,7 +181,9 @@ def check_workers(number: Any, dataset: Any) -> None:
         UserError: names the setting and the way out.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UserError(f"num_workers is {number!r}: give the number of processes that read ahead, from 0 (none).")
+        raise UserError(
+            f"num_workers is {number!r}: give the number of processes that read ahead, from 0 (none)."
+        )
     if number and (where := own_generator(dataset)):
         raise UserError(
             f"num_workers is {number}, but the dataset keeps a random generator of its own ({where}): each process "

@@ -69,7 +69,9 @@ class TensorSamples:
     ) -> None:
         self.x, self.y = torch.as_tensor(x), torch.as_tensor(y)
         if len(self.x) != len(self.y):
-            raise UserError(f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a sample.")
+            raise UserError(
+                f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a sample."
+            )
         if len(self.x) == 0:
             raise UserError("The data have no samples: give at least one.")
         if not self.y.is_floating_point():
@@ -104,7 +106,12 @@ class TensorSamples:
                 nbytes = self.x.nbytes + self.y.nbytes
                 fits = device.type != "cuda" or 2 * nbytes < torch.cuda.mem_get_info(device)[0]
                 where = device if fits else CPU
-                data = (self.x.to(where), self.y.to(where), self._factor.to(device), self._shift.to(device))
+                data = (
+                    self.x.to(where),
+                    self.y.to(where),
+                    self._factor.to(device),
+                    self._shift.to(device),
+                )
                 self._there[device] = data
             return self._there[device]
 
@@ -142,7 +149,9 @@ class TensorSamples:
         bytes_each = max(1, self.x[0].numel() * (4 if self.image else self.x.element_size()))
         chunk = max(1, CHUNK_BYTES // (bytes_each * size)) * size
         for start in range(0, len(index), chunk):
-            x, y = self._gather(index, slice(start, min(start + chunk, len(index))), device, biases, augment)
+            x, y = self._gather(
+                index, slice(start, min(start + chunk, len(index))), device, biases, augment
+            )
             for a in range(0, len(x), size):
                 batch = x[a : a + size]
                 yield (batch if self.transform is None else self.transform(batch)), y[a : a + size]
@@ -194,7 +203,9 @@ class DatasetSamples:
         ``seed(k)``: of what is drawn for the k-th by processes that read, and by generators of the dataset's own.
         """
         if self._ahead is None:
-            read: Iterator[Batch] = (self._seeded(index, partial(seed, k)) for k, index in enumerate(cut))
+            read: Iterator[Batch] = (
+                self._seeded(index, partial(seed, k)) for k, index in enumerate(cut)
+            )
         else:
             read = self._ahead.batches((seed(k), index) for k, index in enumerate(cut))
         return (batch_to_device(batch, device) for batch in read)
@@ -302,7 +313,9 @@ def batch_to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return apply_to_collection(
-        batch, Movable, lambda one: to_device(one, device) if isinstance(one, Tensor) else one.to(device)
+        batch,
+        Movable,
+        lambda one: to_device(one, device) if isinstance(one, Tensor) else one.to(device),
     )
 
 
@@ -313,9 +326,17 @@ def find_targets(dataset: Any) -> Any:
         return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
         of_each = [find_targets(one) for one in dataset.datasets]
-        return None if any(of is None for of in of_each) else np.concatenate([np.asarray(of) for of in of_each])
+        return (
+            None
+            if any(of is None for of in of_each)
+            else np.concatenate([np.asarray(of) for of in of_each])
+        )
     if isinstance(dataset, TensorDataset):
-        return dataset.tensors[1] if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1 else None
+        return (
+            dataset.tensors[1]
+            if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1
+            else None
+        )
     for name in ("targets", "labels"):
         found = getattr(dataset, name, None)
         if found is not None and len(found) == len(dataset) and np.asarray(found).ndim == 1:

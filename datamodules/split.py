@@ -46,13 +46,19 @@ class Split:
     held_out: Indices | None = None
     by_partition: bool = True
     test: HeldOut | None = None
-    _latest: dict[int, tuple[Indices, Indices]] = field(default_factory=dict, init=False, repr=False)
+    _latest: dict[int, tuple[Indices, Indices]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Numbers of training samples ``(m,)``; counted once, since it takes all m clients."""
         if self.test is not None:
-            return np.fromiter((len(self.indices(i)) for i in range(len(self.clients))), np.int64, len(self.clients))
+            return np.fromiter(
+                (len(self.indices(i)) for i in range(len(self.clients))),
+                np.int64,
+                len(self.clients),
+            )
         sizes = getattr(self.clients, "sizes", None)
         if sizes is None:
             ids = range(len(self.clients))
@@ -119,9 +125,14 @@ class HeldOut:
         distinct = np.unique(indices)
         if len(distinct) < 2:
             return indices, distinct[:0]
-        h = min(max(int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5")), 1), len(distinct) - 1)
+        h = min(
+            max(int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5")), 1),
+            len(distinct) - 1,
+        )
         shuffled = generator(self.seed, "client-test", client).permutation(distinct)
-        test = np.sort(shuffled[:h] if self.labels is None else _stratified(shuffled, self.labels[shuffled], h))
+        test = np.sort(
+            shuffled[:h] if self.labels is None else _stratified(shuffled, self.labels[shuffled], h)
+        )
         return indices[~np.isin(indices, test)], test
 
 
@@ -136,15 +147,23 @@ def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
 def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
     """Positions of the samples that are used, ascending: of each class its share, a function of the seed."""
     if samples > total:
-        raise UserError(f"samples is {samples}: there are {total} training samples. Give at most as many, or none.")
+        raise UserError(
+            f"samples is {samples}: there are {total} training samples. Give at most as many, or none."
+        )
     shuffled = generator(seed, "samples").permutation(total)
-    return np.sort(shuffled[:samples] if labels is None else _stratified(shuffled, labels[shuffled], samples))
+    return np.sort(
+        shuffled[:samples] if labels is None else _stratified(shuffled, labels[shuffled], samples)
+    )
 
 
 def _leaves_out(val_fraction: float, samples: int | None) -> str:
     """What it is that leaves samples out, with its verb."""
     held = f"val_fraction={val_fraction} holds out" if val_fraction > 0 else ""
-    return held if samples is None else " and ".join(filter(None, (f"samples={samples} leaves out", held)))
+    return (
+        held
+        if samples is None
+        else " and ".join(filter(None, (f"samples={samples} leaves out", held)))
+    )
 
 
 def split_samples(
@@ -189,7 +208,10 @@ def split_samples(
         order = generator(seed, "val-fraction").permutation(used)
         held_out, kept = np.sort(order[:held]), np.sort(order[held:])
     if drawn is not None:
-        held_out, kept = None if held_out is None else drawn[held_out], drawn if kept is None else drawn[kept]
+        held_out, kept = (
+            None if held_out is None else drawn[held_out],
+            drawn if kept is None else drawn[kept],
+        )
     if kept is not None:
         whole, partition = partition, partition.restrict(kept)
         if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
@@ -216,16 +238,30 @@ def split_samples(
         )
     labels = np.zeros(total, np.int64) if data.labels is None else data.labels
     labels = labels if kept is None else labels[kept]
-    return Split(_checked(partition.split(labels, num_clients, seed), len(labels)), total, kept, held_out, test=test)
+    return Split(
+        _checked(partition.split(labels, num_clients, seed), len(labels)),
+        total,
+        kept,
+        held_out,
+        test=test,
+    )
 
 
 def check_shares(val_fraction: float, client_test_fraction: float, samples: int | None) -> None:
     """Refuse what are no shares of the training data, or of each client's, and no number of samples."""
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        raise UserError(f"samples is {samples!r}: give how many training samples are used, 1 or more; None: all.")
+    if samples is not None and (
+        isinstance(samples, bool) or not isinstance(samples, int) or samples < 1
+    ):
+        raise UserError(
+            f"samples is {samples!r}: give how many training samples are used, 1 or more; None: all."
+        )
     for name, share, zero in (
         ("val_fraction", val_fraction, "the training data from 0 (validate on the test set)"),
-        ("client_test_fraction", client_test_fraction, "each client's samples from 0 (hold none out)"),
+        (
+            "client_test_fraction",
+            client_test_fraction,
+            "each client's samples from 0 (hold none out)",
+        ),
     ):
         if not 0 <= share < 1:
             raise UserError(f"{name} is {share}: give a share of {zero} to below 1.")
@@ -284,12 +320,18 @@ def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
     return clients
 
 
-def partition_hash(clients: Sequence[Indices], kept: Indices | None, test: HeldOut | None = None) -> str:
+def partition_hash(
+    clients: Sequence[Indices], kept: Indices | None, test: HeldOut | None = None
+) -> str:
     """A hash of all indices, or of the recipe where there are very many lazy ones."""
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if test is not None:
         state.update(f"test {test.fraction} {test.seed}".encode())
-    if isinstance(clients, LazyClients) and clients.recipe and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
+    if (
+        isinstance(clients, LazyClients)
+        and clients.recipe
+        and int(clients.sizes.sum()) > HASHED_BY_CONTENT
+    ):
         state.update(clients.recipe.encode())
     else:
         for i in range(len(clients)):

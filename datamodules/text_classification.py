@@ -81,10 +81,20 @@ class TextClassification(FederatedDataModule):
             )
         self.text = [text] if isinstance(text, str) else list(text)
         if not 1 <= len(self.text) <= 2:
-            raise UserError(f"TextClassification's text is {self.text}: give one column, or two for pairs.")
+            raise UserError(
+                f"TextClassification's text is {self.text}: give one column, or two for pairs."
+            )
         if length < 2 * len(self.text):
-            raise UserError(f"TextClassification's length is {length}: give at least {2 * len(self.text)} tokens.")
-        self.root, self.train, self.test, self.label, self.group = Path(root), train, test, label, group
+            raise UserError(
+                f"TextClassification's length is {length}: give at least {2 * len(self.text)} tokens."
+            )
+        self.root, self.train, self.test, self.label, self.group = (
+            Path(root),
+            train,
+            test,
+            label,
+            group,
+        )
         self.classes, self.length, self.tokenizer = classes, length, tokenizer
         self.group_names: list[str] = []
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
@@ -100,7 +110,10 @@ class TextClassification(FederatedDataModule):
             self.group_names = [str(name) for name in names]
 
         def samples(file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:
-            return TensorSamples(padded(tokenizer.pairs(texts, self.length), self.length), self._numbers(file, labels))
+            return TensorSamples(
+                padded(tokenizer.pairs(texts, self.length), self.length),
+                self._numbers(file, labels),
+            )
 
         self.train_set = samples(self.train, texts, labels)
         self.test_set = None if self.test is None else samples(self.test, *self._read(self.test))
@@ -109,15 +122,23 @@ class TextClassification(FederatedDataModule):
     def card(self) -> dict[str, str]:
         facts = super().card()
         if self.group_names and isinstance(self.partition, ByGroup) and len(self.group_names) <= 10:
-            facts[f"clients by {self.group}"] = ", ".join(f"{i} {name}" for i, name in enumerate(self.group_names))
+            facts[f"clients by {self.group}"] = ", ".join(
+                f"{i} {name}" for i, name in enumerate(self.group_names)
+            )
         return facts
 
     # ---- files
 
-    def _read(self, file: str, groups: list[str] | None = None) -> tuple[list[list[str]], list[str]]:
+    def _read(
+        self, file: str, groups: list[str] | None = None
+    ) -> tuple[list[list[str]], list[str]]:
         """Texts and labels of a file; adds the groups to ``groups``."""
         texts, labels = [], []
-        columns = [*self.text, self.label, *([self.group] if groups is not None and self.group is not None else [])]
+        columns = [
+            *self.text,
+            self.label,
+            *([self.group] if groups is not None and self.group is not None else []),
+        ]
         for number, row in _rows(self.root / file):
             for column in columns:
                 if not isinstance(row.get(column), str | int):
@@ -132,7 +153,9 @@ class TextClassification(FederatedDataModule):
             if groups is not None and self.group is not None:
                 groups.append(str(row[self.group]))
         if not texts:
-            raise UserError(f"{str(self.root / file)!r} has no labelled texts: give at least one row.")
+            raise UserError(
+                f"{str(self.root / file)!r} has no labelled texts: give at least one row."
+            )
         return texts, labels
 
     def _numbers(self, file: str, labels: list[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -151,7 +174,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows with their numbers, from 1."""
     text = read_text(path, "TextClassification's file")
     if path.suffix in DELIMITERS:
-        yield from enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=DELIMITERS[path.suffix]), 1)
+        yield from enumerate(
+            csv.DictReader(io.StringIO(text, newline=""), delimiter=DELIMITERS[path.suffix]), 1
+        )
         return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -163,5 +188,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{str(path)!r}, line {number}, is no JSON ({error}): one object a line is expected."
             ) from None
         if not isinstance(row, dict):
-            raise UserError(f"{str(path)!r}, line {number}, is no JSON object, with a key for each column.")
+            raise UserError(
+                f"{str(path)!r}, line {number}, is no JSON object, with a key for each column."
+            )
         yield number, row

@@ -32,7 +32,9 @@ class Bytes:
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
         """Of each text, or pair of texts, at most ``length`` tokens; of the longer ones the end is cut."""
-        return [self._pair([[*self.whole(part).tolist()] for part in parts], length) for parts in texts]
+        return [
+            self._pair([[*self.whole(part).tolist()] for part in parts], length) for parts in texts
+        ]
 
     def _pair(self, parts: list[list[int]], length: int) -> list[int]:
         room = length - len(parts)
@@ -74,11 +76,15 @@ class Folder:
         self.size = len(self._tokenizer)
 
     def whole(self, text: str) -> NDArray[np.int32]:
-        return np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+        return np.asarray(
+            self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32
+        )
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
         columns = [list(column) for column in zip(*texts, strict=True)]
-        found: list[list[int]] = self._tokenizer(*columns, truncation=True, max_length=length)["input_ids"]
+        found: list[list[int]] = self._tokenizer(*columns, truncation=True, max_length=length)[
+            "input_ids"
+        ]
         return found
 
 
@@ -108,4 +114,6 @@ def read_text(path: Path, what: str) -> str:
             f"{what} is expected in {str(path)!r}, which is not there. Give the right --data.root."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} in {str(path)!r} cannot be read as UTF-8 text ({error}).") from None
+        raise UserError(
+            f"{what} in {str(path)!r} cannot be read as UTF-8 text ({error})."
+        ) from None

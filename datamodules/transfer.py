@@ -18,7 +18,9 @@ ONE_AT_A_TIME = threading.Lock()
 
 def overridden(owner: Any, method: str) -> bool:
     """Whether a data module, of either Lightning or of neither, has a method of its own."""
-    base = next((c for c in reversed(type(owner).__mro__) if c.__name__ == "LightningDataModule"), None)
+    base = next(
+        (c for c in reversed(type(owner).__mro__) if c.__name__ == "LightningDataModule"), None
+    )
     own = getattr(owner, method, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(base, method, None)
 
@@ -31,7 +33,9 @@ class Transfer:
     """
 
     def __init__(self, data: Any, owner: Any) -> None:
-        self.hooks: dict[str, Callable[..., Batch]] = {h: getattr(owner, h) for h in HOOKS if overridden(owner, h)}
+        self.hooks: dict[str, Callable[..., Batch]] = {
+            h: getattr(owner, h) for h in HOOKS if overridden(owner, h)
+        }
         # partial: can be copied and pickled, and Lightning sees through it
         for name, hook in self.hooks.items():
             setattr(data, name, partial(outside_training, data, hook))

@@ -96,7 +96,11 @@ def deviation_text(totals: NDArray[np.int64]) -> str:
 
 
 def partition_table(data: Partitioned) -> str:
-    sizes, counts, totals = data.client_sizes(), class_counts(data, SHOWN_IN_TABLE), class_totals(data)
+    sizes, counts, totals = (
+        data.client_sizes(),
+        class_counts(data, SHOWN_IN_TABLE),
+        class_totals(data),
+    )
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
     if data.client_test_fraction:
@@ -104,22 +108,35 @@ def partition_table(data: Partitioned) -> str:
         rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]
     if counts is not None and counts.shape[1] <= 20:
         header += [str(c) for c in range(counts.shape[1])]
-        rows = [row + [str(k) if k else "·" for k in line] for row, line in zip(rows, counts, strict=True)]
+        rows = [
+            row + [str(k) if k else "·" for k in line]
+            for row, line in zip(rows, counts, strict=True)
+        ]
         if totals is not None:
-            rows.append(["all", str(sizes.sum()), *[""] * (len(header) - 2 - len(totals)), *map(str, totals)])
+            rows.append(
+                [
+                    "all",
+                    str(sizes.sum()),
+                    *[""] * (len(header) - 2 - len(totals)),
+                    *map(str, totals),
+                ]
+            )
     elif counts is not None:
         header += ["classes"]
         rows = [[*row, str((line > 0).sum())] for row, line in zip(rows, counts, strict=True)]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in [header, *rows]
     ]
     if len(sizes) > SHOWN_IN_TABLE:
         more = f"… and {len(sizes) - SHOWN_IN_TABLE:,} more clients"
         lines.insert(1 + SHOWN_IN_TABLE, more)
     if totals is not None:
         lines.append(deviation_text(totals))
-    lines.append(f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash {data.partition_hash}")
+    lines.append(
+        f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash {data.partition_hash}"
+    )
     return "\n".join(lines)
 
 

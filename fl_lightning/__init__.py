@@ -25,7 +25,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(
-        ("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"), "callback"
+        ("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"),
+        "callback",
     ),
     **dict.fromkeys(("Cosine", "Exponential", "Schedule", "Steps"), "schedules"),
     **dict.fromkeys(("Diverged", "UserError"), "errors"),

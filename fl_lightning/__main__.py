@@ -51,7 +51,9 @@ def _configs(names: Sequence[str]) -> str:
     available = packaged()
     if not names:
         width = max(map(len, available), default=0)
-        return "\n".join(f"{n:<{width}}  {summary(f.read_text('utf-8'))}" for n, f in available.items())
+        return "\n".join(
+            f"{n:<{width}}  {summary(f.read_text('utf-8'))}" for n, f in available.items()
+        )
     name = names[0].removesuffix(".yaml")
     if name not in available:
         hint = suggest(name, available) or " `fl-lightning configs` lists them."
@@ -79,10 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"fl-lightning {version('fl-lightning')}")
             return 0
         if command not in COMMANDS:
-            raise UserError(f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: {', '.join(COMMANDS)}.")
+            raise UserError(
+                f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: {', '.join(COMMANDS)}."
+            )
         if command == "configs":
             if "-h" in rest or "--help" in rest:
-                print("usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print the one called NAME.")
+                print(
+                    "usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print the one called NAME."
+                )
             else:
                 print(_configs(rest))
             return 0

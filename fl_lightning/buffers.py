@@ -57,7 +57,9 @@ class BufferPolicy:
         """What was asked for a buffer; empty where its name alone decides."""
         if isinstance(self.given, str):
             return "" if self.given == "average" else self.given
-        return next((word for pattern, word in self.given.items() if fnmatchcase(name, pattern)), "")
+        return next(
+            (word for pattern, word in self.given.items() if fnmatchcase(name, pattern)), ""
+        )
 
     def averages(self, name: str, value: Tensor) -> bool:
         """Whether the server takes the clients' mean, of integers the maximum; else its own stays."""
@@ -101,5 +103,7 @@ def is_norm(module: nn.Module) -> bool:
     if lightning_base(module) is not None:  # a whole learner, whatever it is called
         return False
     # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook beside them
-    hooked = any(type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values())
+    hooked = any(
+        type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values()
+    )
     return hooked or any(NORM.search(kind.__name__) for kind in type(module).__mro__)

@@ -20,7 +20,15 @@ from fl_lightning.round.server import Server
 from fl_lightning.round.sums import ordered_norm, ordered_sum
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule
-from fl_lightning.state import ClientState, Coefficient, Declaration, Scratch, ServerState, Staging, Upload
+from fl_lightning.state import (
+    ClientState,
+    Coefficient,
+    Declaration,
+    Scratch,
+    ServerState,
+    Staging,
+    Upload,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +82,10 @@ class Note:
     """
 
     def __init__(
-        self, text: str, when: Callable[[Any, RunFacts], bool], **values: Callable[[Any, RunFacts], object]
+        self,
+        text: str,
+        when: Callable[[Any, RunFacts], bool],
+        **values: Callable[[Any, RunFacts], object],
     ) -> None:
         self.text, self.when, self.values = text, when, values
 
@@ -83,7 +94,9 @@ class Note:
         if not self.when(method, run):
             return ""
         values = {name: value(method, run) for name, value in self.values.items()}
-        return f"{type(method).__name__}: " + self.text.format(**{**vars(method), **vars(run), **values})
+        return f"{type(method).__name__}: " + self.text.format(
+            **{**vars(method), **vars(run), **values}
+        )
 
 
 UNIFORM_OPTIMUM = Note(
@@ -195,7 +208,9 @@ class FederatedCallback(pl.Callback):
     @property
     def _ledger(self) -> Staging:
         if self._bound_ledger is None:
-            raise RuntimeError(f"{type(self).__name__}'s declared state can only be read during a run")
+            raise RuntimeError(
+                f"{type(self).__name__}'s declared state can only be read during a run"
+            )
         return self._bound_ledger
 
     def facts(self) -> dict[str, str]:

@@ -66,11 +66,15 @@ class Identity:
         now, then = self.arguments, held["arguments"]
         # held where it is used
         now, then = ({"client_scheduler": "ignore", **arguments} for arguments in (now, then))
-        differing = [f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]]
+        differing = [
+            f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]
+        ]
         methods, before = self.methods, held["methods"]
         for name in sorted(set(methods) | set(before)):
             if methods.get(name) != before.get(name):
-                differing.append(f"method {name}: {before.get(name, 'absent')} then, {methods.get(name, 'absent')} now")
+                differing.append(
+                    f"method {name}: {before.get(name, 'absent')} then, {methods.get(name, 'absent')} now"
+                )
         if held["seed"] != self.seed:
             differing.append(f"seed={held['seed']} then, {self.seed} now")
         if held["partition"] and held["partition"] != self.partition:
@@ -84,7 +88,12 @@ class Identity:
 
 
 def content(
-    identity: Identity, state: RunState, model: GlobalModel, named: Collection[str], plan: EnginePlan, disk: RowsOnDisk
+    identity: Identity,
+    state: RunState,
+    model: GlobalModel,
+    named: Collection[str],
+    plan: EnginePlan,
+    disk: RowsOnDisk,
 ) -> dict[str, Any]:
     """What lies under :data:`KEY` in a checkpoint; called in every process, because each writes its rows.
 
@@ -107,7 +116,9 @@ def content(
     }
 
 
-def restored(held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None) -> RunState:
+def restored(
+    held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
+) -> RunState:
     """The run's state from a checkpoint, whose rows are read when they are needed; also sets w and the buffers.
 
     Raises:
@@ -178,7 +189,9 @@ class RowsOnDisk:
         found = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
         root = Path(trainer.default_root_dir)
         checkpoints = [Path(directory) for directory in found if directory]
-        checkpoints.sort(key=lambda directory: directory.resolve() != (root / "checkpoints").resolve())
+        checkpoints.sort(
+            key=lambda directory: directory.resolve() != (root / "checkpoints").resolve()
+        )
         if not checkpoints:
             return cls(root / "state", [])
         first = checkpoints[0]
@@ -220,7 +233,10 @@ def index_in(path: Path) -> Index:
         entries = loaded[KEY]["clients"]
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
         return {}
-    return {name: {what: tensor.clone() for what, tensor in entry.items()} for name, entry in entries.items()}
+    return {
+        name: {what: tensor.clone() for what, tensor in entry.items()}
+        for name, entry in entries.items()
+    }
 
 
 def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
@@ -240,7 +256,9 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
     """Put the learner's hyper-parameters into a checkpoint, as Lightning has them; of the data's, what is plain."""
     saved.update(model.hyper_parameters())
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
-    saved["datamodule_hyper_parameters"] = {name: value for name, value in of_data.items() if is_plain(value)}
+    saved["datamodule_hyper_parameters"] = {
+        name: value for name, value in of_data.items() if is_plain(value)
+    }
 
 
 def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -325,11 +343,16 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     loaded = AtomicCheckpointIO().load_checkpoint(path)
     weights = loaded.get("state_dict", loaded)
     if not isinstance(weights, dict) or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise UserError(f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported file.")
+        raise UserError(
+            f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported file."
+        )
     return weights
 
 
 def account(optimizer: Optimizer) -> str:
     """An optimizer's class and settings as text."""
-    groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
+    groups = [
+        {k: v for k, v in g.items() if k not in ("params", "initial_lr")}
+        for g in optimizer.param_groups
+    ]
     return f"{type(optimizer).__name__} {groups}"

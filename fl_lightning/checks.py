@@ -48,7 +48,11 @@ def check_learner(learner: Any) -> None:
             f"learner itself, FederatedModule({inner}(…), …), and compile parts of it in its __init__ if need be."
         )
     if lightning_base(learner) is None:
-        hint = f"wrap it: ImageClassifier({name}(), num_classes=10)" if isinstance(learner, nn.Module) else "pass one"
+        hint = (
+            f"wrap it: ImageClassifier({name}(), num_classes=10)"
+            if isinstance(learner, nn.Module)
+            else "pass one"
+        )
         raise UserError(
             f"learner: {name} is no LightningModule; accepted is any LightningModule of pytorch_lightning or "
             f"lightning.pytorch, whose training_step gives the local loss; {hint}."
@@ -60,7 +64,9 @@ def check_learner(learner: Any) -> None:
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides(learner, hook):
-            raise UserError(f"learner: {name} overrides {hook}, which a federated run does not call: {why}.")
+            raise UserError(
+                f"learner: {name} overrides {hook}, which a federated run does not call: {why}."
+            )
     if overrides(learner, "optimizer_zero_grad") and not clears_gradients(learner):
         raise UserError(
             f"learner: {name} overrides optimizer_zero_grad and leaves gradients standing, but each local step of a "
@@ -147,7 +153,9 @@ def check_trainer(trainer: Any) -> None:
     ]
     for name, value, fine, instead in refused:
         if not fine:
-            raise UserError(f"trainer.{name}={value!r} has no meaning in a federated run; {instead}.")
+            raise UserError(
+                f"trainer.{name}={value!r} has no meaning in a federated run; {instead}."
+            )
     check_fixed_parameters(trainer)
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
@@ -172,7 +180,10 @@ def check_trainer(trainer: Any) -> None:
             "Use --trainer.strategy federated (in Python: strategy='federated')."
         )
     for callback in trainer.callbacks if trainer.world_size > 1 else ():
-        if getattr(callback, "save_on_exception", False) or type(callback).__name__ == "OnExceptionCheckpoint":
+        if (
+            getattr(callback, "save_on_exception", False)
+            or type(callback).__name__ == "OnExceptionCheckpoint"
+        ):
             raise UserError(
                 f"callback {type(callback).__name__} saves as an exception passes (save_on_exception), which several "
                 "processes cannot do together: where one fails, the others are elsewhere. Set save_on_exception=False; "
@@ -234,7 +245,9 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
         return num_clients
     # NumPy's
     if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
-        participation = int(participation) if isinstance(participation, Integral) else float(participation)
+        participation = (
+            int(participation) if isinstance(participation, Integral) else float(participation)
+        )
     if isinstance(participation, bool) or not isinstance(participation, (int, float)):
         hint = suggest(str(participation), ["all"])
         raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
@@ -262,7 +275,9 @@ def one_of(name: str, value: object, accepted: tuple[str | bool, ...]) -> None:
         )
 
 
-def positive(name: str, value: float | str | None, whole: bool = False, or_auto: bool = False) -> None:
+def positive(
+    name: str, value: float | str | None, whole: bool = False, or_auto: bool = False
+) -> None:
     """Refuse what is not a number above 0 (``whole``: an integer; ``or_auto``: or ``"auto"``)."""
     if value is None or (or_auto and value == "auto"):
         return
@@ -325,13 +340,18 @@ def check_optimizer(name: str, optimizer: Any) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         given = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
-        raise UserError(f"{name}: it gives {given}, but has to be a function params -> torch.optim.Optimizer.")
+        raise UserError(
+            f"{name}: it gives {given}, but has to be a function params -> torch.optim.Optimizer."
+        )
     kind, why = type(optimizer).__name__, ""
     if isinstance(optimizer, torch.optim.LBFGS):
         why = "evaluates the loss several times a step"
     elif isinstance(optimizer, torch.optim.SparseAdam):
         why = "takes sparse gradients alone"
-    elif any(g.get("capturable") and not all(p.is_cuda for p in g["params"]) for g in optimizer.param_groups):
+    elif any(
+        g.get("capturable") and not all(p.is_cuda for p in g["params"])
+        for g in optimizer.param_groups
+    ):
         why = "has capturable=True, which needs a GPU"
     if why:
         raise UserError(
@@ -340,10 +360,14 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         )
     for group in optimizer.param_groups:
         if not 0 <= float(group["lr"]) < math.inf:
-            raise UserError(f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from 0.")
+            raise UserError(
+                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from 0."
+            )
 
 
 def seed(value: object) -> None:
     """Refuse a seed that is no integer from 0."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise UserError(f"seed={value!r} is not accepted; it has to be an integer from 0, or None for the run's.")
+        raise UserError(
+            f"seed={value!r} is not accepted; it has to be an integer from 0, or None for the run's."
+        )

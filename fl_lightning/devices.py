@@ -25,7 +25,11 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return
-    for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26), (M_MMAP_THRESHOLD, 2**25)):
+    for option, value in (
+        (M_TRIM_THRESHOLD, 2**31 - 1),
+        (M_TOP_PAD, 2**26),
+        (M_MMAP_THRESHOLD, 2**25),
+    ):
         # the largest values allowed; a thread's memory grows by 2**26, and shrinks by no less
         mallopt(option, value)
 
@@ -56,7 +60,9 @@ def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     there: dict[str, Tensor] = {}
     for key, row in rows.items():
         row = row.detach()
-        there[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True) if row.is_cuda else row
+        there[key] = (
+            torch.empty(row.shape, dtype=row.dtype, pin_memory=True) if row.is_cuda else row
+        )
         if row.is_cuda:
             there[key].copy_(row, non_blocking=True)
     if any(row.is_cuda for row in rows.values()):

@@ -23,7 +23,10 @@ _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
 
 def versions() -> dict[str, str]:
     """Of what a result may depend on."""
-    return {**{package: _version(package) for package in _PACKAGES}, "python": platform.python_version()}
+    return {
+        **{package: _version(package) for package in _PACKAGES},
+        "python": platform.python_version(),
+    }
 
 
 def of_learner(learner: Any) -> Facts:
@@ -49,14 +52,19 @@ def of_run(run: Any, trainer: Any) -> Facts:
         facts[f"data/{name}"] = _value(getattr(data, name, None))
     facts["seed"], facts["rounds"] = run.seed(trainer), _value(trainer.max_epochs)
     for name, value in vars(run.settings).items():
-        if name not in ("client_optimizer", "server_optimizer", "seed", "strict_resume") and value is not None:
+        if (
+            name not in ("client_optimizer", "server_optimizer", "seed", "strict_resume")
+            and value is not None
+        ):
             facts[name] = _value(value)
     for name, optimizer in (("client", run.clients), ("server", run.server)):
         facts[f"{name}_optimizer"] = type(optimizer).__name__
         for key, value in optimizer.param_groups[0].items():
             if key not in ("params", "initial_lr") and is_plain(value) and value is not None:
                 facts[f"{name}_optimizer/{key}"] = _value(value)
-    facts.update({f"machine/{name.replace(' ', '_')}": _value(v) for name, v in run.plan.facts().items()})
+    facts.update(
+        {f"machine/{name.replace(' ', '_')}": _value(v) for name, v in run.plan.facts().items()}
+    )
     facts["machine/processes"] = trainer.world_size
     return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
 
@@ -68,13 +76,22 @@ def in_one_line(run: Any) -> str:
         UserError: it has not begun.
     """
     if run.loop is None:
-        raise UserError("describe(): what runs is known once a run has begun: after trainer.fit, or in its callbacks.")
+        raise UserError(
+            "describe(): what runs is known once a run has begun: after trainer.fit, or in its callbacks."
+        )
     rate = f"{run.clients.param_groups[0]['lr']:g}{decay_text(run.settings.lr_decay)}"
-    scheduled = "" if run.schedule is None else f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
+    scheduled = (
+        ""
+        if run.schedule is None
+        else f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
+    )
     clients = f"{type(run.clients).__name__} {rate}{scheduled}"
     server = f"server {type(run.server).__name__} {run.server_rates[0]:g}"
     return " · ".join(
-        filter(None, [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")])
+        filter(
+            None,
+            [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")],
+        )
     )
 
 
@@ -90,7 +107,9 @@ def shown(trainer: Any) -> list[str]:
     names = ["val/acc", *_monitored(trainer)]
     names += [] if logged is None else logged.shown_of(trainer.callback_metrics)
     if any(hasattr(callback, "of_own_models") for callback in callbacks) and _personal(module):
-        names = [name if (bare := without_prefix(name)) == name else f"clients/{bare}" for name in names]
+        names = [
+            name if (bare := without_prefix(name)) == name else f"clients/{bare}" for name in names
+        ]
     return list(dict.fromkeys(names))
 
 
@@ -104,7 +123,11 @@ def modes(trainer: Any) -> dict[str, str]:
 
 def _monitored(trainer: Any) -> dict[str, Any]:
     """What callbacks monitor, and the mode by which each does."""
-    callbacks = [callback for callback in trainer.callbacks if isinstance(getattr(callback, "monitor", None), str)]
+    callbacks = [
+        callback
+        for callback in trainer.callbacks
+        if isinstance(getattr(callback, "monitor", None), str)
+    ]
     return {callback.monitor: getattr(callback, "mode", None) for callback in callbacks}
 
 
@@ -113,7 +136,9 @@ def _personal(module: Any) -> bool:
     run = getattr(module, "run", None)
     if run is None or run.loop is None:
         return False
-    return run.methods.owner("personal") is not None or (run.loop.parts is not None and None in run.loop.parts.periods)
+    return run.methods.owner("personal") is not None or (
+        run.loop.parts is not None and None in run.loop.parts.periods
+    )
 
 
 def log_to(loggers: list[Any], facts: Facts) -> None:
@@ -123,8 +148,12 @@ def log_to(loggers: list[Any], facts: Facts) -> None:
             logger.log_hyperparams(as_paths(facts) if _is(logger, "MLFlowLogger") else facts)
             if _is(logger, "TensorBoardLogger"):
                 _write_hparams(logger)
-        except Exception as error:  # others' code: some refuse a value that changed since a resumed run began
-            rank_zero_warn(f"{type(logger).__name__} did not take the hyper-parameters: {str(error)[:200]}")
+        except (
+            Exception
+        ) as error:  # others' code: some refuse a value that changed since a resumed run began
+            rank_zero_warn(
+                f"{type(logger).__name__} did not take the hyper-parameters: {str(error)[:200]}"
+            )
 
 
 def as_paths(facts: Facts) -> Facts:
@@ -133,7 +162,11 @@ def as_paths(facts: Facts) -> Facts:
     >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
     {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}
     """
-    folders = {"/".join(name.split("/")[:depth]) for name in facts for depth in range(1, name.count("/") + 1)}
+    folders = {
+        "/".join(name.split("/")[:depth])
+        for name in facts
+        for depth in range(1, name.count("/") + 1)
+    }
     paths: Facts = {}
     for name, value in facts.items():
         path = posixpath.normpath(re.sub(r"[^/\w. :-]", "_", name)).lstrip("/.")

@@ -54,7 +54,9 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             self[name] = (slice(start, start + parameter.numel()), parameter.shape)
             start += parameter.numel()
         self.size = start
-        self.layers = {path: [n for n in names if n in self] for path, names in layers_of(learner).items()}
+        self.layers = {
+            path: [n for n in names if n in self] for path, names in layers_of(learner).items()
+        }
         self.norms = [name for name in norms_of(learner) if name in self]
 
     def named(self, which: str, asking: str) -> list[str]:
@@ -64,9 +66,17 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             UserError: there are none; ``asking``: whose option that is.
         """
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
-        found = groups[which] if which in groups else [name for name in self if fnmatchcase(name, which)]
+        found = (
+            groups[which]
+            if which in groups
+            else [name for name in self if fnmatchcase(name, which)]
+        )
         if not found:
-            what = "the learner has no normalisation layer" if which == "norms" else f"no parameter is called {which!r}"
+            what = (
+                "the learner has no normalisation layer"
+                if which == "norms"
+                else f"no parameter is called {which!r}"
+            )
             raise UserError(
                 f"{asking}: {what}: there are {', '.join(self)[:200]}.{suggest(which, [*self, *groups])} "
                 "'last' (layer), 'norms' and 'all' name groups."
@@ -119,7 +129,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def gradient_hook(learner: nn.Module) -> str:
     """The first trainable parameter with a hook on its gradient; empty: none has one."""
-    return next((n for n, p in trainable(learner) if p._backward_hooks or p._post_accumulate_grad_hooks), "")
+    return next(
+        (n for n, p in trainable(learner) if p._backward_hooks or p._post_accumulate_grad_hooks), ""
+    )
 
 
 def check_gradient_hooks(learner: nn.Module) -> None:
@@ -149,7 +161,11 @@ def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 def lightning_modules(learner: nn.Module) -> list[Any]:
     """The learner and the LightningModules inside it, of either namespace."""
-    return [m for m in learner.modules() if any(c.__name__ == "LightningModule" for c in type(m).__mro__)]
+    return [
+        m
+        for m in learner.modules()
+        if any(c.__name__ == "LightningModule" for c in type(m).__mro__)
+    ]
 
 
 def lent_logs(learner: nn.Module) -> dict[int, Any]:
@@ -160,13 +176,17 @@ def lent_logs(learner: nn.Module) -> dict[int, Any]:
 
 def lightning_base(learner: object) -> Any:
     """``LightningModule`` of the namespace that the learner is of; None: it is none."""
-    return next((c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule"), None)
+    return next(
+        (c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule"), None
+    )
 
 
 def overrides(learner: object, hook: str) -> bool:
     """Whether the learner has a hook of its own: in its class, or put on the instance."""
     base = lightning_base(learner)
-    return hook in vars(learner) or getattr(type(learner), hook, None) is not getattr(base, hook, None)
+    return hook in vars(learner) or getattr(type(learner), hook, None) is not getattr(
+        base, hook, None
+    )
 
 
 def check_trainable(learner: nn.Module, layout: Layout) -> None:
@@ -179,7 +199,11 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
     if now == layout.keys():
         return
     frozen, added = (sorted(names) for names in (layout.keys() - now, now - layout.keys()))
-    what = [f"{n[0]}{', …' if len(n) > 1 else ''} {how}" for n, how in ((frozen, "frozen"), (added, "unfrozen")) if n]
+    what = [
+        f"{n[0]}{', …' if len(n) > 1 else ''} {how}"
+        for n, how in ((frozen, "frozen"), (added, "unfrozen"))
+        if n
+    ]
     raise UserError(
         f"learner {type(learner).__name__}: {' and '.join(what)} since the run began (requires_grad was changed, by a "
         "hook or a callback such as BaseFinetuning). The set of trainable parameters is fixed at the start of a fit: "
@@ -187,7 +211,9 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
     )
 
 
-def buffer_slots(learner: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
+def buffer_slots(
+    learner: nn.Module,
+) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
     """Where each buffer is registered (a shared one in several places), and its tensor, or None."""
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     tensors: dict[str, Tensor | None] = {}
@@ -235,7 +261,8 @@ def norms_of(learner: nn.Module) -> list[str]:
     return [
         f"{path}.{name}" if path else name
         for path, module in learner.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) or re.search(r"Norm(\dd)?$", type(module).__name__)
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        or re.search(r"Norm(\dd)?$", type(module).__name__)
         for name, _ in module.named_parameters(recurse=False)
     ]
 

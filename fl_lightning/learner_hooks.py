@@ -141,8 +141,15 @@ class LearnerHooks(pl.LightningModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle keeps: the learner is the model's copy, hooks are taken from it anew."""
-        kept = {**super().__getstate__(), "_modules": {k: v for k, v in self._modules.items() if k != "learner"}}
-        return {name: value for name, value in kept.items() if name not in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN)}
+        kept = {
+            **super().__getstate__(),
+            "_modules": {k: v for k, v in self._modules.items() if k != "learner"},
+        }
+        return {
+            name: value
+            for name, value in kept.items()
+            if name not in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN)
+        }
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
@@ -155,10 +162,17 @@ class LearnerHooks(pl.LightningModule):
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
             # Lightning divides the number of samples by W as integers: W times as many divide exactly
             size = kwargs.get("batch_size") or self._evaluated_batch_size
-            return kwargs if world == 1 else {**kwargs, "sync_dist": True, "batch_size": size * world}
+            return (
+                kwargs if world == 1 else {**kwargs, "sync_dist": True, "batch_size": size * world}
+            )
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            self.log(name, value, *args, **(kwargs if isinstance(value, Metric) else over_processes(kwargs)))
+            self.log(
+                name,
+                value,
+                *args,
+                **(kwargs if isinstance(value, Metric) else over_processes(kwargs)),
+            )
 
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self.log_dict(dictionary, *args, **over_processes(kwargs))

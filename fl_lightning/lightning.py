@@ -51,7 +51,9 @@ NAMESPACE = _chosen()
 
 if TYPE_CHECKING:
     import pytorch_lightning
-    from lightning_fabric.utilities.exceptions import MisconfigurationException as MisconfigurationException
+    from lightning_fabric.utilities.exceptions import (
+        MisconfigurationException as MisconfigurationException,
+    )
     from pytorch_lightning.callbacks import Checkpoint as Checkpoint
     from pytorch_lightning.callbacks import ModelCheckpoint as ModelCheckpoint
     from pytorch_lightning.callbacks import ProgressBar as ProgressBar

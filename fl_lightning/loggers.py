@@ -46,14 +46,18 @@ class MetricsCSV(Logger):
         return str(self.path.parent)
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
         """Does nothing: config.yaml has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add ``metrics`` to the row of round ``step`` (None: the last one)."""
         # Lightning adds "epoch" to what it logs: it is the round
-        values = {key: _text(value) for key, value in metrics.items() if key not in ("epoch", "round")}
+        values = {
+            key: _text(value) for key, value in metrics.items() if key not in ("epoch", "round")
+        }
         if not values:
             return
         columns = self._open()

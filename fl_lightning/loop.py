@@ -92,8 +92,12 @@ class FederatedLoop:
                 if ledger.finished:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
-            rows = self.state.rows.bring_home(ledger.settled_rows(self.methods.declared) if ledger.finished else {})
-            server_states = ledger.settled_server(self.methods.declared) if self.counts(ledger) else {}
+            rows = self.state.rows.bring_home(
+                ledger.settled_rows(self.methods.declared) if ledger.finished else {}
+            )
+            server_states = (
+                ledger.settled_server(self.methods.declared) if self.counts(ledger) else {}
+            )
             metrics["time/round"] = time.perf_counter() - began
             if self.model.w.device.type == "cpu":  # elsewhere a processor's seconds say little
                 metrics["time/cpu"] = sum(gathered(time.process_time() - busy))
@@ -121,7 +125,9 @@ class FederatedLoop:
             ids=ids,
             steps=steps,
             sizes=sizes,
-            weights={i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids},
+            weights={
+                i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids
+            },
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(
                 t, decay_factor(self.settings.lr_decay, t), max(steps.values(), default=1)
@@ -184,7 +190,9 @@ class FederatedLoop:
             done += 1
             self.tell(done, len(own))
 
-        self.engine.train(round, [(leaf, own[leaf]) for leaf in visiting_order(len(own))], contributions.add, tell)
+        self.engine.train(
+            round, [(leaf, own[leaf]) for leaf in visiting_order(len(own))], contributions.add, tell
+        )
         total = contributions.total()
         self.buffers.tell(contributions.changed, self.note)
         return total
@@ -194,7 +202,9 @@ class FederatedLoop:
         if diverged and self.settings.on_nonfinite == "stop":
             raise Diverged(diverged_text(round.t, f"the update of client {diverged[0]}"))
         if diverged:
-            self.note(f"round {round.t}: clients {diverged} were left out, their updates are not finite")
+            self.note(
+                f"round {round.t}: clients {diverged} were left out, their updates are not finite"
+            )
         return [i for i in round.ids if i not in set(diverged)]
 
     def update(self, ledger: Ledger, server: Server) -> None:
@@ -216,7 +226,9 @@ class FederatedLoop:
         Raises:
             Diverged: w^{t+1} is not finite.
         """
-        keep = server.averaged if self.counts(ledger) else torch.zeros_like(server.w, dtype=torch.bool)
+        keep = (
+            server.averaged if self.counts(ledger) else torch.zeros_like(server.w, dtype=torch.bool)
+        )
         self.server_step.step(self.model.w, server.update, keep)
         if not all_finite(server.w):
             raise Diverged(diverged_text(server.round, "the server's model"))
@@ -233,7 +245,9 @@ class FederatedLoop:
         for text in ledger.notes:
             self.note(text)
         total = ledger.total
-        means = {k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")}
+        means = {
+            k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")
+        }
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
@@ -247,11 +261,15 @@ class FederatedLoop:
         rates = self.client_rates
         what = f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean gradient of its steps"
         if rates.optimizer == "SGD" and rates.momentum:
-            self.note(f"{what}; with momentum={rates.momentum:g} it is up to {1 / (1 - rates.momentum):.3g} times that")
+            self.note(
+                f"{what}; with momentum={rates.momentum:g} it is up to {1 / (1 - rates.momentum):.3g} times that"
+            )
         elif not rates.plain_sgd:
             self.note(
                 f"{what}; a step of {rates.optimizer} is not its gradient times the learning rate, so what the method "
                 "keeps is on another scale than the gradients that it is added to. SGD is what the method is made for"
             )
         if float(ledger.total.get("log:clipped_steps", 0)) > 0:
-            self.note(f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is less than that")
+            self.note(
+                f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is less than that"
+            )

@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fl_lightning.callback import Declaration, FederatedCallback, Layout, RunFacts, ServerState, Upload
+from fl_lightning.callback import (
+    Declaration,
+    FederatedCallback,
+    Layout,
+    RunFacts,
+    ServerState,
+    Upload,
+)
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.schedules import arguments
 from fl_lightning.state import Staging, State
@@ -53,7 +60,10 @@ class Methods:
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
-        self._hooks = {hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)] for hook in SHARED}
+        self._hooks = {
+            hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)]
+            for hook in SHARED
+        }
         ordered = sorted(self.callbacks, key=lambda c: (c.rests, not c.stands_for_clients))
         for hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
             self._hooks[hook] = [getattr(c, hook) for c in ordered if overrides(c, hook)]
@@ -71,7 +81,9 @@ class Methods:
                 self._owners[hook] = getattr(owners[0], hook)
                 if hook == "transmit":
                     self._sends = owners[0].sends
-        self.declared: dict[str, Declaration] = {d.key(c): d for c in self.callbacks for d in c.declarations().values()}
+        self.declared: dict[str, Declaration] = {
+            d.key(c): d for c in self.callbacks for d in c.declarations().values()
+        }
         for callback in self.callbacks:
             self._refuse_companions(callback)
 
@@ -80,7 +92,11 @@ class Methods:
         name = type(callback).__name__
         for what, why in callback.cannot_run_with.items():
             for other in self.callbacks:
-                has = overrides(other, what) if what in (*SHARED, *OWNED) else type(other).__name__ == what
+                has = (
+                    overrides(other, what)
+                    if what in (*SHARED, *OWNED)
+                    else type(other).__name__ == what
+                )
                 if other is not callback and has:
                     raise UserError(
                         f"method: {name} and {type(other).__name__} cannot run together: {why}. Keep one of them."
@@ -195,7 +211,9 @@ class Methods:
 
     def title(self) -> str:
         """The methods' names, without those that only measure."""
-        methods = [c for c in self.callbacks if not type(c).__name__.endswith(("Logger", "Evaluation"))]
+        methods = [
+            c for c in self.callbacks if not type(c).__name__.endswith(("Logger", "Evaluation"))
+        ]
         names = [c.title or type(c).__name__ for c in methods]
         return " + ".join(names) or "FedAvg"
 
@@ -206,12 +224,16 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
     for name in dir(type(callback)):
         near = suggest(name, hooks) if name.startswith("on_") and name not in hooks else ""
         if near and name != "on_client_end":
-            raise UserError(f"method: {type(callback).__name__}.{name} is no hook, so it would never be called.{near}")
+            raise UserError(
+                f"method: {type(callback).__name__}.{name} is no hook, so it would never be called.{near}"
+            )
 
 
 def overrides(callback: FederatedCallback, hook: str) -> bool:
     """Whether a callback has this hook: in its class, or put on the instance in ``__init__``."""
-    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(FederatedCallback, hook)
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(
+        FederatedCallback, hook
+    )
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
@@ -226,13 +248,21 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
     given = returned.tolist() if hasattr(returned, "tolist") else returned
     ids = sorted(int(i) for i in given) if isinstance(given, Iterable) else []
     if len(ids) != n or len(set(ids)) != n or not set(ids) <= set(available.tolist()):
-        raise _returned(call, returned, f"{n} distinct ids of the {len(available)} available clients")
+        raise _returned(
+            call, returned, f"{n} distinct ids of the {len(available)} available clients"
+        )
     return ids
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
-    what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
-    return TypeError(f"{getattr(call, '__qualname__', call)} returned {what}; it has to return {expected}")
+    what = (
+        f"a tensor of shape {tuple(returned.shape)}"
+        if isinstance(returned, Tensor)
+        else repr(returned)
+    )
+    return TypeError(
+        f"{getattr(call, '__qualname__', call)} returned {what}; it has to return {expected}"
+    )
 
 
 def reads_outputs(callback: Any) -> bool:

@@ -30,7 +30,9 @@ _LESS = {
     "loss", "error", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer", "ece", "brier", "fid",
     "kl", "hamming",
 }  # fmt: skip
-_LESS_OF_OURS = re.compile(r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$")
+_LESS_OF_OURS = re.compile(
+    r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$"
+)
 _APPENDED = re.compile(r"(_finetuned)?(_weighted|_std|_worst10)?$")  # by PerClientEvaluation
 _FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
 _STEP = re.compile(r"_step(/dataloader_idx_\d+)?$")
@@ -94,7 +96,9 @@ def _endings(name: str) -> list[str]:
 def check_mode(option: str, mode: Any) -> None:
     """Refuse what is neither None, ``max`` nor ``min``."""
     if mode is not None and mode not in MODES:
-        raise UserError(f"{option} {mode!r}: which way is better. Accepted: max (greater is), min (less is).")
+        raise UserError(
+            f"{option} {mode!r}: which way is better. Accepted: max (greater is), min (less is)."
+        )
 
 
 def read_modes(modes: Any) -> dict[str, str]:
@@ -154,7 +158,9 @@ class Directions:
         """What the user is asked about metrics whose direction is not known."""
         names = list(names)
         both = any(len(self._recorded.get(name, ())) > 1 for name in names)
-        why = "runs recorded both" if both else "by its name" if len(names) == 1 else "by their names"
+        why = (
+            "runs recorded both" if both else "by its name" if len(names) == 1 else "by their names"
+        )
         return (
             f"which way is better in {', '.join(names)} is not known ({why}). {self.ask}: max where greater is better, "
             "min where less is."
@@ -189,10 +195,14 @@ class Logged:
     def shown_of(self, names: Iterable[str]) -> list[str]:
         """What is shown, under the names that Lightning makes of one; of a step's and an epoch's value the latter."""
         given = [name for name in names if not _STEP.search(name)]
-        return [name for own in self.shown for name in given if own in (name, _FORKED.sub("", name))]
+        return [
+            name for own in self.shown for name in given if own in (name, _FORKED.sub("", name))
+        ]
 
 
-def read_rows(path: Path, complete: bool = False, before: int | None = None) -> tuple[list[str], list[Row]]:
+def read_rows(
+    path: Path, complete: bool = False, before: int | None = None
+) -> tuple[list[str], list[Row]]:
     """Columns and rows of a metrics.csv, or its .gz: values as text ("" where missing), no last line torn by a kill.
 
     Args:
@@ -209,21 +219,27 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
         content = _content(path)
         content[: content.find(b"\n")].decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
+        raise UserError(
+            f"Cannot read {path}: {error}. It should be a run's metrics.csv."
+        ) from error
     # what a crash of the machine leaves
     text = content.decode(errors="replace").replace("\0", "\ufffd")
     text = text if complete else text[: text.rfind("\n") + 1]
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
-        raise UserError(f"Cannot read {path}: {error}. It should be a run's metrics.csv.") from error
+        raise UserError(
+            f"Cannot read {path}: {error}. It should be a run's metrics.csv."
+        ) from error
     columns, rows = (lines[0], lines[1:]) if lines else (["round"], [])
     whole: list[Row] = []
     for number, row in enumerate(rows, start=2):
         if columns[0] == "round" and len(row) == len(columns) and row[0].isdecimal():
             whole.append(dict(zip(columns, row, strict=True)))
             continue
-        needed = before is None or (before > 0 and (not whole or int(whole[-1]["round"]) < before - 1))
+        needed = before is None or (
+            before > 0 and (not whole or int(whole[-1]["round"]) < before - 1)
+        )
         torn = not complete and number == len(rows) + 1
         if columns[0] != "round" or (needed and not torn):
             raise UserError(
@@ -237,7 +253,11 @@ def read_rows(path: Path, complete: bool = False, before: int | None = None) -> 
 def _content(path: Path) -> bytes:
     """The bytes of ``path``; where it is not there, those that ``path.gz`` holds."""
     packed = path.with_name(f"{path.name}.gz")
-    return gzip.decompress(packed.read_bytes()) if packed.is_file() and not path.is_file() else path.read_bytes()
+    return (
+        gzip.decompress(packed.read_bytes())
+        if packed.is_file() and not path.is_file()
+        else path.read_bytes()
+    )
 
 
 class Metrics(Mapping[str, Column]):
@@ -247,18 +267,27 @@ class Metrics(Mapping[str, Column]):
     """
 
     def __init__(
-        self, rounds: Sequence[int], columns: Mapping[str, Sequence[float]], modes: Mapping[str, str] | None = None
+        self,
+        rounds: Sequence[int],
+        columns: Mapping[str, Sequence[float]],
+        modes: Mapping[str, str] | None = None,
     ) -> None:
         self.rounds = list(rounds)
         self._directions = Directions('Metrics.best: give mode="max" or mode="min"')
         self._directions.record(modes)
-        self._columns = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
+        self._columns = {
+            name: np.asarray(values, dtype=np.float64) for name, values in columns.items()
+        }
 
     @classmethod
     def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
         """The table of a metrics.csv; ``modes``: as in run.json."""
         names, rows = read_rows(path)
-        columns = {n: [float(row[n]) if row[n] else math.nan for row in rows] for n in names if n != "round"}
+        columns = {
+            n: [float(row[n]) if row[n] else math.nan for row in rows]
+            for n in names
+            if n != "round"
+        }
         return cls([int(row["round"]) for row in rows], columns, modes)
 
     def __getitem__(self, name: str) -> Column:

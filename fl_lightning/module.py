@@ -231,7 +231,9 @@ class FederatedModule(LearnerHooks):
         self.run.restore(self.trainer)
         if self._optimizer_states is not None:
             forged.check_optimizer(self._optimizer_states, self.run.server)
-            forged.check_states(self.run.state.server, self.run.methods.declared, self.global_model.w)
+            forged.check_states(
+                self.run.state.server, self.run.methods.declared, self.global_model.w
+            )
             self._optimizer_states = None
         self.learner.on_fit_start()
         self.run.begin(self.trainer, self.optimizers(), self.participants)

@@ -21,7 +21,13 @@ class _Adaptive(Optimizer):
     """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ), where the gradient is -d."""
 
     def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, beta1: float, beta2: float, tau: float, bias_correction: bool
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        beta1: float,
+        beta2: float,
+        tau: float,
+        bias_correction: bool,
     ) -> None:
         name = type(self).__name__
         for what, value, fine, accepted in (
@@ -31,15 +37,27 @@ class _Adaptive(Optimizer):
             ("tau", tau, 0 < tau < inf, "above 0"),
         ):
             if not fine:
-                raise UserError(f"{name}: {what}={value!r} is not accepted; it has to be a number {accepted}.")
+                raise UserError(
+                    f"{name}: {what}={value!r} is not accepted; it has to be a number {accepted}."
+                )
         super().__init__(
-            params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "bias_correction": bias_correction}
+            params,
+            {
+                "lr": lr,
+                "beta1": beta1,
+                "beta2": beta2,
+                "tau": tau,
+                "bias_correction": bias_correction,
+            },
         )
         # state exists before the first step: partial averaging restores it where a part is not averaged
         for group in self.param_groups:
             for p in group["params"]:
                 v = 0.0 if bias_correction else tau**2
-                self.state[p] = {"m": torch.zeros_like(p), "v": torch.full_like(p, v, requires_grad=False)}
+                self.state[p] = {
+                    "m": torch.zeros_like(p),
+                    "v": torch.full_like(p, v, requires_grad=False),
+                }
                 if bias_correction:
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float64)
 
@@ -117,7 +135,9 @@ class FedAdagrad(_Adaptive):
         tau: τ, in √v + τ; also √v before the first step.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, beta1: float = 0.0, tau: float = 1e-3) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, beta1: float = 0.0, tau: float = 1e-3
+    ) -> None:
         super().__init__(params, lr, beta1, 0.0, tau, False)
 
     @staticmethod

@@ -20,7 +20,11 @@ def check_learner_parameters(learner: nn.Module) -> None:
     Raises:
         UserError: lazy parameters, several dtypes, nothing to train, or two over the same memory.
     """
-    lazy = [n for n, p in learner.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    lazy = [
+        n
+        for n, p in learner.named_parameters()
+        if isinstance(p, nn.parameter.UninitializedParameter)
+    ]
     if lazy:
         raise UserError(
             f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is not known yet. "
@@ -64,12 +68,17 @@ def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
 
 def extent(tensor: Tensor) -> int:
     """How many elements lie from its first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors whose extents meet have an element in common, which two columns of one have not."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype != other.dtype:
+    if (
+        one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+        or one.dtype != other.dtype
+    ):
         return True
     first = min(one.storage_offset(), other.storage_offset())
     last = max(t.storage_offset() + extent(t) for t in (one, other))
@@ -80,7 +89,10 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 def slots_of_parameters(learner: nn.Module) -> Slots:
     """Which Parameter, and which module, each module has under which name."""
-    return [(path, part, dict(part._parameters), dict(part._modules)) for path, part in learner.named_modules()]
+    return [
+        (path, part, dict(part._parameters), dict(part._modules))
+        for path, part in learner.named_modules()
+    ]
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:

@@ -45,7 +45,9 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str], checkpoint: Path | None = None) -> None:
         self.folder, self._asked_for = Path(folder), checkpoint
         if not self.folder.is_dir():
-            raise UserError(f"load({str(folder)!r}): there is no such folder. Give that of a run, such as runs/x.")
+            raise UserError(
+                f"load({str(folder)!r}): there is no such folder. Give that of a run, such as runs/x."
+            )
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

@@ -118,7 +118,12 @@ class FederatedRun:
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
         coins = self.secret if self.methods.draws_from == "secret" else self.methods.draws_from
-        return Cohort(trainer.datamodule, self.seed(trainer), coins=coins, **self.settings.cohort(trainer.fast_dev_run))
+        return Cohort(
+            trainer.datamodule,
+            self.seed(trainer),
+            coins=coins,
+            **self.settings.cohort(trainer.fast_dev_run),
+        )
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""
@@ -147,17 +152,23 @@ class FederatedRun:
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """The optimizers of clients and server; gives the server's."""
         before = self.server if self.goes_on(trainer) else None
-        if self.methods.draws_from == "secret" and (before is None or self.secret is secret.NOT_YET):
+        if self.methods.draws_from == "secret" and (
+            before is None or self.secret is secret.NOT_YET
+        ):
             self.secret = secret.of_fit(trainer, self.held, self.note)
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         checks.check_optimizer("server_optimizer", server)
         self.server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
         given, scheduler = self.settings.client_optimizer, self.settings.client_scheduler
-        self.clients, self.schedule = configured_optimizer.of_clients(given, self.model.learner, scheduler, self.note)
+        self.clients, self.schedule = configured_optimizer.of_clients(
+            given, self.model.learner, scheduler, self.note
+        )
         checks.check_optimizer("client_optimizer", self.clients)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
-        self._accounts = {name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()}
+        self._accounts = {
+            name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()
+        }
         if self.schedule is not None:
             self._accounts["client_scheduler"] = self.schedule.account
             if scheduler == "rounds" and trainer.max_epochs > 0:
@@ -178,10 +189,17 @@ class FederatedRun:
             fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
-        rank, world, held, w = trainer.global_rank, trainer.world_size, self.held, self.model.w.detach()
+        rank, world, held, w = (
+            trainer.global_rank,
+            trainer.world_size,
+            self.held,
+            self.model.w.detach(),
+        )
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
-            self.state = RunState(rows, initial_vector=w.clone() if self.methods.start_from_w0 else None)
+            self.state = RunState(
+                rows, initial_vector=w.clone() if self.methods.start_from_w0 else None
+            )
         else:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
@@ -192,18 +210,31 @@ class FederatedRun:
         """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""
         settings, model, cohort = self.settings, self.model, self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
-        about = RunFacts(cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer)
+        about = RunFacts(
+            cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer
+        )
         for text in [*settings.notes(), *self.methods.notes(about)]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:
             whose = "was drawn" if self.held is None else "is the checkpoint's"
-            self.note(f"no seed was given: seed={self.seed(trainer)} {whose}; give it to repeat this run")
+            self.note(
+                f"no seed was given: seed={self.seed(trainer)} {whose}; give it to repeat this run"
+            )
         if who := self.methods.gathering:
             self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
-        work = Work(cohort.data, self.methods, cohort.seed, settings.clip_norm, settings.keep_optimizer_state)
+        work = Work(
+            cohort.data,
+            self.methods,
+            cohort.seed,
+            settings.clip_norm,
+            settings.keep_optimizer_state,
+        )
         work.evaluate = ClientEvaluation(self, trainer)
         setting = setting_of(trainer, settings, model, self.clients, self.schedule, work, cohort)
-        setting = replace(setting, keeps_loss=self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks)))
+        setting = replace(
+            setting,
+            keeps_loss=self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks)),
+        )
         before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
@@ -292,9 +323,16 @@ class FederatedRun:
         server_update.undo_in(saved, self.model)
         self.disk = self.disk or RowsOnDisk.of(trainer)
         saved[checkpoint.KEY] = checkpoint.content(
-            self.identity(trainer), self.state, self.model, saved["state_dict"], self.plan, self.disk
+            self.identity(trainer),
+            self.state,
+            self.model,
+            saved["state_dict"],
+            self.plan,
+            self.disk,
         )
-        self.secret.keep(saved[checkpoint.KEY], self.disk.folder if trainer.is_global_zero else None)
+        self.secret.keep(
+            saved[checkpoint.KEY], self.disk.folder if trainer.is_global_zero else None
+        )
         checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
         for logger in trainer.loggers:
             logger.save()
@@ -311,7 +349,10 @@ class FederatedRun:
     def validation_ends(self, trainer: Any) -> None:
         """Log how long it took, where it belongs to a fit."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.report({"time/validation": time.perf_counter() - self._validation_began}, trainer.current_epoch)
+            self.report(
+                {"time/validation": time.perf_counter() - self._validation_began},
+                trainer.current_epoch,
+            )
 
     def claim(self, trainer: Any, begins: bool) -> None:
         """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make it, to write there.
@@ -319,7 +360,9 @@ class FederatedRun:
         Raises:
             UserError: another process writes there.
         """
-        if trainer.checkpoint_callbacks and not any(hasattr(c, "claims_folder") for c in trainer.callbacks):
+        if trainer.checkpoint_callbacks and not any(
+            hasattr(c, "claims_folder") for c in trainer.callbacks
+        ):
             folder = RowsOnDisk.of(trainer).folder.parent
             if begins:
                 folder.mkdir(parents=True, exist_ok=True)

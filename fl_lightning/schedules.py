@@ -34,7 +34,10 @@ class Exponential(Schedule):
     """
 
     def __init__(self, gamma: float, scale: float = 1.0) -> None:
-        self.gamma, self.scale = _finite("Exponential: gamma", gamma), _finite("Exponential: scale", scale)
+        self.gamma, self.scale = (
+            _finite("Exponential: gamma", gamma),
+            _finite("Exponential: scale", scale),
+        )
 
     def __call__(self, round: int) -> float:
         try:
@@ -53,12 +56,18 @@ class Cosine(Schedule):
     def __init__(self, rounds: int, end: float = 0.0, scale: float = 1.0) -> None:
         if rounds < 1:
             raise UserError(f"Cosine: rounds={rounds!r} is not accepted; it has to be at least 1.")
-        self.rounds, self.end, self.scale = rounds, _finite("Cosine: end", end), _finite("Cosine: scale", scale)
+        self.rounds, self.end, self.scale = (
+            rounds,
+            _finite("Cosine: end", end),
+            _finite("Cosine: scale", scale),
+        )
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
             return self.scale * self.end
-        return self.scale * (self.end + (1 - self.end) * (1 + math.cos(math.pi * round / self.rounds)) / 2)
+        return self.scale * (
+            self.end + (1 - self.end) * (1 + math.cos(math.pi * round / self.rounds)) / 2
+        )
 
 
 class Steps(Schedule):
@@ -69,7 +78,9 @@ class Steps(Schedule):
     """
 
     def __init__(self, values: dict[int, float]) -> None:
-        self.values = {int(t): float(_finite(f"Steps: the value of round {t}", v)) for t, v in values.items()}
+        self.values = {
+            int(t): float(_finite(f"Steps: the value of round {t}", v)) for t, v in values.items()
+        }
 
     def __call__(self, round: int) -> float:
         past = [t for t in self.values if t <= round]
@@ -106,4 +117,6 @@ def arguments(of: object) -> str:
     """
     own = {k: vars(of)[k] for k in inspect.signature(type(of)).parameters if k in vars(of)}
     told = {k: v for k, v in own.items() if repr(v) != object.__repr__(v)}  # addresses change
-    return ", ".join(f"{k}={v!r}" for k, v in told.items() if isinstance(v, Schedule) or not callable(v))
+    return ", ".join(
+        f"{k}={v!r}" for k, v in told.items() if isinstance(v, Schedule) or not callable(v)
+    )

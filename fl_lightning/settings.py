@@ -63,10 +63,14 @@ class Settings:
         checks.rate("lr_decay", self.lr_decay)
         checks.rate("server_lr_decay", self.server_lr_decay)
         checks.seed(self.seed)
-        checks.one_of("client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps"))
+        checks.one_of(
+            "client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps")
+        )
         checks.one_of("weighting", self.weighting, ("uniform", "samples"))
         if isinstance(self.buffers, Mapping):
-            object.__setattr__(self, "buffers", {str(name): word for name, word in self.buffers.items()})
+            object.__setattr__(
+                self, "buffers", {str(name): word for name, word in self.buffers.items()}
+            )
             for pattern, word in self.buffers.items():
                 checks.one_of(f"buffers[{pattern!r}]", word, BUFFER_WORDS)
         else:
@@ -85,7 +89,9 @@ class Settings:
         """What there is to say about them before a run."""
         notes = []
         if self.local_steps is not None and self.local_epochs is not None:
-            notes.append(f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}")
+            notes.append(
+                f"local_steps={self.local_steps} wins over local_epochs={self.local_epochs}"
+            )
         if self.participation == 1 and isinstance(self.participation, int):
             notes.append("participation=1 is one client a round; for all of them give 'all' or 1.0")
         return notes
@@ -103,7 +109,10 @@ class Settings:
             "server_lr_decay",
             "weighting",
         )
-        return {**{name: repr(getattr(self, name)) for name in names}, "buffer_policy": repr(self.buffers)}
+        return {
+            **{name: repr(getattr(self, name)) for name in names},
+            "buffer_policy": repr(self.buffers),
+        }
 
     def cohort(self, quick: bool | int = 0) -> dict[str, Any]:
         """Those that say who takes part, and how much each does; ``quick``: the Trainer's ``fast_dev_run``."""

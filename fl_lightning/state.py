@@ -50,7 +50,9 @@ class Group(Protocol):
 class Staged(Protocol):
     """The server."""
 
-    def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor: ...
+    def committed(
+        self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]
+    ) -> Tensor: ...
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
@@ -62,7 +64,9 @@ class Declaration:
         dtype: None: the learner's (sums have at least float32).
     """
 
-    def __init__(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self.shape, self.dtype = shape, dtype
         self.name = ""
 
@@ -70,7 +74,9 @@ class Declaration:
         self.name = name
 
     def __set__(self, callback: Any, value: Any) -> None:
-        raise AttributeError(f"{self.key(callback)} has one row per client: assign {self.name}[clients] = …")
+        raise AttributeError(
+            f"{self.key(callback)} has one row per client: assign {self.name}[clients] = …"
+        )
 
     def key(self, callback: object) -> str:
         """``"ClassName.name"``: its name in checkpoints and for ``client_state``."""
@@ -211,7 +217,9 @@ class StateRows:
         A client without a row has what it would read first. What this round writes is not in them; see :meth:`staged`.
         """
         if not isinstance(self._declaration, ClientState):
-            raise TypeError(f"{self._declaration.name} lives for one round; only a ClientState has committed rows")
+            raise TypeError(
+                f"{self._declaration.name} lives for one round; only a ClientState has committed rows"
+            )
         return server.committed(self._declaration.key(self._callback), self._declaration, ids)
 
 
@@ -235,10 +243,14 @@ class UploadSums:
 
     def weighted(self) -> Tensor:
         """The p_i-weighted mean over the clients that finished."""
-        return self._callback._ledger.uploaded_weighted(self._declaration.key(self._callback), self._declaration)
+        return self._callback._ledger.uploaded_weighted(
+            self._declaration.key(self._callback), self._declaration
+        )
 
     def _total(self) -> tuple[Tensor, int]:
-        return self._callback._ledger.uploaded(self._declaration.key(self._callback), self._declaration)
+        return self._callback._ledger.uploaded(
+            self._declaration.key(self._callback), self._declaration
+        )
 
 
 class Coefficient:
@@ -267,7 +279,9 @@ class Coefficient:
         return now
 
     def __set__(self, callback: Any, value: float | Schedule) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
         if not number and not isinstance(value, Schedule):
             raise UserError(
                 f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are a finite number or a "
@@ -281,6 +295,11 @@ class Coefficient:
         low, high = self.above, self.below
         if (low is None or value > low) and (high is None or value < high) and math.isfinite(value):
             return
-        bounds = [f"above {low:g}" if low is not None else "", f"below {high:g}" if high is not None else ""]
+        bounds = [
+            f"above {low:g}" if low is not None else "",
+            f"below {high:g}" if high is not None else "",
+        ]
         accepted = " and ".join(filter(None, bounds)) or "finite"
-        raise UserError(f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be {accepted}.")
+        raise UserError(
+            f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be {accepted}."
+        )

@@ -20,7 +20,15 @@ from fl_lightning.processes import default_timeout, set_timeout
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
 # seconds for the others to say that they are there; after a closed connection
 _ANSWER, _ANSWER_CLOSED = 10.0, 2.0
-_BROKEN = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl", "broken pipe")
+_BROKEN = (
+    "gloo",
+    "timed out",
+    "timeout",
+    "connection closed",
+    "connection reset",
+    "nccl",
+    "broken pipe",
+)
 
 
 class FederatedStrategy(DDPStrategy):
@@ -42,7 +50,9 @@ class FederatedStrategy(DDPStrategy):
         if timeout is not None and not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
         if timeout is not None and timeout <= timedelta(0):
-            raise UserError(f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0.")
+            raise UserError(
+                f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0."
+            )
         at_first = max(timeout or default_timeout(), default_timeout())  # processes start slowly
         super().__init__(timeout=at_first, **kwargs)
         self.given_timeout = timeout
@@ -82,9 +92,16 @@ class FederatedStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         text = str(exception).lower()
-        if isinstance(exception, RuntimeError) and any(word in text for word in _BROKEN) and self._who:
+        if (
+            isinstance(exception, RuntimeError)
+            and any(word in text for word in _BROKEN)
+            and self._who
+        ):
             closed = "closed" in text or "reset" in text
-            self._lost = self._paragraph(self._silent(_ANSWER_CLOSED if closed else _ANSWER)), exception
+            self._lost = (
+                self._paragraph(self._silent(_ANSWER_CLOSED if closed else _ANSWER)),
+                exception,
+            )
 
     def teardown(self) -> None:
         super().teardown()
@@ -136,5 +153,7 @@ class FederatedStrategy(DDPStrategy):
 
 
 StrategyRegistry.register(
-    FederatedStrategy.strategy_name, FederatedStrategy, description="federated rounds over many processes"
+    FederatedStrategy.strategy_name,
+    FederatedStrategy,
+    description="federated rounds over many processes",
 )

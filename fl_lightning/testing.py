@@ -60,10 +60,15 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
     """
     with quiet():
         method = runs.Method(factory)
-        return CheckReport(method.cls.__name__, [_checked(name, check, method) for name, check in INVARIANTS.items()])
+        return CheckReport(
+            method.cls.__name__,
+            [_checked(name, check, method) for name, check in INVARIANTS.items()],
+        )
 
 
-def tiny_run(*callbacks: FederatedCallback, rounds: int = ROUNDS, **arguments: Any) -> FederatedModule:
+def tiny_run(
+    *callbacks: FederatedCallback, rounds: int = ROUNDS, **arguments: Any
+) -> FederatedModule:
     """Run methods and loggers on the tiny federation of the contracts: a tenth of a second, always the same bits.
 
     Six clients of 1 to 12 samples, three of them a round, two local epochs of SGD at 0.2 × 0.9^t with weight decay

@@ -53,9 +53,14 @@ def test_memory_stays_the_servers_and_is_said_by_name_before_round_0(engine: str
 
     class Watching(pl.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
-            told.extend(note for note in module.notes if "label_memory" in note and note not in told)
+            told.extend(
+                note for note in module.notes if "label_memory" in note and note not in told
+            )
 
-    with pytest.warns(UserWarning, match="Remembering changes embedding_memory, label_memory, precision, queue_idx"):
+    with pytest.warns(
+        UserWarning,
+        match="Remembering changes embedding_memory, label_memory, precision, queue_idx",
+    ):
         trainer(2, [Watching()]).fit(module, blobs())
     assert len(told) == 1, "before round 0, once"
     assert "positions" not in told[0] and "running_mean" not in told[0]
@@ -68,7 +73,9 @@ def test_memory_stays_the_servers_and_is_said_by_name_before_round_0(engine: str
 
 def test_patterns_decide_otherwise() -> None:
     policy = {"*_memory": "own", "precision": "average", "queue_idx": "average", "net.*": "keep"}
-    module = federated(Remembering(), participation="all", local_steps=1, engine="sequential", buffers=policy)
+    module = federated(
+        Remembering(), participation="all", local_steps=1, engine="sequential", buffers=policy
+    )
     begun = {name: value.clone() for name, value in module.learner.named_buffers()}
     trainer(2).fit(module, blobs(clients=3))
     assert not any("changes" in note for note in module.notes)
@@ -79,7 +86,9 @@ def test_patterns_decide_otherwise() -> None:
     labels = [module.client_rows.read("buffer.label_memory", i) for i in range(3)]
     assert all(row is not None and bool(row.any()) for row in labels)
     assert module.client_rows.read("buffer.precision", 0) is None
-    assert torch.equal(learner.label_memory, begun["label_memory"]), "own, and no statistic: the server's stays"
+    assert torch.equal(learner.label_memory, begun["label_memory"]), (
+        "own, and no statistic: the server's stays"
+    )
 
 
 def test_norm_layers_of_users_are_known() -> None:
@@ -111,7 +120,9 @@ def test_norm_layers_of_users_are_known() -> None:
         def __init__(self) -> None:
             super().__init__()
             norm = nn.InstanceNorm1d(20, track_running_stats=True)
-            self.net = nn.Sequential(RunningNorm(), Scaling(), nn.Unflatten(1, (1, 20)), nn.Flatten(), *self.net)
+            self.net = nn.Sequential(
+                RunningNorm(), Scaling(), nn.Unflatten(1, (1, 20)), nn.Flatten(), *self.net
+            )
             self.norm = norm
             self.net[-1] = nn.utils.parametrizations.spectral_norm(self.net[-1])
 
@@ -159,7 +170,10 @@ def test_own_buffers_resume_to_the_same_bits(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"*memry": "own"}, "no buffer of Remembering is called '\\*memry'; there are embedding_memory"),
+        (
+            {"*memry": "own"},
+            "no buffer of Remembering is called '\\*memry'; there are embedding_memory",
+        ),
         ({"*": "averaged"}, "buffers\\['\\*'\\]='averaged' is not known; accepted are 'average'"),
         ("averge", "buffers='averge' is not known"),
     ],
@@ -192,6 +206,8 @@ def on_ranks(folder: Path, rank: int, world: int) -> None:
     torch.manual_seed(0)
     module = federated(Remembering(), participation="all", buffers=policy)
     trainer(2, default_root_dir=folder, **given).fit(module, blobs(clients=4))
-    assert any("changes precision in its local steps" in note for note in module.notes), "in every process"
+    assert any("changes precision in its local steps" in note for note in module.notes), (
+        "in every process"
+    )
     if rank == 0:
         torch.save(module.export().state_dict(), folder / f"{world}.pt")

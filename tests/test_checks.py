@@ -26,7 +26,9 @@ from tests.helpers.learners import blobs, federated, trainer
         ({"client_optimizer": torch.optim.LBFGS}, ["LBFGS", "torch.optim.SGD"]),
     ],
 )
-def test_arguments_are_refused_with_name_value_and_what_is_accepted(arguments: Any, words: list[str]) -> None:
+def test_arguments_are_refused_with_name_value_and_what_is_accepted(
+    arguments: Any, words: list[str]
+) -> None:
     with pytest.raises(UserError) as refused:
         trainer(1).fit(federated(**arguments), blobs())
     assert all(word in str(refused.value) for word in words), refused.value

@@ -38,7 +38,11 @@ def trained(method: str, **settings: Any) -> FederatedModule:
 
 def state(module: FederatedModule) -> dict[Any, Tensor]:
     named = {**module.state_dict(), **module.server_states, **client_rows(module)}
-    return {**named, "w": module.global_vector.detach(), "evaluated": module.evaluated_vector.detach()}
+    return {
+        **named,
+        "w": module.global_vector.detach(),
+        "evaluated": module.evaluated_vector.detach(),
+    }
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -48,7 +52,9 @@ def test_a_copy_has_everything_and_shares_nothing(method: str, how: str) -> None
     before = {key: value.clone() for key, value in state(module).items()}
     twin = COPIES[how](module)
     found = state(twin)
-    assert found.keys() == before.keys() and all(torch.equal(found[key], value) for key, value in before.items())
+    assert found.keys() == before.keys() and all(
+        torch.equal(found[key], value) for key, value in before.items()
+    )
     assert (
         twin.settings == module.settings
         and twin.global_model.learner is twin.learner
@@ -58,7 +64,9 @@ def test_a_copy_has_everything_and_shares_nothing(method: str, how: str) -> None
     again = copy.deepcopy(module)
     fit.fit(twin, blobs())
     other.fit(again, blobs())
-    assert torch.equal(twin.global_vector, again.global_vector) and not torch.equal(twin.global_vector, before["w"])
+    assert torch.equal(twin.global_vector, again.global_vector) and not torch.equal(
+        twin.global_vector, before["w"]
+    )
     assert all(torch.equal(value, before[key]) for key, value in state(module).items())
     assert torch.equal(twin.export().net[0].weight, twin.learner.net[0].weight)
 
@@ -130,7 +138,12 @@ def test_copies_made_while_other_threads_train_take_nothing_from_them() -> None:
         def on_local_start(self, clients: Any) -> None:
             module.export()
 
-    given: dict[str, Any] = {"engine": "concurrent", "workers": 4, "participation": "all", "capture": False}
+    given: dict[str, Any] = {
+        "engine": "concurrent",
+        "workers": 4,
+        "participation": "all",
+        "capture": False,
+    }
     module, alone = federated(Looking(), **given), federated(Looking(), **given)
     alone.learner.load_state_dict(module.learner.state_dict())
     trainer(2, [Exporting()]).fit(module, blobs())
@@ -147,6 +160,11 @@ def test_a_copied_store_reads_rows_wherever_they_lie(tmp_path: Any) -> None:
         twin = make(store)
         assert [float(twin.read("a", i)[0]) for i in range(4)] == [10.0, 11.0, 2.0, 3.0]
         twin.commit({"a": {0: torch.zeros(8)}})
-        assert float(store.read("a", 0)[0]) == 10.0 and torch.equal(twin.read("b", 7), torch.ones(3))
+        assert float(store.read("a", 0)[0]) == 10.0 and torch.equal(
+            twin.read("b", 7), torch.ones(3)
+        )
         names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == sorted(path.name for path in tmp_path.iterdir()) and twin.names() == ["a", "b"]
+        assert names == sorted(path.name for path in tmp_path.iterdir()) and twin.names() == [
+            "a",
+            "b",
+        ]

@@ -42,9 +42,17 @@ PAGES = 30 * 64 * 28 * 28 * 4 // os.sysconf("SC_PAGE_SIZE")
 
 def page_faults(**environment: str) -> list[tuple[int, int]]:
     """Of ten steps (with keep_memory, without it), in the main thread and in another."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env={**ours, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", FAULTS],
+        env={**ours, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = [int(line) for line in done.stdout.split()]
     pairs = list(zip(found[:2], found[2:], strict=True))

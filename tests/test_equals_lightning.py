@@ -20,7 +20,10 @@ from tests.helpers.learners import Normed, trainer
 EPOCHS, SAMPLES, BATCH, WITHIN = 5, 43, 8, 1e-6
 STEPS = 6  # of an epoch: the last batch has three samples
 KEPT = {"keep_optimizer_state": True}
-ROUNDS, LOCAL_STEPS = {**KEPT, "client_scheduler": "rounds"}, {**KEPT, "client_scheduler": "local_steps"}
+ROUNDS, LOCAL_STEPS = (
+    {**KEPT, "client_scheduler": "rounds"},
+    {**KEPT, "client_scheduler": "local_steps"},
+)
 FOUR: dict[str, Any] = {"task": "multiclass", "num_classes": 4}
 
 
@@ -32,7 +35,9 @@ class Learner(Normed):
         super().__init__()
         self.case = case
         self.called = torchmetrics.Accuracy(average="macro", **FOUR)
-        self.updated = nn.ModuleDict({"auroc": torchmetrics.AUROC(**FOUR), "mean": torchmetrics.MeanMetric()})
+        self.updated = nn.ModuleDict(
+            {"auroc": torchmetrics.AUROC(**FOUR), "mean": torchmetrics.MeanMetric()}
+        )
         self.validated = torchmetrics.Accuracy(**FOUR)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -63,10 +68,16 @@ def momentum(parameters: Any) -> Optimizer:
     return SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
-def scheduled(optimizer: Any, scheduler: Any, interval: str, frequency: int = 1, **arguments: Any) -> Any:
+def scheduled(
+    optimizer: Any, scheduler: Any, interval: str, frequency: int = 1, **arguments: Any
+) -> Any:
     def configured(parameters: Any) -> Any:
         made = optimizer(parameters)
-        told = {"scheduler": scheduler(made, **arguments), "interval": interval, "frequency": frequency}
+        told = {
+            "scheduler": scheduler(made, **arguments),
+            "interval": interval,
+            "frequency": frequency,
+        }
         return {"optimizer": made, "lr_scheduler": told}
 
     return configured
@@ -79,11 +90,27 @@ CASES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "adam": (lambda p: Adam(p, lr=0.01, weight_decay=1e-3), KEPT),
     "adamw": (lambda p: AdamW(p, lr=0.01, amsgrad=True), KEPT),
     "decayed": (scheduled(momentum, lr_scheduler.ExponentialLR, "epoch", gamma=0.5), ROUNDS),
-    "every second epoch": (scheduled(Adam, lr_scheduler.ExponentialLR, "epoch", 2, gamma=0.5), ROUNDS),
-    "one cycle": (scheduled(momentum, lr_scheduler.OneCycleLR, "epoch", max_lr=0.1, total_steps=EPOCHS + 1), ROUNDS),
-    "restarts": (scheduled(Adam, lr_scheduler.CosineAnnealingWarmRestarts, "step", T_0=STEPS), LOCAL_STEPS),
+    "every second epoch": (
+        scheduled(Adam, lr_scheduler.ExponentialLR, "epoch", 2, gamma=0.5),
+        ROUNDS,
+    ),
+    "one cycle": (
+        scheduled(momentum, lr_scheduler.OneCycleLR, "epoch", max_lr=0.1, total_steps=EPOCHS + 1),
+        ROUNDS,
+    ),
+    "restarts": (
+        scheduled(Adam, lr_scheduler.CosineAnnealingWarmRestarts, "step", T_0=STEPS),
+        LOCAL_STEPS,
+    ),
     "cycles": (
-        scheduled(momentum, lr_scheduler.CyclicLR, "step", base_lr=0.01, max_lr=0.1, step_size_up=STEPS // 2),
+        scheduled(
+            momentum,
+            lr_scheduler.CyclicLR,
+            "step",
+            base_lr=0.01,
+            max_lr=0.1,
+            step_size_up=STEPS // 2,
+        ),
         LOCAL_STEPS,
     ),
 }
@@ -113,7 +140,9 @@ class Recorded(pl.Callback):
         self.metrics: list[dict[str, float]] = []
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.states.append({name: value.detach().clone() for name, value in pl_module.state_dict().items()})
+        self.states.append(
+            {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+        )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.keep(trainer)
@@ -124,14 +153,18 @@ class Recorded(pl.Callback):
             self.keep(trainer)
 
     def keep(self, trainer: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.metrics.append(
+            {name: float(value) for name, value in trainer.callback_metrics.items()}
+        )
 
 
 @cache
 def samples() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     y = torch.randint(0, 4, (SAMPLES,), generator=generator)
-    centres, noise = (torch.randn(n, 20, generator=generator, dtype=torch.float64) for n in (4, SAMPLES))
+    centres, noise = (
+        torch.randn(n, 20, generator=generator, dtype=torch.float64) for n in (4, SAMPLES)
+    )
     return centres[y] + noise, y
 
 
@@ -146,7 +179,9 @@ def split() -> InMemoryDataModule:
 def of_plain_lightning(name: str) -> Recorded:
     recorded, whole = Recorded(), TensorDataset(*samples())
     ordered = DataLoader(whole, batch_size=BATCH, sampler=OrderOfRun(split()))
-    trainer(EPOCHS, [recorded]).fit(Learner(name).double(), ordered, DataLoader(whole, batch_size=SAMPLES))
+    trainer(EPOCHS, [recorded]).fit(
+        Learner(name).double(), ordered, DataLoader(whole, batch_size=SAMPLES)
+    )
     return recorded
 
 
@@ -154,10 +189,14 @@ def of_plain_lightning(name: str) -> Recorded:
 @pytest.mark.parametrize("name", CASES)
 def test_every_epoch_is_plain_lightnings(name: str, engine: str) -> None:
     plain, found, given = of_plain_lightning(name), Recorded(), {"engine": engine, **CASES[name][1]}
-    module = FederatedModule(Learner(name).double(), participation="all", local_epochs=1, seed=9, **given)
+    module = FederatedModule(
+        Learner(name).double(), participation="all", local_epochs=1, seed=9, **given
+    )
     trainer(EPOCHS, [found]).fit(module, split())
     assert module.engine_facts["engine"] == engine
-    assert len(plain.states) == len(found.states) == len(plain.metrics) == len(found.metrics) == EPOCHS
+    assert (
+        len(plain.states) == len(found.states) == len(plain.metrics) == len(found.metrics) == EPOCHS
+    )
     for epoch, (theirs, ours) in enumerate(zip(plain.states, found.states, strict=True)):
         assert theirs.keys() == ours.keys() and "net.1.running_var" in theirs
         for tensor, value in theirs.items():
@@ -165,4 +204,6 @@ def test_every_epoch_is_plain_lightnings(name: str, engine: str) -> None:
             assert difference <= WITHIN, f"{tensor} after epoch {epoch}: {difference}"
     for theirs_, ours_ in zip(plain.metrics, found.metrics, strict=True):
         assert theirs_.keys() == {"called", "auroc", "mean", "val/validated", "val/acc", "val/loss"}
-        assert {metric: ours_[metric] for metric in theirs_} == pytest.approx(theirs_, rel=0, abs=WITHIN)
+        assert {metric: ours_[metric] for metric in theirs_} == pytest.approx(
+            theirs_, rel=0, abs=WITHIN
+        )

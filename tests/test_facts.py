@@ -47,9 +47,15 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
     assert {"versions/torch", "versions/fl-lightning", "data/partition_hash"} <= told.keys()
     assert all(isinstance(value, str | int | float | bool) for value in told.values())
     assert of_tensorboard(Path(loggers[1].log_dir))["learner"] == "Lit"
-    assert yaml.safe_load((Path(loggers[1].log_dir) / "hparams.yaml").read_text()).items() >= told.items()
+    assert (
+        yaml.safe_load((Path(loggers[1].log_dir) / "hparams.yaml").read_text()).items()
+        >= told.items()
+    )
     card = (tmp_path / "card.md").read_text()
-    assert "| learner | Lit, 154 trained parameters |" in card and "| data | InMemoryDataModule |" in card
+    assert (
+        "| learner | Lit, 154 trained parameters |" in card
+        and "| data | InMemoryDataModule |" in card
+    )
 
 
 class MLFlowLogger(DummyLogger):
@@ -85,7 +91,9 @@ def test_mlflow_keeps_them_all(tmp_path: Path) -> None:
 
     logger = MLFlowLogger("x", tracking_uri=f"file:{tmp_path / 'ml'}")
     csv = CSVLogger(tmp_path, "csv")
-    trainer(1, logger=[csv, logger], default_root_dir=tmp_path).fit(federated(Lit(hidden=6)), blobs())
+    trainer(1, logger=[csv, logger], default_root_dir=tmp_path).fit(
+        federated(Lit(hidden=6)), blobs()
+    )
     told = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
     kept = mlflow.MlflowClient(f"file:{tmp_path / 'ml'}").get_run(logger.run_id).data.params
     assert len(kept) == len(told) and kept["learner/hidden"] == "6"
@@ -107,16 +115,32 @@ class Refusing(DummyLogger):
 
 def test_a_logger_that_refuses_them_does_not_end_the_run() -> None:
     run = trainer(1, logger=Refusing())
-    with pytest.warns(UserWarning, match="Refusing did not take the hyper-parameters: Changing param"):
+    with pytest.warns(
+        UserWarning, match="Refusing did not take the hyper-parameters: Changing param"
+    ):
         run.fit(federated(), blobs())
     assert run.current_epoch == 1
 
 
 def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) -> None:
-    fit = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1, "--model.participation", 1)
+    fit = (
+        "fit",
+        "-c",
+        "base",
+        "-c",
+        "trainer/cpu",
+        "--trainer.max_epochs",
+        1,
+        "--model.participation",
+        1,
+    )
     assert cli(*fit, "--trainer.default_root_dir", "x").returncode == 0
     told = of_tensorboard(cli.folder / "x")
-    assert told["learner"] == "ImageClassifier" and told["learner/network"] == "MLP" and told["data"] == "Digits"
+    assert (
+        told["learner"] == "ImageClassifier"
+        and told["learner/network"] == "MLP"
+        and told["data"] == "Digits"
+    )
     events = EventAccumulator(str(cli.folder / "x"))
     events.Reload()
     content = events.SummaryMetadata("_hparams_/experiment").plugin_data.content

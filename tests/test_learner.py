@@ -56,5 +56,7 @@ class Mixed(Lit):
 )
 def test_learners_that_cannot_be_honoured_are_refused(learner: Any, words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
-        trainer(1).fit(FederatedModule(learner(), participation=0.3, seed=1), blobs(dtype=torch.float32))
+        trainer(1).fit(
+            FederatedModule(learner(), participation=0.3, seed=1), blobs(dtype=torch.float32)
+        )
     assert all(word in str(refused.value) for word in words), refused.value

@@ -23,8 +23,24 @@ NOT_CALLED = {
     "lr_scheduler_step": "the scheduler is ignored, or stepped by client_scheduler",
 }
 NO_HOOKS = {  # what a learner uses, and Lightning does not call on it
-    *("optimizers", "lr_schedulers", "print", "log", "log_dict", "all_gather", "forward", "manual_backward"),
-    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "clip_gradients", "freeze", "unfreeze"),
+    *(
+        "optimizers",
+        "lr_schedulers",
+        "print",
+        "log",
+        "log_dict",
+        "all_gather",
+        "forward",
+        "manual_backward",
+    ),
+    *(
+        "toggle_optimizer",
+        "untoggle_optimizer",
+        "toggled_optimizer",
+        "clip_gradients",
+        "freeze",
+        "unfreeze",
+    ),
     *("to_onnx", "to_torchscript", "to_tensorrt", "load_from_checkpoint"),
 }
 
@@ -32,7 +48,12 @@ NO_HOOKS = {  # what a learner uses, and Lightning does not call on it
 def hooks() -> set[str]:
     """What Lightning calls on a LightningModule, by its own classes."""
     of = (ModelHooks, DataHooks, CheckpointHooks, pl.LightningModule)
-    named = {name for cls in of for name, value in vars(cls).items() if callable(value) and name[0] != "_"}
+    named = {
+        name
+        for cls in of
+        for name, value in vars(cls).items()
+        if callable(value) and name[0] != "_"
+    }
     return {name for name in named if name.islower()} - NO_HOOKS
 
 
@@ -51,7 +72,11 @@ def recording(called: set[str]) -> Lit:
         return Lit.training_step(self, batch, batch_idx)
 
     loaders = [name for name in hooks() if name.endswith("dataloader")]
-    names = hooks() - REFUSED - {"training_step", "validation_step", "test_step", "predict_step", *loaders}
+    names = (
+        hooks()
+        - REFUSED
+        - {"training_step", "validation_step", "test_step", "predict_step", *loaders}
+    )
     body = {name: noting(name) for name in names}
     learner: type[Lit] = type("Recording", (Lit,), {**body, "training_step": step})
     return learner().double()
@@ -128,12 +153,19 @@ def test_hooks_of_gradients_do_what_they_do_alone(engine: str, momentum: float) 
             self.net[0].bias.grad = None
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in self.parameters()}
+            assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+                id(p) for p in self.parameters()
+            }
             nn.utils.clip_grad_norm_(self.parameters(), 0.3)
-            self.log("norm", nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+            self.log(
+                "norm",
+                nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]),
+            )
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("after", nn.functional.cross_entropy(self.net(batch[0]), batch[1]) - outputs["loss"])
+            self.log(
+                "after", nn.functional.cross_entropy(self.net(batch[0]), batch[1]) - outputs["loss"]
+            )
 
     torch.manual_seed(3)
     module = federated(Hooked(), engine=engine, participation="all")
@@ -144,7 +176,9 @@ def test_hooks_of_gradients_do_what_they_do_alone(engine: str, momentum: float) 
     plain = trainer(1, limit_val_batches=0)
     plain.fit(alone, as_batches(list(data.client_batches(0, 0, 3))))
     for name, value in alone.state_dict().items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
+        )
     assert run.callback_metrics["norm"] <= 0.3 + 1e-6 and run.callback_metrics["after"] < 0
     assert all(p.grad is None for p in module.learner.parameters())
 
@@ -199,7 +233,14 @@ def test_what_the_learner_hooks_do_happens() -> None:
             called.append("validated")
 
     trainer(2).fit(federated(Hooked()), blobs())
-    assert called == ["setup fit", "configure_model", "epoch 0", "validated", "epoch 1", "validated"]
+    assert called == [
+        "setup fit",
+        "configure_model",
+        "epoch 0",
+        "validated",
+        "epoch 1",
+        "validated",
+    ]
 
 
 class Transferring(Lit):
@@ -211,7 +252,9 @@ class Transferring(Lit):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-def test_the_learners_transfer_hooks_see_its_batches_in_training_and_in_evaluation(engine: str) -> None:
+def test_the_learners_transfer_hooks_see_its_batches_in_training_and_in_evaluation(
+    engine: str,
+) -> None:
     class Scaled(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step((2 * batch[0], batch[1]), batch_idx)

@@ -48,7 +48,9 @@ def test_numbers_read_back_exactly(tmp_path: Path) -> None:
         logger.log_metrics({"x": value, **both, "i": 2**60 + step}, step)
     lines = [line.split(",") for line in text(tmp_path).splitlines()[1:]]
     assert [float(line[1]) for line in lines] == floats == [float(line[3]) for line in lines]
-    assert [torch.tensor(float(line[2])) for line in lines] == [torch.tensor(value) for value in floats]
+    assert [torch.tensor(float(line[2])) for line in lines] == [
+        torch.tensor(value) for value in floats
+    ]
     assert [int(line[4]) for line in lines] == [2**60 + step for step in range(200)]
     logger.log_metrics({"x": float("nan"), "t": float("inf")}, 200)
     assert text(tmp_path).splitlines()[-1] == "200,nan,inf,,"
@@ -84,7 +86,9 @@ def test_a_kill_at_any_byte_and_a_resume_leave_the_same_file(tmp_path: Path, res
 def test_without_a_resume_an_existing_file_goes_on(tmp_path: Path) -> None:
     rounds(MetricsCSV(tmp_path), 0, 3)
     MetricsCSV(tmp_path).log_metrics({"test/acc": 0.5}, 3)
-    assert text(tmp_path).splitlines()[1].startswith("0,") and text(tmp_path).endswith("\n3,,,,0.5\n")
+    assert text(tmp_path).splitlines()[1].startswith("0,") and text(tmp_path).endswith(
+        "\n3,,,,0.5\n"
+    )
 
 
 def test_resume_without_a_file_or_at_its_first_line_is_quiet(tmp_path: Path) -> None:
@@ -106,7 +110,16 @@ def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
         MetricsCSV(tmp_path / "file").log_metrics({"x": 1.0}, 0)
 
 
-TORN = [b"3,0.", b"3\n", b"3,0.1,7,8,9\n", b"\0\0\0\0,0.3\n", b"3,0.1,\xff\xfe", b'"3,0.\n', b"\n", b"3,0.1,4\xc3\n"]
+TORN = [
+    b"3,0.",
+    b"3\n",
+    b"3,0.1,7,8,9\n",
+    b"\0\0\0\0,0.3\n",
+    b"3,0.1,\xff\xfe",
+    b'"3,0.\n',
+    b"\n",
+    b"3,0.1,4\xc3\n",
+]
 
 
 @pytest.mark.parametrize("torn", TORN)

@@ -59,16 +59,38 @@ def partial() -> list[Any]:
     return [ControlVariates(), PartialAveraging(period=2)]
 
 
-OPTIMIZERS = {"client_optimizer": kept, "keep_optimizer_state": True, "lr_decay": 0.9, "server_lr_decay": 0.9}
-CASES = {
-    "sequential": Case(moving, engine="sequential", server_optimizer=adaptive, weighting="samples", **OPTIMIZERS),
-    "concurrent": Case(moving, engine="concurrent", workers=2, capture=True, server_optimizer=heavy, **OPTIMIZERS),
-    "stacked": Case(
-        moving, normed=False, engine="stacked", clients_at_once=2, client_optimizer=plain, server_optimizer=adaptive
-    ),
-    "partial": Case(partial, engine="sequential", client_optimizer=plain, server_optimizer=adaptive),
+OPTIMIZERS = {
+    "client_optimizer": kept,
+    "keep_optimizer_state": True,
+    "lr_decay": 0.9,
+    "server_lr_decay": 0.9,
 }
-FEW = ("on_local_step_end", "on_round_end", "on_train_epoch_start", "on_validation_start", "second logger")
+CASES = {
+    "sequential": Case(
+        moving, engine="sequential", server_optimizer=adaptive, weighting="samples", **OPTIMIZERS
+    ),
+    "concurrent": Case(
+        moving, engine="concurrent", workers=2, capture=True, server_optimizer=heavy, **OPTIMIZERS
+    ),
+    "stacked": Case(
+        moving,
+        normed=False,
+        engine="stacked",
+        clients_at_once=2,
+        client_optimizer=plain,
+        server_optimizer=adaptive,
+    ),
+    "partial": Case(
+        partial, engine="sequential", client_optimizer=plain, server_optimizer=adaptive
+    ),
+}
+FEW = (
+    "on_local_step_end",
+    "on_round_end",
+    "on_train_epoch_start",
+    "on_validation_start",
+    "second logger",
+)
 
 
 @cache
@@ -92,7 +114,9 @@ def test_fitted_again_after_an_exception(place: str) -> None:
     assert not different(CASES["sequential"].fitted_again(Fuse(place)), uninterrupted("sequential"))
 
 
-@pytest.mark.parametrize("place", [*AT_SERVER, *LOCAL, "on_before_optimizer_step", "first logger", "second logger"])
+@pytest.mark.parametrize(
+    "place", [*AT_SERVER, *LOCAL, "on_before_optimizer_step", "first logger", "second logger"]
+)
 def test_a_round_that_was_broken_off_never_began(place: str) -> None:
     module, run, logged = CASES["partial"].begun(Fuse(""), rounds=BROKEN_IN)
     run.fit(module, blobs())
@@ -100,18 +124,27 @@ def test_a_round_that_was_broken_off_never_began(place: str) -> None:
     fuse = Fuse(place)
     module, run, logged = CASES["partial"].begun(fuse)
     broken(module, run, fuse)
-    loggers = {"monitored", *(name for name in leavings(module, run, logged) if name.startswith("logged"))}
+    loggers = {
+        "monitored",
+        *(name for name in leavings(module, run, logged) if name.startswith("logged")),
+    }
     assert not set(different(leavings(module, run, logged), expected)) - loggers
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_resumed_from_an_exceptions_checkpoint(tmp_path: Path, place: str) -> None:
-    assert not different(CASES["sequential"].resumed(Fuse(place), tmp_path, False), uninterrupted("sequential"))
+    assert not different(
+        CASES["sequential"].resumed(Fuse(place), tmp_path, False), uninterrupted("sequential")
+    )
 
 
-@pytest.mark.parametrize("place", ["training_step", "on_round_end", "on_train_batch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize(
+    "place", ["training_step", "on_round_end", "on_train_batch_end", "on_validation_epoch_end"]
+)
 def test_resumed_from_lightnings_checkpoint_of_an_exception(tmp_path: Path, place: str) -> None:
-    assert not different(CASES["sequential"].resumed(Fuse(place), tmp_path, True), uninterrupted("sequential"))
+    assert not different(
+        CASES["sequential"].resumed(Fuse(place), tmp_path, True), uninterrupted("sequential")
+    )
 
 
 @pytest.mark.parametrize("place", FEW)
@@ -122,17 +155,23 @@ def test_in_each_engine_and_under_partial_averaging(tmp_path: Path, case: str, p
 
 
 @pytest.mark.parametrize("round", [0, 3])
-@pytest.mark.parametrize("place", ["on_local_end", "on_round_end", "on_train_epoch_start", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "place", ["on_local_end", "on_round_end", "on_train_epoch_start", "on_train_batch_end"]
+)
 def test_in_the_first_and_the_last_round(tmp_path: Path, place: str, round: int) -> None:
     expected = uninterrupted("partial")
     assert not different(CASES["partial"].fitted_again(Fuse(place, round=round)), expected)
-    assert not different(CASES["partial"].resumed(Fuse(place, round=round), tmp_path, False), expected)
+    assert not different(
+        CASES["partial"].resumed(Fuse(place, round=round), tmp_path, False), expected
+    )
 
 
 @pytest.mark.parametrize("place", [*LOCAL[-2:], "on_before_optimizer_step", "on_server_update"])
 def test_interrupted_by_ctrl_c_in_a_hook(place: str) -> None:
     case = "concurrent" if place in LOCAL else "sequential"
-    assert not different(CASES[case].fitted_again(Fuse(place, KeyboardInterrupt)), uninterrupted(case))
+    assert not different(
+        CASES[case].fitted_again(Fuse(place, KeyboardInterrupt)), uninterrupted(case)
+    )
 
 
 @pytest.mark.parametrize("case", ["sequential", "partial"])
@@ -149,7 +188,9 @@ def test_interrupted_by_ctrl_c_at_any_line_of_the_end(case: str) -> None:
 
 def test_what_validation_left_in_a_first_check_does_not_stay() -> None:
     fuse = Fuse("validation_step", round=0)
-    assert not different(CASES["sequential"].fitted_again(fuse, num_sanity_val_steps=1), uninterrupted("sequential"))
+    assert not different(
+        CASES["sequential"].fitted_again(fuse, num_sanity_val_steps=1), uninterrupted("sequential")
+    )
 
 
 def test_a_row_that_cannot_be_stored_undoes_the_round() -> None:
@@ -187,7 +228,9 @@ def test_weights_that_were_moved_between_fits_leave_w_as_it_is() -> None:
 
 @pytest.mark.parametrize("hook", [*OF_LIGHTNING[:2], *OF_LIGHTNING[4:]])
 @pytest.mark.parametrize("given", [{}, {"limit_val_batches": 0}])
-def test_resumed_from_a_checkpoint_that_was_saved_within_a_round(tmp_path: Path, hook: str, given: Any) -> None:
+def test_resumed_from_a_checkpoint_that_was_saved_within_a_round(
+    tmp_path: Path, hook: str, given: Any
+) -> None:
     case, path = CASES["partial"], tmp_path / "within.ckpt"
 
     def save(run: Any, *_: Any) -> None:
@@ -211,9 +254,16 @@ def test_resumed_from_a_checkpoint_that_was_saved_within_a_round(tmp_path: Path,
 def on_two(folder: Path, failing: int, place: str, rank: int, world: int) -> None:
     """A run with a checkpoint a round; one process fails, the other finds out."""
     fuse = Fuse(place if rank == failing else "")
-    last = ModelCheckpoint(folder, "last", save_top_k=1, enable_version_counter=False, save_on_train_epoch_end=True)
+    last = ModelCheckpoint(
+        folder, "last", save_top_k=1, enable_version_counter=False, save_on_train_epoch_end=True
+    )
     module, run, logged = CASES["partial"].begun(
-        fuse, last, SavedOnException(folder / "never.ckpt"), default_root_dir=folder, strategy="federated", devices=2
+        fuse,
+        last,
+        SavedOnException(folder / "never.ckpt"),
+        default_root_dir=folder,
+        strategy="federated",
+        devices=2,
     )
     run.fit(module, blobs(), ckpt_path="last")
     torch.save(leavings(module, run, logged), folder / f"left-{rank}.pt")
@@ -230,7 +280,11 @@ def test_one_of_two_processes_fails(tmp_path: Path) -> None:
         assert 0 not in launched(on_two, 2, folder, failing, place)
         assert not (folder / "never.ckpt").exists()
         for resumed, expected in zip(left(folder), whole, strict=True):
-            logged_before = {name for name in expected if name.startswith("logged in round") and name not in resumed}
+            logged_before = {
+                name
+                for name in expected
+                if name.startswith("logged in round") and name not in resumed
+            }
             assert not set(different(resumed, expected)) - logged_before
 
 

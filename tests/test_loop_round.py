@@ -33,7 +33,10 @@ def test_who_diverges_is_named_or_left_out_of_the_round() -> None:
     module = federated(Diverging(), participation="all")
     with pytest.raises(Diverged, match="the update of client 3 in round 1"):
         trainer(2).fit(module, sized())
-    skipping, finished = federated(Diverging(), participation="all", on_nonfinite="skip"), list[list[int]]()
+    skipping, finished = (
+        federated(Diverging(), participation="all", on_nonfinite="skip"),
+        list[list[int]](),
+    )
 
     class Watching(FederatedCallback):
         def on_round_end(self, server: Any) -> None:
@@ -46,7 +49,10 @@ def test_who_diverges_is_named_or_left_out_of_the_round() -> None:
 
 def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> None:
     class Counted(FederatedCallback):
-        rounds, number = ClientState(synchronised=False, shape=()), ServerState(synchronised=False, shape=())
+        rounds, number = (
+            ClientState(synchronised=False, shape=()),
+            ServerState(synchronised=False, shape=()),
+        )
 
         def on_local_end(self, clients: Any) -> None:
             self.rounds[clients] += 1
@@ -58,12 +64,19 @@ def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> No
     class Both(Diverging, InPlace):
         pass
 
-    module, run = federated(Both(), participation="all", on_nonfinite="skip"), trainer(2, [Counted()])
+    module, run = (
+        federated(Both(), participation="all", on_nonfinite="skip"),
+        trainer(2, [Counted()]),
+    )
     run.fit(module, sized())
     rows = {client: int(row) for (_, client), row in client_rows(module).items()}
-    assert rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2} and int(module.server_states["Counted.number"]) == 9
+    assert (
+        rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2} and int(module.server_states["Counted.number"]) == 9
+    )
     assert float(run.callback_metrics["one"]) == (0 + 1 + 2 + 4) / 4
-    assert bool(module.learner.running_mean.isfinite().all()) and bool(module.learner.running_mean.any())
+    assert bool(module.learner.running_mean.isfinite().all()) and bool(
+        module.learner.running_mean.any()
+    )
 
 
 def test_hooks_see_the_round_as_it_stands() -> None:
@@ -77,13 +90,21 @@ def test_hooks_see_the_round_as_it_stands() -> None:
             seen["before"] = server.w.clone()
 
         def on_round_end(self, server: Any) -> None:
-            seen.update(w=server.w.clone(), w_before=server.w_before.clone(), evaluated=server.evaluated.clone())
+            seen.update(
+                w=server.w.clone(),
+                w_before=server.w_before.clone(),
+                evaluated=server.evaluated.clone(),
+            )
             seen.update(sent=dict(server.communication), round=server.round)
 
     module = federated(participation="all")
     trainer(2, [Watching()]).fit(module, sized())
-    assert torch.equal(seen["start"], seen["before"]) and torch.equal(seen["start"], seen["w_before"])
-    assert torch.equal(seen["w"], module.global_vector) and torch.equal(seen["evaluated"], seen["w"])
+    assert torch.equal(seen["start"], seen["before"]) and torch.equal(
+        seen["start"], seen["w_before"]
+    )
+    assert torch.equal(seen["w"], module.global_vector) and torch.equal(
+        seen["evaluated"], seen["w"]
+    )
     assert not torch.equal(seen["w"], seen["w_before"]) and seen["round"] == 1
     assert seen["sent"]["down_parameters"] == 5 * module.layout.size
 
@@ -100,7 +121,9 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
     run.fit(federated(participation="all", lr_decay=0.5), sized())
     logged = run.callback_metrics
     assert float(logged["client"]) == 2.0 and float(logged["server"]) == 7.0
-    assert 0 < float(logged["time/round"]) < 600 and float(logged["client_lr"]) == pytest.approx(0.1)
+    assert 0 < float(logged["time/round"]) < 600 and float(logged["client_lr"]) == pytest.approx(
+        0.1
+    )
 
 
 def test_what_a_hook_of_the_server_notes_is_a_warning_once() -> None:
@@ -119,14 +142,19 @@ def test_what_a_hook_of_the_server_notes_is_a_warning_once() -> None:
     ("arguments", "words"),
     [
         ({"client_optimizer": momentum}, "up to 10 times that"),
-        ({"client_optimizer": lambda parameters: torch.optim.Adam(parameters, 0.01)}, "a step of Adam is not"),
+        (
+            {"client_optimizer": lambda parameters: torch.optim.Adam(parameters, 0.01)},
+            "a step of Adam is not",
+        ),
         ({"clip_norm": 1e-3}, "clipping is active (clip_norm=0.001)"),
         ({"clip_norm": 1e9}, None),
         ({}, None),
     ],
 )
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_mean_gradient_that_is_none_is_said_where_a_method_reads_it(arguments: Any, words: Any, reads: bool) -> None:
+def test_a_mean_gradient_that_is_none_is_said_where_a_method_reads_it(
+    arguments: Any, words: Any, reads: bool
+) -> None:
     class Reading(FederatedCallback):
         def on_local_end(self, clients: Any) -> None:
             if reads:
@@ -139,23 +167,32 @@ def test_a_mean_gradient_that_is_none_is_said_where_a_method_reads_it(arguments:
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_weights_are_sizes_or_ones_and_rows_of_each_round_come_back_in_the_next(weighting: str) -> None:
+def test_weights_are_sizes_or_ones_and_rows_of_each_round_come_back_in_the_next(
+    weighting: str,
+) -> None:
     met: dict[tuple[int, int], list[float]] = {}
 
     class Rows(FederatedCallback):
         last = ClientState(synchronised=False, shape=())
 
         def on_local_start(self, clients: Any) -> None:
-            met[clients.round, clients.client_ids[0]] = [float(self.last[clients]), float(clients.weights)]
+            met[clients.round, clients.client_ids[0]] = [
+                float(self.last[clients]),
+                float(clients.weights),
+            ]
             self.last[clients] = clients.round + 1.0
 
-    trainer(2, [Rows()]).fit(federated(participation="all", weighting=weighting, engine="sequential"), sized())
+    trainer(2, [Rows()]).fit(
+        federated(participation="all", weighting=weighting, engine="sequential"), sized()
+    )
     sizes = [24, 22, 20, 18, 16]
     share = [n / sum(sizes) for n in sizes] if weighting == "samples" else [0.2] * 5
     assert met == {(t, i): [float(t), pytest.approx(share[i])] for t in range(2) for i in range(5)}
 
 
-def test_rows_beyond_the_budget_lie_on_disk_after_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_budget_lie_on_disk_after_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     class Last(FederatedCallback):
@@ -199,7 +236,9 @@ def test_after_a_part_was_evaluated_as_the_clients_mean_all_of_w_is_evaluated_ag
         def on_round_end(self, server: Any) -> None:
             seen.append(torch.equal(server.evaluated, server.w))
 
-    trainer(4, [PartialAveraging(periods={"net.2.*": 2}), Watching()]).fit(federated(participation="all"), sized())
+    trainer(4, [PartialAveraging(periods={"net.2.*": 2}), Watching()]).fit(
+        federated(participation="all"), sized()
+    )
     assert seen == [False, True, False, True]
 
 

@@ -11,7 +11,13 @@ from tests.helpers.breaking import AT_SERVER, LOCAL, Case, Fuse, Interrupt, diff
 from tests.helpers.learners import blobs
 from tests.test_loop import CASES, uninterrupted
 
-IN_THE_LOOP = (*AT_SERVER, "on_client_end", "on_before_optimizer_step", "first logger", "second logger")
+IN_THE_LOOP = (
+    *AT_SERVER,
+    "on_client_end",
+    "on_before_optimizer_step",
+    "first logger",
+    "second logger",
+)
 
 
 class Saving(Fuse):
@@ -47,7 +53,9 @@ def resumed(case: Case, fuse: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", [*IN_THE_LOOP, *LOCAL])
 @pytest.mark.parametrize("case", ["sequential", "partial"])
-def test_resumed_from_a_checkpoint_saved_in_a_hook_of_a_round(tmp_path: Path, case: str, place: str) -> None:
+def test_resumed_from_a_checkpoint_saved_in_a_hook_of_a_round(
+    tmp_path: Path, case: str, place: str
+) -> None:
     assert not different(resumed(CASES[case], Saving(place), tmp_path), uninterrupted(case))
 
 

@@ -39,7 +39,9 @@ class Stops(pl.Callback):
 
 
 def run(folder: Path, stopped: int, rank: int, world: int) -> None:
-    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
+    last = ModelCheckpoint(
+        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
     strategy = {"strategy": FederatedStrategy(timeout=3), "devices": world} if world > 1 else {}
     fit = trainer(
         ROUNDS, [ControlVariates(), Stops(stopped, folder), last], logger=MetricsCSV(folder), enable_checkpointing=True,
@@ -55,7 +57,8 @@ def run(folder: Path, stopped: int, rank: int, world: int) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.distributed, "set_timeout"), reason="this torch's gloo keeps the timeout that it began with"
+    not hasattr(torch.distributed, "set_timeout"),
+    reason="this torch's gloo keeps the timeout that it began with",
 )
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path, stopped: int) -> None:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning import FederatedCallback, UserError
-from fl_lightning.callbacks import ControlVariates, DivergenceLogger, RelaxedInitialization, SharpnessAwareMinimization
+from fl_lightning.callbacks import (
+    ControlVariates,
+    DivergenceLogger,
+    RelaxedInitialization,
+    SharpnessAwareMinimization,
+)
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -17,7 +22,9 @@ def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
     class Typo(FederatedCallback):
         def on_local_grad(self, clients: Any, gradient: Any) -> None: ...
 
-    with pytest.raises(UserError, match=r"Typo\.on_local_grad is no hook.*Did you mean 'on_local_gradient'"):
+    with pytest.raises(
+        UserError, match=r"Typo\.on_local_grad is no hook.*Did you mean 'on_local_gradient'"
+    ):
         trainer(1, [Typo()]).fit(federated(), blobs())
 
 
@@ -56,13 +63,22 @@ def test_a_callback_is_taken_once_and_a_hook_of_one_owner_has_one() -> None:
 
     for methods, words in (
         ([Mine(), Mine()], r"Mine is given 2 times"),
-        ([Mine(), SharpnessAwareMinimization()], r"Mine and SharpnessAwareMinimization both decide.*`perturbation`"),
+        (
+            [Mine(), SharpnessAwareMinimization()],
+            r"Mine and SharpnessAwareMinimization both decide.*`perturbation`",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             trainer(1, methods).fit(federated(), blobs())
 
 
-SHARED = ["on_round_start", "on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end"]
+SHARED = [
+    "on_round_start",
+    "on_local_start",
+    "on_local_gradient",
+    "on_local_step_end",
+    "on_local_end",
+]
 SHARED += ["on_server_update", "on_round_end"]
 
 
@@ -72,7 +88,9 @@ def calling(name: str, called: list[tuple[str, str]], on_instance: bool) -> Fede
     def hook(of: str) -> Any:
         return lambda *given: called.append((of, name))
 
-    made: FederatedCallback = type(name, (FederatedCallback,), {} if on_instance else {h: hook(h) for h in SHARED})()
+    made: FederatedCallback = type(
+        name, (FederatedCallback,), {} if on_instance else {h: hook(h) for h in SHARED}
+    )()
     for shared in SHARED if on_instance else ():
         object.__setattr__(made, shared, hook(shared))
     return made
@@ -131,7 +149,9 @@ def test_a_gradient_may_be_changed_in_place_or_returned() -> None:
         ([ControlVariates(), DivergenceLogger(), RelaxedInitialization()], "SCAFFOLD + FedInit"),
     ],
 )
-def test_a_run_is_named_after_its_methods_and_not_after_what_measures(methods: list[Any], title: str) -> None:
+def test_a_run_is_named_after_its_methods_and_not_after_what_measures(
+    methods: list[Any], title: str
+) -> None:
     module = federated()
     trainer(1, methods).fit(module, blobs())
     assert module.describe().startswith(title + " · ")

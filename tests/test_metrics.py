@@ -48,7 +48,18 @@ def test_the_table_of_the_docs_is_true(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "my/", "/", "lossless", "val/acc_std", "valuable", "overlap", "clients/quality_worst10", "准确率", "top5"],
+    [
+        "",
+        "my/",
+        "/",
+        "lossless",
+        "val/acc_std",
+        "valuable",
+        "overlap",
+        "clients/quality_worst10",
+        "准确率",
+        "top5",
+    ],
 )
 def test_of_other_names_it_is_asked(name: str) -> None:
     with pytest.raises(UserError, match="does not tell"):
@@ -70,7 +81,10 @@ def classes() -> Iterator[tuple[str, bool]]:
     seen = [torchmetrics.Metric]
     for parent in seen:
         seen += [child for child in parent.__subclasses__() if child not in seen]
-    for module in (torchmetrics, *(m for _, m in inspect.getmembers(torchmetrics, inspect.ismodule))):
+    for module in (
+        torchmetrics,
+        *(m for _, m in inspect.getmembers(torchmetrics, inspect.ismodule)),
+    ):
         seen += [c for _, c in inspect.getmembers(module, inspect.isclass) if c not in seen]
     for each in seen:
         greater = getattr(each, "higher_is_better", None)
@@ -101,7 +115,8 @@ def test_reports_and_sweeps_go_by_it(tmp_path: Path, name: str) -> None:
     make_arm(tmp_path, "high", {0: 0.75}, name)
     found = find([tmp_path])
     candidates = [
-        Candidate("arm", {"lr": level}, (Run(tmp_path, f"{level}/seed-0", "arm", 0, ()),)) for level in ("low", "high")
+        Candidate("arm", {"lr": level}, (Run(tmp_path, f"{level}/seed-0", "arm", 0, ()),))
+        for level in ("low", "high")
     ]
     states = {candidate.runs[0]: DONE for candidate in candidates}
 
@@ -119,7 +134,9 @@ def test_reports_and_sweeps_go_by_it(tmp_path: Path, name: str) -> None:
         with pytest.raises(UserError, match=re.escape(name) + ".*select.mode"):
             chosen()
         found.directions.given[name] = "min"
-        assert best() == "low" and chosen("min") == {"lr": "low"} and chosen("max") == {"lr": "high"}
+        assert (
+            best() == "low" and chosen("min") == {"lr": "low"} and chosen("max") == {"lr": "high"}
+        )
     else:
         expected = "high" if FLAT[name] else "low"
         assert best() == expected and chosen() == {"lr": expected}
@@ -167,7 +184,10 @@ def test_the_worst_clients_and_the_best_checkpoint_go_by_it(tmp_path: Path) -> N
     module = fit(tmp_path, Naming(), seen := PerClientEvaluation(), *checkpoints.values())
     for name, greater in KNOWN.items():
         bare = re.sub("^val[/_.]", "", name)
-        values, logged = seen.table[bare].values(), module.trainer.callback_metrics[f"clients/{bare}_worst10"]
+        values, logged = (
+            seen.table[bare].values(),
+            module.trainer.callback_metrics[f"clients/{bare}_worst10"],
+        )
         assert float(logged) == pytest.approx((min if greater else max)(values)), name
         assert checkpoints[name].best_round == int(greater), name
     best = torch.load(tmp_path / "0/checkpoints/best.ckpt", weights_only=True)
@@ -188,10 +208,15 @@ def test_where_it_is_not_known_a_fit_asks_before_round_0(tmp_path: Path, name: s
     assert float(worst) == pytest.approx(max(seen.table[bare].values()))
 
 
-def test_without_a_monitor_a_fit_asks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_monitor_a_fit_asks_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = RunCheckpoint(keeping(tmp_path, "x").run)
     fit(tmp_path, Naming(("val/quality",)), checkpoint)
-    assert checkpoint.best is None and "--monitor val/quality --monitor_mode max (or min)" in capsys.readouterr().out
+    assert (
+        checkpoint.best is None
+        and "--monitor val/quality --monitor_mode max (or min)" in capsys.readouterr().out
+    )
 
 
 # ---- a learner that logs torchmetrics
@@ -203,7 +228,9 @@ class Telling(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.error = torchmetrics.MeanSquaredError()
-        self.pair = torchmetrics.MetricCollection({"quality": torchmetrics.MeanAbsoluteError()}, prefix="val/")
+        self.pair = torchmetrics.MetricCollection(
+            {"quality": torchmetrics.MeanAbsoluteError()}, prefix="val/"
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -226,16 +253,24 @@ def test_what_torchmetrics_say_decides_and_is_written_down(tmp_path: Path) -> No
     checkpoint = keeping(tmp_path, "val/quality")
     record = RunRecord("{}", ["fl-lightning", "fit"])
     module = fit(tmp_path, Telling(), checkpoint, PerClientEvaluation(1), record)
-    table, written = module.trainer.callback_metrics, json.loads((tmp_path / "run.json").read_text())["modes"]
+    table, written = (
+        module.trainer.callback_metrics,
+        json.loads((tmp_path / "run.json").read_text())["modes"],
+    )
     assert checkpoint.mode == "min"
-    assert {name: mode for name, mode in written.items() if not name.startswith("clients/")} == MODES
+    assert {
+        name: mode for name, mode in written.items() if not name.startswith("clients/")
+    } == MODES
     assert written["clients/quality_worst10"] == "min" and "clients/quality_std" not in written
     # an error under the name of an accuracy
     assert table["clients/acc_worst10"] >= table["clients/acc"]
 
 
 def test_a_resumed_run_keeps_what_was_written(tmp_path: Path) -> None:
-    where, path = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}, tmp_path / "run.json"
+    where, path = (
+        {"default_root_dir": str(tmp_path), "enable_checkpointing": True},
+        tmp_path / "run.json",
+    )
     record = [keeping(tmp_path, "val/quality"), RunRecord("{}", [])]
     trainer(1, record, **where).fit(federated(Telling()), data())
     written = json.loads(path.read_text())
@@ -244,19 +279,28 @@ def test_a_resumed_run_keeps_what_was_written(tmp_path: Path) -> None:
     again = keeping(tmp_path, "val/quality")
     fit = trainer(2, [again, RunRecord("{}", [])], **where)
     fit.fit(federated(Telling()), data(), ckpt_path=str(tmp_path / "checkpoints/last.ckpt"))
-    assert json.loads(path.read_text())["modes"] == {**MODES, "val/mine": "min"} and again.mode == "min"
-    assert again.best == pytest.approx(min(record[0].best, float(fit.callback_metrics["val/quality"])))  # type: ignore[attr-defined]
+    assert (
+        json.loads(path.read_text())["modes"] == {**MODES, "val/mine": "min"}
+        and again.mode == "min"
+    )
+    assert again.best == pytest.approx(
+        min(record[0].best, float(fit.callback_metrics["val/quality"]))
+    )  # type: ignore[attr-defined]
 
 
 def test_reports_and_sweeps_read_what_torchmetrics_said(tmp_path: Path) -> None:
     make_arm(tmp_path, "low", {0: 0.25}, "val/quality")  # an older run, that recorded none
-    make_arm(tmp_path, "high", {0: 0.75}, "val/quality", modes={"val/quality": "min", "val/acc": ["?"]})
+    make_arm(
+        tmp_path, "high", {0: 0.75}, "val/quality", modes={"val/quality": "min", "val/acc": ["?"]}
+    )
     table = scores(summarise(find([tmp_path]), "val/quality"))
     assert [row[1].mark for row in table.rows if row[0].text == "low"] == ["best"]
     runs = [Run(tmp_path, f"{level}/seed-0", "arm", 0, ()) for level in ("low", "high")]
     candidates = [Candidate("arm", {"lr": run.place}, (run,)) for run in runs]
     selection = Selection({"lr": ("low", "high")}, "val/quality", 0.1, (0,))
-    assert choose(tmp_path, selection, candidates, dict.fromkeys(runs, DONE))["arm"] == {"lr": "low/seed-0"}
+    assert choose(tmp_path, selection, candidates, dict.fromkeys(runs, DONE))["arm"] == {
+        "lr": "low/seed-0"
+    }
     make_arm(tmp_path, "other", {0: 0.5}, "val/quality", modes={"val/quality": "max"})
     with pytest.raises(UserError, match=r"val/quality is not known .runs recorded both"):
         scores(summarise(find([tmp_path]), "val/quality"))
@@ -268,7 +312,11 @@ def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> No
     assert scores(summarise(find([tmp_path / "one"]), "val/quality")).rows
     with pytest.raises(UserError, match="--mode"):
         summarise(find([tmp_path / "one"]), "val/quality", ["0.3"])
-    assert summarise(find([tmp_path / "one"]), "val/typo", ["0.3"]).notes[0].startswith("No run logs val/typo")
+    assert (
+        summarise(find([tmp_path / "one"]), "val/typo", ["0.3"])
+        .notes[0]
+        .startswith("No run logs val/typo")
+    )
     make_arm(tmp_path / "two", "a", {0: 0.25, 1: 0.5}, "val/quality")
     make_arm(tmp_path / "two", "b", {0: 0.75, 1: 0.5}, "val/quality")
     # a difference has no better end
@@ -283,7 +331,9 @@ def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> No
         summarise(find([tmp_path / "two"]), claims=claims)
     claims.write_text(text.replace("MODE", ", mode: max").replace("a: b, b: a", "a: a, b: c"))
     # c has 0
-    assert summarise(find([tmp_path / "two"]), claims=claims).verdicts[0].pair.interval.mean == 0.375
+    assert (
+        summarise(find([tmp_path / "two"]), claims=claims).verdicts[0].pair.interval.mean == 0.375
+    )
     claims.write_text(text.replace("MODE", ", mode: best"))
     with pytest.raises(UserError, match=r"mode 'best' is not known. Accepted: max, min"):
         read_claims(claims, ())
@@ -298,7 +348,11 @@ def test_a_selection_asks_what_a_diverged_run_has_only_where_one_diverged(tmp_pa
 
 
 def test_the_best_of_a_table_goes_by_it() -> None:
-    table = Metrics([0, 1], {"val/acc": [0.2, 0.4], "val/loss": [0.3, 0.1], "val/x": [1.0, 2.0]}, {"val/acc": "min"})
+    table = Metrics(
+        [0, 1],
+        {"val/acc": [0.2, 0.4], "val/loss": [0.3, 0.1], "val/x": [1.0, 2.0]},
+        {"val/acc": "min"},
+    )
     assert table.best("val/loss") == (0.1, 1) and table.best("val/acc") == (0.2, 0)
     assert table.best("val/x", mode="max") == (2.0, 1)
     with pytest.raises(UserError, match="mode="):

@@ -16,13 +16,21 @@ from tests.helpers.learners import Lit, blobs, trainer
 @pytest.mark.parametrize("name", ["client_optimizer", "server_optimizer"])
 @pytest.mark.parametrize(
     "given",
-    [{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}, "SGD", 0.1, [torch.optim.SGD], "made"],
+    [
+        {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        "SGD",
+        0.1,
+        [torch.optim.SGD],
+        "made",
+    ],
     ids=["dict", "name", "number", "list", "made"],
 )
 def test_an_optimizer_that_is_no_function(name, given) -> None:
     if given == "made":
         given = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(UserError, match=f"^{name}=.* is no function.*lambda params: torch.optim.SGD"):
+    with pytest.raises(
+        UserError, match=f"^{name}=.* is no function.*lambda params: torch.optim.SGD"
+    ):
         FederatedModule(Lit(), **{name: given})
 
 
@@ -31,7 +39,9 @@ def test_an_optimizer_s_class_is_one() -> None:
 
 
 def test_a_learner_by_itself_on_federated_data() -> None:
-    with pytest.raises(UserError, match=r"Lit was given to the Trainer by itself. Wrap it: .*FederatedModule\(Lit"):
+    with pytest.raises(
+        UserError, match=r"Lit was given to the Trainer by itself. Wrap it: .*FederatedModule\(Lit"
+    ):
         trainer(1).fit(Lit(), blobs())
     trainer(1).validate(Lit().double(), blobs(), verbose=False)  # which needs no rounds
 
@@ -61,10 +71,20 @@ def test_the_trainer_of_the_other_lightning(first: str) -> None:
     """A package that was imported before decided which is ours; the Trainer said that a module must be one."""
     pytest.importorskip("lightning.pytorch")
     if pl.__name__ != "pytorch_lightning":
-        pytest.skip("under make test-lightning both names are one package, so there is no other Trainer")
-    second = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[first]
+        pytest.skip(
+            "under make test-lightning both names are one package, so there is no other Trainer"
+        )
+    second = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[
+        first
+    ]
     code = OTHER.format(first=first, second=second)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    told = [line for line in ended.stdout.splitlines() if line.startswith("UserError this Trainer is of " + second)]
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    told = [
+        line
+        for line in ended.stdout.splitlines()
+        if line.startswith("UserError this Trainer is of " + second)
+    ]
     assert len(told) == 4 and f"FederatedModule of {first}" in told[0], ended.stdout + ended.stderr
     assert "its own fits" in ended.stdout

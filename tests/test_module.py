@@ -27,7 +27,9 @@ def test_one_epoch_is_one_round_and_the_global_model_learns() -> None:
 
 
 def test_a_learner_of_the_other_namespace_is_trained_too() -> None:
-    lightning = pytest.importorskip("lightning.pytorch", reason="the `lightning` package is not installed")
+    lightning = pytest.importorskip(
+        "lightning.pytorch", reason="the `lightning` package is not installed"
+    )
 
     class Other(lightning.LightningModule):
         def __init__(self) -> None:
@@ -82,7 +84,9 @@ class Sampling(Lit):
         self.scale = float(np.random.rand())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step((batch[0] + self.scale * torch.randn_like(batch[0]), batch[1]), batch_idx)
+        super().validation_step(
+            (batch[0] + self.scale * torch.randn_like(batch[0]), batch[1]), batch_idx
+        )
 
 
 def test_what_is_drawn_in_validation_is_the_same_after_a_resume(tmp_path: Path) -> None:
@@ -90,7 +94,9 @@ def test_what_is_drawn_in_validation_is_the_same_after_a_resume(tmp_path: Path) 
         torch.manual_seed(seed)
         np.random.seed(seed)
         module = federated(Sampling())
-        every_round = ModelCheckpoint(tmp_path / str(seed), "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        every_round = ModelCheckpoint(
+            tmp_path / str(seed), "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
+        )
         run = trainer(4, [every_round], enable_checkpointing=True)
         before = torch.get_rng_state()
         run.fit(module, blobs(), **options)
@@ -104,7 +110,9 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Any) -> None:
     first = federated()
     trainer(3).fit(first, blobs())
     first.export(tmp_path / "model.pt")
-    second = federated(init_from=str(tmp_path / "model.pt"), client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    second = federated(
+        init_from=str(tmp_path / "model.pt"), client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
+    )
     trainer(1).fit(second, blobs())
     assert torch.equal(first.global_vector, second.global_vector)
 
@@ -123,16 +131,24 @@ def test_precisions_train(precision: Any) -> None:
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize(("quick", "steps"), [(True, 1), (2, 2), (100, 9)])
 @pytest.mark.filterwarnings("ignore:engine=")
-def test_fast_dev_run_trains_so_many_batches_of_one_client(quick: Any, steps: int, engine: str) -> None:
+def test_fast_dev_run_trains_so_many_batches_of_one_client(
+    quick: Any, steps: int, engine: str
+) -> None:
     """And no more than the client would; in one round, whatever max_epochs says, and methods for many work too."""
-    module, data, run = federated(engine=engine, local_epochs=3), blobs(), trainer(5, fast_dev_run=quick)
+    module, data, run = (
+        federated(engine=engine, local_epochs=3),
+        blobs(),
+        trainer(5, fast_dev_run=quick),
+    )
     run.callbacks.append(RobustAggregation(rule="krum", byzantine=0))
     run.fit(module, data)
     assert run.callback_metrics["cost/gradients"] == steps and run.current_epoch == 1
     assert len(module.participants(0)) == 1 and torch.isfinite(module.global_vector).all()
     other = federated(engine=engine, local_epochs=3)
     trainer(1).fit(other, blobs())
-    assert other.participants(0)[:1] == module.participants(0), "one of those that the run itself begins with"
+    assert other.participants(0)[:1] == module.participants(0), (
+        "one of those that the run itself begins with"
+    )
 
 
 def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:
@@ -154,15 +170,24 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     assert torch.equal(whole.global_vector, fresh.global_vector)
 
 
-def test_a_run_that_drew_its_seed_resumes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_drew_its_seed_resumes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The partition follows from the seed, and is there before a checkpoint is read."""
     # of seed_everything, which other tests call
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     x, y = torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 4
 
     def fitted(rounds: int, seed: int | None = None, start: Path | None = None) -> Any:
-        module, run = federated(seed=seed), trainer(rounds, [ControlVariates()], default_root_dir=tmp_path)
-        run.fit(module, InMemoryDataModule((x, y), partition=Dirichlet(0.5), num_clients=10), ckpt_path=start)
+        module, run = (
+            federated(seed=seed),
+            trainer(rounds, [ControlVariates()], default_root_dir=tmp_path),
+        )
+        run.fit(
+            module,
+            InMemoryDataModule((x, y), partition=Dirichlet(0.5), num_clients=10),
+            ckpt_path=start,
+        )
         return module
 
     with pytest.warns(UserWarning, match=r"no seed was given: seed=\d+ was drawn"):
@@ -184,7 +209,8 @@ def test_what_is_kept_for_clients_is_not_handed_to_clients_of_other_data() -> No
         run.fit_loop.max_epochs = 3
         if refused:
             with pytest.raises(
-                UserError, match=r"kept ControlVariates\.c_i for each client, and these data have other"
+                UserError,
+                match=r"kept ControlVariates\.c_i for each client, and these data have other",
             ):
                 run.fit(module, blobs(clients=7))
             assert torch.equal(module.global_vector, w) and len(client_rows(module)) == rows > 0
@@ -219,7 +245,10 @@ def test_whose_rows_they_are_is_known_where_a_data_module_is_split_anew() -> Non
 def test_a_checkpoint_of_a_fit_that_was_refused_says_whose_rows_it_holds(tmp_path: Path) -> None:
     module = federated()
     run = trainer(
-        2, [ControlVariates(), OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True, default_root_dir=tmp_path
+        2,
+        [ControlVariates(), OnExceptionCheckpoint(tmp_path)],
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
     )
     run.fit(module, blobs())
     run.fit_loop.max_epochs = 3

@@ -16,7 +16,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-TOPS = {"fl_lightning": "", "callbacks": "fl_lightning/", "datamodules": "fl_lightning/", "configs": "fl_lightning/"}
+TOPS = {
+    "fl_lightning": "",
+    "callbacks": "fl_lightning/",
+    "datamodules": "fl_lightning/",
+    "configs": "fl_lightning/",
+}
 
 
 def on_disk(*endings: str) -> list[str]:
@@ -43,16 +48,24 @@ def test_package_list_is_the_disk() -> None:
 
 def test_every_dependency_has_its_reason() -> None:
     required = [setup()["options"]["install_requires"], *setup()["options.extras_require"].values()]
-    lines = [line for text in required for line in text.strip().splitlines() if not line.startswith("%")]
+    lines = [
+        line for text in required for line in text.strip().splitlines() if not line.startswith("%")
+    ]
     names = {re.split("[<>=;]", line)[0].strip() for line in lines}
-    table = [line.split("|")[1] for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line[:1] == "|"]
+    table = [
+        line.split("|")[1]
+        for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+        if line[:1] == "|"
+    ]
     assert names <= set(re.findall(r"[\w.\[\]-]+", " ".join(table)))
 
 
 @pytest.mark.parametrize("top", ["callbacks", "datamodules", "configs"])
 def test_links_and_mapping(top: str) -> None:
     assert os.readlink(ROOT / "fl_lightning" / top) == f"../{top}"
-    result = subprocess.run([sys.executable, "-c", f"import {top}"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {top}"], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 1 and f"this is fl_lightning.{top}" in result.stderr
 
 
@@ -64,7 +77,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source)
     for top in TOPS:
-        shutil.copytree(ROOT / top, source / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / top, source / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     build = [
         sys.executable,
         "-m",
@@ -93,13 +108,25 @@ def test_wheel_holds_everything(wheel: Path) -> None:
 @pytest.mark.slow
 def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     assert subprocess.run(install, capture_output=True).returncode == 0
     work = tmp_path / "work"
     work.mkdir()
     code = f"import fl_lightning.__main__ as m; assert m.__file__.startswith({str(site)!r}), m.__file__; "
     code += "raise SystemExit(m.main(['fit', '-c', 'base', '-c', 'method/fedinit', '-c', 'debug/tiny']))"
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert len((work / "runs/digits-fedinit-1/metrics.csv").read_text().splitlines()) == 3

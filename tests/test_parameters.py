@@ -35,7 +35,8 @@ class Frozen(Lit):
 
 
 @pytest.mark.parametrize(
-    ("learner", "names"), [(Untied, "twin.weight"), (Mirrored, "mirror"), (Frozen, "teacher.weight")]
+    ("learner", "names"),
+    [(Untied, "twin.weight"), (Mirrored, "mirror"), (Frozen, "teacher.weight")],
 )
 def test_two_tensors_over_one_memory_are_refused_by_name(learner: type[Lit], names: str) -> None:
     module = federated(Lit())
@@ -115,7 +116,9 @@ class BetweenRounds(Lit):
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:engine=")
 def test_a_new_parameter_is_refused_by_name(learner: type[Lit], name: str, engine: str) -> None:
-    with pytest.raises(UserError, match=rf"{learner.__name__}: a new Parameter was assigned to {name} "):
+    with pytest.raises(
+        UserError, match=rf"{learner.__name__}: a new Parameter was assigned to {name} "
+    ):
         trainer(1).fit(federated(learner(), engine=engine), blobs())
 
 
@@ -157,7 +160,11 @@ def test_what_hooks_compute_in_each_step_can_be_exported_and_copied(hook: str, e
     run, data = trainer(2, limit_val_batches=0), blobs()
     run.fit(module, data)
     x = torch.randn(5, 20, dtype=torch.float64)
-    learners = [module.export(), copy.deepcopy(module).learner, pickle.loads(pickle.dumps(module)).learner]
+    learners = [
+        module.export(),
+        copy.deepcopy(module).learner,
+        pickle.loads(pickle.dumps(module)).learner,
+    ]
     wanted = module.learner.eval().net(x)
     for learner in learners:
         torch.testing.assert_close(learner.eval().net(x), wanted, rtol=0, atol=0)

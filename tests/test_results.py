@@ -62,7 +62,10 @@ class Rounds(pl.LightningModule):
                 if hasattr(callback, "on_client_end"):
                     callback.on_client_end(self.trainer, self, done, 2)
         metrics = {"train/loss": 1 / (t + 1), "divergence/participants": 0.25, "time/round": 0.125}
-        metrics |= {"communication/total_parameters": 1.5e6 * (t + 1), "communication/total_bytes": 6e6 * (t + 1)}
+        metrics |= {
+            "communication/total_parameters": 1.5e6 * (t + 1),
+            "communication/total_bytes": 6e6 * (t + 1),
+        }
         self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self.loggers:
             logger.log_metrics(metrics, step=t)
@@ -93,7 +96,9 @@ class Data(pl.LightningDataModule):
         return figure
 
 
-def trainer_in(folder: Path, rounds: int, *callbacks: pl.Callback, csv: bool = True, board: bool = False) -> pl.Trainer:
+def trainer_in(
+    folder: Path, rounds: int, *callbacks: pl.Callback, csv: bool = True, board: bool = False
+) -> pl.Trainer:
     loggers: list[Any] = [MetricsCSV(folder)] if csv else []
     if board:
         loggers.append(TensorBoardLogger(str(folder), name="", version=""))
@@ -113,7 +118,9 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
     lines = [line for line in err.splitlines() if line.startswith("round ")]
     assert 10 <= len(lines) <= 21 and "\r" not in err
     assert lines[0].startswith("round 3/47 · loss 0.3333 · accuracy 0.4000 · Δ 0.25 · ")
-    assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ") and lines[-1].endswith("00:00 left")
+    assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ") and lines[
+        -1
+    ].endswith("00:00 left")
     table = [" ".join(line.split()) for line in out.splitlines() if line.startswith("  ")]
     assert table == [
         "rounds 47", "accuracy last 0.4000, best 0.6000 (round 2)", "training loss 0.0213", "divergence Δ 0.25",
@@ -156,7 +163,9 @@ def test_on_a_terminal_one_line_is_drawn_again(tmp_path: Path) -> None:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[1])
+    process = subprocess.Popen(
+        command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[1]
+    )
     os.close(theirs)
     drawn = b""
     while True:
@@ -182,7 +191,9 @@ def test_the_card_says_what_ran_and_what_came_out_once(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, 2, RunCard(), Pull(beta=0.25), board=True)
     trainer.fit(Rounds(), Data())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    trainer_in(tmp_path, 4, RunCard(), Pull(beta=0.25), board=True).fit(Rounds(), Data(), ckpt_path=tmp_path / "x.ckpt")
+    trainer_in(tmp_path, 4, RunCard(), Pull(beta=0.25), board=True).fit(
+        Rounds(), Data(), ckpt_path=tmp_path / "x.ckpt"
+    )
     card = (tmp_path / "card.md").read_text()
     assert card.startswith("# FedAvg · 2 of 4 clients\n")
     for line in [
@@ -195,7 +206,9 @@ def test_the_card_says_what_ran_and_what_came_out_once(tmp_path: Path) -> None:
     assert (tmp_path / "partition.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(tmp_path)).Reload()
     assert len(events.Tensors("run card/text_summary")) == len(events.Images("partition")) == 1
-    assert "FedAvg" in events.Tensors("run card/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (
+        "FedAvg" in events.Tensors("run card/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
 
 
 def test_a_run_is_read_back(tmp_path: Path) -> None:
@@ -206,7 +219,10 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     store = ClientStore()
     store.commit({"Pull.last": {4: torch.arange(3.0)}})
     store.flush(tmp_path / "state")
-    checkpoint = {"state_dict": {}, "federated": {"clients": store.index(), "folders": ["../state"]}}
+    checkpoint = {
+        "state_dict": {},
+        "federated": {"clients": store.index(), "folders": ["../state"]},
+    }
     AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
     run = results.load(tmp_path)
     assert run.metrics["train/loss"].tolist() == [0.1 + 0.2, 0.2] and run.metrics.rounds == [0, 1]
@@ -214,7 +230,9 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert list(run.metrics) == ["train/loss", "val/acc"]
     assert run.config["model"] == {"participation": 0.1}
     row = run.client_state("Pull.last", 4)
-    assert row is not None and row.tolist() == [0, 1, 2] and run.client_state("Pull.last", 5) is None
+    assert (
+        row is not None and row.tolist() == [0, 1, 2] and run.client_state("Pull.last", 5) is None
+    )
     with pytest.raises(UserError, match=r"Did you mean 'Pull.last'"):
         run.client_state("Pull.lost", 4)
     with pytest.raises(KeyError, match="Did you mean 'val/acc'"):
@@ -225,7 +243,17 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
 
 def test_a_real_run_gives_back_its_learner_and_partition(tmp_path: Path) -> None:
     folder = str(tmp_path / "x")
-    fit = ["fit", "-c", "base", "-c", "data/digits", "-c", "method/scaffold", "--trainer.max_epochs", "1"]
+    fit = [
+        "fit",
+        "-c",
+        "base",
+        "-c",
+        "data/digits",
+        "-c",
+        "method/scaffold",
+        "--trainer.max_epochs",
+        "1",
+    ]
     assert main([*fit, "--trainer.default_root_dir", folder, "--seed_everything", "5"]) == 0
     torch.manual_seed(1)
     wanted = torch.rand(1)

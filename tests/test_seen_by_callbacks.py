@@ -24,7 +24,9 @@ class Seen(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.losses.append(float(outputs["loss"]))
         assert pl_module.net is pl_module.learner.net and pl_module.hparams.hidden == 8
 
@@ -41,7 +43,9 @@ def test_a_callback_finds_the_learner_and_the_rounds_loss(engine: str) -> None:
     run.callbacks.append(seen)
     logged: list[float] = []
     run.callbacks.append(
-        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda t, m: logged.append(float(t.callback_metrics["loss"])))
+        pl.callbacks.LambdaCallback(
+            on_train_epoch_end=lambda t, m: logged.append(float(t.callback_metrics["loss"]))
+        )
     )
     run.fit(module := federated(Logging(), engine=engine), blobs())
     assert seen.losses == pytest.approx(logged) and len(seen.losses) == 3
@@ -54,7 +58,9 @@ def test_a_callback_finds_the_learner_and_the_rounds_loss(engine: str) -> None:
 def test_a_module_is_copied_and_pickled_with_its_learner() -> None:
     module: Any = federated(Normed())
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(federated()))):
-        assert isinstance(other, FederatedModule) and other.net is other.learner.net is not module.net
+        assert (
+            isinstance(other, FederatedModule) and other.net is other.learner.net is not module.net
+        )
 
 
 class Looking(Lit):
@@ -62,7 +68,9 @@ class Looking(Lit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
-        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in self.parameters()}
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
+            id(p) for p in self.parameters()
+        }
         self.log("rate", optimizer.param_groups[0]["lr"])
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
@@ -82,7 +90,11 @@ class Looking(Lit):
 @pytest.mark.filterwarnings("ignore:the learner's lr scheduler is ignored")
 def test_the_learners_optimizer_is_the_clients(engine: str) -> None:
     given: dict[str, Any] = {"engine": engine, "lr_decay": 0.5, "local_steps": 2}
-    expected = {"ignore": (0.05, 0.05, None), "rounds": (0.025, 0.025, 0.025), "local_steps": (0.0375, 0.05, 0.0375)}
+    expected = {
+        "ignore": (0.05, 0.05, None),
+        "rounds": (0.025, 0.025, 0.025),
+        "local_steps": (0.0375, 0.05, 0.0375),
+    }
     for unit, (rate, between, last) in expected.items():
         run = trainer(2)
         run.fit(federated(Looking(), client_scheduler=unit, **given), blobs())
@@ -93,7 +105,9 @@ def test_the_learners_optimizer_is_the_clients(engine: str) -> None:
 
 def test_a_compiled_learner_is_refused_with_the_way_out() -> None:
     compiled: Any = torch.compile(Lit())
-    with pytest.raises(UserError, match=r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"):
+    with pytest.raises(
+        UserError, match=r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"
+    ):
         FederatedModule(compiled)
     with pytest.raises(UserError, match="ImageClassifier"):
         FederatedModule(nn.Linear(2, 2))
@@ -104,7 +118,9 @@ def test_two_optimizers_are_refused_with_what_python_and_a_config_write() -> Non
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(p.parameters(), lr=0.1) for p in (self.net[0], self.net[2])]
 
-    with pytest.raises(UserError, match=r"gives 2 optimizers.*=lambda params: torch\.optim\.SGD\(params, lr=0\.1\)"):
+    with pytest.raises(
+        UserError, match=r"gives 2 optimizers.*=lambda params: torch\.optim\.SGD\(params, lr=0\.1\)"
+    ):
         trainer(1).fit(federated(Two()), blobs())
 
 
@@ -112,7 +128,11 @@ def test_what_a_method_makes_of_another_optimizers_steps_is_said_of_that_optimiz
     module = federated(client_optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
     trainer(1, [ControlVariates()]).fit(module, blobs())
     (note,) = module.notes
-    assert note.startswith("ControlVariates takes") and "a step of Adam" in note and "momentum" not in note
+    assert (
+        note.startswith("ControlVariates takes")
+        and "a step of Adam" in note
+        and "momentum" not in note
+    )
 
 
 @pytest.mark.parametrize("learner", [Lit, Normed])
@@ -124,7 +144,9 @@ def test_weight_averaging_adds_no_round(learner: type[Lit]) -> None:
         return
     weights = []
     run.callbacks.append(
-        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda t, m: weights.append(m.global_vector.detach().clone()))
+        pl.callbacks.LambdaCallback(
+            on_train_epoch_end=lambda t, m: weights.append(m.global_vector.detach().clone())
+        )
     )
     run.fit(module := federated(learner()), blobs())
     assert run.current_epoch == 4

@@ -66,14 +66,19 @@ def rows(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("folders", [True, False])
-def test_what_the_learner_shows_and_what_is_monitored(tmp_path: Path, capsys: Any, folders: bool) -> None:
+def test_what_the_learner_shows_and_what_is_monitored(
+    tmp_path: Path, capsys: Any, folders: bool
+) -> None:
     ran(tmp_path, Showing(), pl.callbacks.EarlyStopping("val_loss", mode="min"), folders=folders)
     out, err = capsys.readouterr()
     told = [part.rpartition(" ")[0] for part in lines(err)[-1].split(" · ")[1:-1]]
     assert told == ["loss", "val_loss", "train_loss", "val_auc", "val_far"]
     assert "val_auc 0.5" in lines(err)[-1] and "hidden" not in err
     table = rows(out)
-    assert table["val_auc"] == "last 0.5, best 0.5 (round 2)" and table["val_loss"] == "last 2, best 2 (round 2)"
+    assert (
+        table["val_auc"] == "last 0.5, best 0.5 (round 2)"
+        and table["val_loss"] == "last 2, best 2 (round 2)"
+    )
     assert table["val_far"] == "last 0.5"  # nothing says which way it is better
     assert "| val_auc | last 0.5, best 0.5 (round 2) |" in (tmp_path / "card.md").read_text()
     if folders:
@@ -88,21 +93,32 @@ def test_what_the_learner_shows_and_what_is_monitored(tmp_path: Path, capsys: An
 
 
 @pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
-def test_of_personal_models_their_own_accuracy_is_the_headline(tmp_path: Path, capsys: Any, method: Any) -> None:
+def test_of_personal_models_their_own_accuracy_is_the_headline(
+    tmp_path: Path, capsys: Any, method: Any
+) -> None:
     module = ran(tmp_path, Accurate(), method, c.PerClientEvaluation(1))
     out, err = capsys.readouterr()
-    own, of_nobody = (float(module.trainer.callback_metrics[name]) for name in ("clients/acc", "val/acc"))
+    own, of_nobody = (
+        float(module.trainer.callback_metrics[name]) for name in ("clients/acc", "val/acc")
+    )
     assert own != of_nobody
     assert f" · accuracy of clients {own:.4f} · " in lines(err)[-1] and " · accuracy 0" not in err
     table = rows(out)
-    assert table["accuracy of clients"].startswith(f"last {own:.4f}, best ") and "accuracy" not in table
+    assert (
+        table["accuracy of clients"].startswith(f"last {own:.4f}, best ")
+        and "accuracy" not in table
+    )
     assert json.loads((tmp_path / "run.json").read_text())["shown"] == ["clients/acc"]
 
 
 def test_of_one_model_for_all_it_is_the_servers(tmp_path: Path, capsys: Any) -> None:
     ran(tmp_path, Accurate(), c.PartialAveraging({"last": 2}), c.PerClientEvaluation(1), rounds=1)
     out, err = capsys.readouterr()
-    assert " · accuracy 0" in err and "accuracy of clients" not in out + err and "accuracy" in rows(out)
+    assert (
+        " · accuracy 0" in err
+        and "accuracy of clients" not in out + err
+        and "accuracy" in rows(out)
+    )
 
 
 def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys: Any) -> None:
@@ -110,7 +126,10 @@ def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys:
     make_run(tmp_path / "a/seed-0", "a", 0, columns, shown=["val_auc", 3, "clients/acc"])
     make_run(tmp_path / "a/seed-1", "a", 1, {"val/acc": [0.5]})  # an older run
     make_run(tmp_path / "b/seed-0", "b", 0, columns, shown=["val_auc"])
-    runs = {place: Run(tmp_path, place, place[0], int(place[-1]), ()) for place in ("a/seed-0", "a/seed-1", "b/seed-0")}
+    runs = {
+        place: Run(tmp_path, place, place[0], int(place[-1]), ())
+        for place in ("a/seed-0", "a/seed-1", "b/seed-0")
+    }
     states = {runs["a/seed-0"]: DONE, runs["b/seed-0"]: RUNNING}
     told = [" ".join(line.split()) for line in Table("x", None, {"b/seed-0": 9}).lines(states)]
     assert told[2:-1] == ["val_auc, clients/acc seed 0", "a 0.7500, 0.5000", "b 2/9"]

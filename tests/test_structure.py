@@ -43,10 +43,15 @@ def name_of(path: Path) -> str:
 
 
 # links too
-FOLDERS = [entry for entry in sorted(PACKAGE.iterdir()) if entry.is_dir() and entry.name != "__pycache__"]
+FOLDERS = [
+    entry for entry in sorted(PACKAGE.iterdir()) if entry.is_dir() and entry.name != "__pycache__"
+]
 FILES = {
     name_of(path): path
-    for path in [*PACKAGE.glob("*.py"), *(path for folder in FOLDERS for path in sorted(folder.rglob("*.py")))]
+    for path in [
+        *PACKAGE.glob("*.py"),
+        *(path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))),
+    ]
 }
 
 
@@ -54,8 +59,14 @@ def imported(path: Path) -> Iterator[str]:
     """Our modules that a file imports, wherever in it: at the top, in a function, for types."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.removeprefix("fl_lightning.") for alias in node.names if alias.name in _ours())
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fl_lightning":
+            yield from (
+                alias.name.removeprefix("fl_lightning.")
+                for alias in node.names
+                if alias.name in _ours()
+            )
+        elif (
+            isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fl_lightning"
+        ):
             base = (node.module or "").removeprefix("fl_lightning").removeprefix(".")
             for alias in node.names:
                 whole = f"{base}.{alias.name}".removeprefix(".")
@@ -100,22 +111,37 @@ def test_there_is_no_circle() -> None:
     for name in GRAPH:
         visit(name, ())
     packages = {
-        top(name): {top(o) for n in GRAPH if top(n) == top(name) for o in GRAPH[n]} - {top(name)} for name in GRAPH
+        top(name): {top(o) for n in GRAPH if top(n) == top(name) for o in GRAPH[n]} - {top(name)}
+        for name in GRAPH
     }
     for name in packages:
         assert not [other for other in packages[name] if name in packages.get(other, ())], name
 
 
-@pytest.mark.parametrize("folder", ["fl_lightning", "callbacks", "datamodules", "tests", "benchmarks"])
+@pytest.mark.parametrize(
+    "folder", ["fl_lightning", "callbacks", "datamodules", "tests", "benchmarks"]
+)
 def test_files_are_short(folder: str) -> None:
-    lengths = {path: len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
-    assert lengths and not [f"{path.relative_to(ROOT)}: {n} lines" for path, n in lengths.items() if n > LONGEST]
+    lengths = {
+        path: len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")
+    }
+    assert lengths and not [
+        f"{path.relative_to(ROOT)}: {n} lines" for path, n in lengths.items() if n > LONGEST
+    ]
 
 
 def test_packaged_methods_import_the_callback_alone() -> None:
     shown = ("progress_bar", "run_card", "__init__")  # what is drawn for a reader
     # after a round
-    measures = {"checks", "errors", "metrics", "processes", "sampling", "round.sums", "storage.files"}
+    measures = {
+        "checks",
+        "errors",
+        "metrics",
+        "processes",
+        "sampling",
+        "round.sums",
+        "storage.files",
+    }
     for name, others in GRAPH.items():
         if name.startswith("callbacks.") and name.split(".")[-1] not in shown:
             own = {other for other in others if not other.startswith("evaluation.")}

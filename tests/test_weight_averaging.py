@@ -40,7 +40,12 @@ class Saving(pl.Callback):
 
 
 def fitted(
-    averaging: Any, folder: Path, rounds: int = 4, path: Path | None = None, methods: Any = (), **given: Any
+    averaging: Any,
+    folder: Path,
+    rounds: int = 4,
+    path: Path | None = None,
+    methods: Any = (),
+    **given: Any,
 ) -> tuple[FederatedModule, Saving]:
     torch.manual_seed(0)
     module, saving = federated(Normed(), participation="all", **given), Saving(folder)
@@ -52,7 +57,9 @@ def fitted(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["sequential", "concurrent"])
 @pytest.mark.filterwarnings("ignore:engine=")
-def test_averages_are_over_rounds_evaluated_and_exported(kind: str, engine: str, tmp_path: Path) -> None:
+def test_averages_are_over_rounds_evaluated_and_exported(
+    kind: str, engine: str, tmp_path: Path
+) -> None:
     module, saving = fitted(KINDS[kind](), tmp_path, engine=engine)
     torch.manual_seed(0)
     plain, other = Saving(tmp_path), federated(Normed(), participation="all", engine=engine)
@@ -72,7 +79,9 @@ def test_averages_are_over_rounds_evaluated_and_exported(kind: str, engine: str,
 def test_a_run_resumes_to_the_same_bits(kind: str, methods: Any, tmp_path: Path) -> None:
     def run(folder: str, rounds: int, path: Path | None = None) -> tuple[FederatedModule, Saving]:
         added = [PartialAveraging(periods=periods) for periods in methods]
-        return fitted(KINDS[kind](), tmp_path / folder, rounds, path, added, server_optimizer=momentum)
+        return fitted(
+            KINDS[kind](), tmp_path / folder, rounds, path, added, server_optimizer=momentum
+        )
 
     whole, saved = run("whole", 4)
     for begun in (0, 2):
@@ -82,7 +91,9 @@ def test_a_run_resumes_to_the_same_bits(kind: str, methods: Any, tmp_path: Path)
             assert torch.equal(one, two)
         for name, value in whole.state_dict().items():
             assert torch.equal(resumed.state_dict()[name], value), name
-        kept, last = (torch.load(tmp_path / folder / "3.ckpt") for folder in ("whole", f"part{begun}"))
+        kept, last = (
+            torch.load(tmp_path / folder / "3.ckpt") for folder in ("whole", f"part{begun}")
+        )
         for part in ("state_dict", "current_model_state", "averaging_state"):
             for name, value in kept[part].items():
                 assert torch.equal(last[part][name], value), (part, name)
@@ -111,7 +122,9 @@ def test_the_averages_are_what_a_plain_learner_loads(tmp_path: Path) -> None:
     class Named(Normed):
         pass
 
-    best = ModelCheckpoint(tmp_path, monitor="val/loss", filename="best", enable_version_counter=False)
+    best = ModelCheckpoint(
+        tmp_path, monitor="val/loss", filename="best", enable_version_counter=False
+    )
     module = federated(Named(), participation="all")
     run = trainer(3, [KINDS["mean"](), best], enable_checkpointing=True, default_root_dir=tmp_path)
     run.fit(module, blobs(clients=3))
@@ -139,6 +152,8 @@ def test_two_processes_average_alike(tmp_path: Path) -> None:
 def on_ranks(folder: Path, rank: int, world: int) -> None:
     module = federated(Normed(), participation="all")
     given = {} if world == 1 else {"strategy": "federated", "devices": world}
-    trainer(2, [EMAWeightAveraging(decay=DECAY)], default_root_dir=folder, **given).fit(module, blobs(clients=4))
+    trainer(2, [EMAWeightAveraging(decay=DECAY)], default_root_dir=folder, **given).fit(
+        module, blobs(clients=4)
+    )
     if rank == 0:
         torch.save(module.export().state_dict(), folder / f"{world}.pt")

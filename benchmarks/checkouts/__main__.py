@@ -33,14 +33,28 @@ Found = dict[str, dict[str, dict[str, Any]]]  # composition, kind: items, or ref
 class Worker:
     """A script of this folder in a process of its own, with a checkout's code."""
 
-    def __init__(self, script: str, checkout: Path, arguments: Sequence[object], folder: Path) -> None:
+    def __init__(
+        self, script: str, checkout: Path, arguments: Sequence[object], folder: Path
+    ) -> None:
         self.log = Path(tempfile.mkstemp(suffix=".log", dir=folder)[1])
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "FL_"))}
-        environment |= {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PL_", "FL_"))
+        }
+        environment |= {
+            "PYTHONPATH": str(checkout),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
         pipe, command = subprocess.PIPE, [sys.executable, str(HERE / script), *map(str, arguments)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, cwd=checkout, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True
+                command,
+                cwd=checkout,
+                env=environment,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=log,
+                text=True,
             )
         atexit.register(self.process.terminate)  # where another one failed
 
@@ -59,7 +73,9 @@ class Worker:
         return json.loads(line)
 
 
-def bits(old: Path, new: Path, patterns: Sequence[str], cross: bool, folder: Path) -> dict[str, Found]:
+def bits(
+    old: Path, new: Path, patterns: Sequence[str], cross: bool, folder: Path
+) -> dict[str, Found]:
     """What the checkouts found, side by side; with ``cross``, then, what NEW makes of OLD's checkpoints."""
     found: dict[str, Found] = {}
     for together in ({"old": old, "new": new}, {"cross": new} if cross else {}):
@@ -83,7 +99,8 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
         more = f" and {len(names) - 6} more of {len(ours)}" if len(names) > 6 else ""
         return ("DIFFERENT", ", ".join(names[:6]) + more) if names else ("same", "")
     said = [
-        next(f"{what}: {one[what]}" for what in ("failed", "refused", "items") if what in one) for one in (old, new)
+        next(f"{what}: {one[what]}" for what in ("failed", "refused", "items") if what in one)
+        for one in (old, new)
     ]
     said = [text if not text.startswith("items") else "it ran" for text in said]
     told = f"old {said[0]}" if said[0] == said[1] else f"old {said[0]}\n      new {said[1]}"
@@ -100,9 +117,16 @@ def across(found: dict[str, Found]) -> tuple[Found, Found]:
     wanted: Found = {composition: {} for composition in found["cross"]}
     for composition, kinds in found["cross"].items():
         for kind in list(kinds):
-            whole, resumed = found["old"][composition][kind.rstrip("+")], found["old"][composition][kind]
+            whole, resumed = (
+                found["old"][composition][kind.rstrip("+")],
+                found["old"][composition][kind],
+            )
             if "items" in whole and "items" in resumed:
-                items = {name: whole["items"][name] for name in resumed["items"] if name in whole["items"]}
+                items = {
+                    name: whole["items"][name]
+                    for name in resumed["items"]
+                    if name in whole["items"]
+                }
                 wanted[composition][kind] = {**whole, "items": items}
             else:
                 wanted[composition][kind] = kinds[kind] = resumed
@@ -126,7 +150,10 @@ def show(title: str, old: Found, new: Found, lenient: bool = False) -> dict[str,
                 notes.append(f"  {composition}, {kind}: {row[kind]}: {more}")
         print(f"{composition:24}" + "".join(f"{row[kind]:>14}" for kind in kinds), flush=True)
     words = Counter(word for row in verdicts.values() for word in row.values())
-    print(f"{sum(words.values())} runs: " + ", ".join(f"{n} {word}" for word, n in words.most_common()))
+    print(
+        f"{sum(words.values())} runs: "
+        + ", ".join(f"{n} {word}" for word, n in words.most_common())
+    )
     for note in notes:
         print(note)
     return verdicts
@@ -151,14 +178,18 @@ def digests(found: Found) -> dict[str, dict[str, str]]:
     }
 
 
-def compare_bits(old: Path, new: Path, given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+def compare_bits(
+    old: Path, new: Path, given: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], bool]:
     found = bits(old, new, given.only, given.cross, folder)
     tables = {"bits": show("old against new", found["old"], found["new"])}
     if given.cross:
         tables["cross"] = show("old, resumed by new", *across(found), lenient=True)
     print(LEGEND + " Who trained, in the new one:")
     trained(found["new"])
-    alike = {word for table in tables.values() for row in table.values() for word in row.values()} <= {
+    alike = {
+        word for table in tables.values() for row in table.values() for word in row.values()
+    } <= {
         "same",
         "refused",
     }
@@ -188,34 +219,51 @@ def seconds_in_turn(
     return results
 
 
-def compare_time(old: Path, new: Path, given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+def compare_time(
+    old: Path, new: Path, given: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], bool]:
     checkouts = {"old": old, "new": new, "again": old}
     print(
         "Seconds a turn: medians. Ratios turn by turn: median (quartiles); of the fastest turns; of CPU time, median."
     )
-    print(f"'again' is OLD in another process: the noise.\n{'':24}{'old':>9}{'new':>9}   {'new / old':39}again / old")
+    print(
+        f"'again' is OLD in another process: the noise.\n{'':24}{'old':>9}{'new':>9}   {'new / old':39}again / old"
+    )
     results: dict[str, Any] = {}
     for name in given.only or WORKLOADS:
         for engine in given.engines:
             found = seconds_in_turn(checkouts, [name, engine], given.repetitions + 1, folder)
             results[f"{name}, {engine}"] = found
-            medians = "".join(f"{statistics.median(found[who]['wall']):9.4f}" for who in ("old", "new"))
+            medians = "".join(
+                f"{statistics.median(found[who]['wall']):9.4f}" for who in ("old", "new")
+            )
             ratios = "".join(f"{ratio(found[who], found['old']):39}" for who in ("new", "again"))
             engines = list(dict.fromkeys(found[who]["engine"] for who in checkouts))
             same = "same bits" if found["old"]["w"] == found["new"]["w"] else "OTHER BITS"
-            print(f"{name + ', ' + engine:24}{medians}   {ratios}{same}; {' / '.join(engines)}", flush=True)
+            print(
+                f"{name + ', ' + engine:24}{medians}   {ratios}{same}; {' / '.join(engines)}",
+                flush=True,
+            )
     return results, True
 
 
 def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    wall, cpu = ([a / b for a, b in zip(ours[what], theirs[what], strict=True)] for what in ("wall", "cpu"))
-    low, middle, high = statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else wall * 3
+    wall, cpu = (
+        [a / b for a, b in zip(ours[what], theirs[what], strict=True)] for what in ("wall", "cpu")
+    )
+    low, middle, high = (
+        statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else wall * 3
+    )
     fastest = min(ours["wall"]) / min(theirs["wall"])
     return f"{middle:.3f} ({low:.3f} to {high:.3f}); {fastest:.3f}; {statistics.median(cpu):.3f}"
 
 
-def compare_memory(old: Path, new: Path, given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
-    print("peak resident memory of ten clients over what the process held before, in vectors of D numbers")
+def compare_memory(
+    old: Path, new: Path, given: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], bool]:
+    print(
+        "peak resident memory of ten clients over what the process held before, in vectors of D numbers"
+    )
     results: dict[str, Any] = {}
     for method, engine in METHODS:
         for who, checkout in {"old": old, "new": new}.items():
@@ -223,12 +271,16 @@ def compare_memory(old: Path, new: Path, given: argparse.Namespace, folder: Path
             vectors = found["bytes"] / (4 * found["parameters"])
             results.setdefault(f"{method}, {engine}", {})[who] = {**found, "vectors": vectors}
         of = results[f"{method}, {engine}"]
-        line = "   ".join(f"{who} {one['vectors']:6.1f} ({one['bytes'] / 1e6:,.0f} MB)" for who, one in of.items())
+        line = "   ".join(
+            f"{who} {one['vectors']:6.1f} ({one['bytes'] / 1e6:,.0f} MB)" for who, one in of.items()
+        )
         print(f"{method + ', ' + engine:24}{line}", flush=True)
     return results, True
 
 
-COMPARE: dict[str, Callable[[Path, Path, argparse.Namespace, Path], tuple[dict[str, Any], bool]]] = {
+COMPARE: dict[
+    str, Callable[[Path, Path, argparse.Namespace, Path], tuple[dict[str, Any], bool]]
+] = {
     "bits": compare_bits,
     "time": compare_time,
     "memory": compare_memory,
@@ -240,10 +292,16 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("what", choices=list(COMPARE))
-    parser.add_argument("--only", nargs="+", default=[], help="bits: patterns of compositions; time: workloads")
-    parser.add_argument("--cross", action="store_true", help="bits: also resume OLD's checkpoints in NEW")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="bits: patterns of compositions; time: workloads"
+    )
+    parser.add_argument(
+        "--cross", action="store_true", help="bits: also resume OLD's checkpoints in NEW"
+    )
     parser.add_argument("--repetitions", type=int, default=10, help="time: turns after the warm-up")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="time: which of them")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=ENGINES, help="time: which of them"
+    )
     parser.add_argument("--out", type=Path, help="write all that was found there, as JSON")
     given = parser.parse_args()
     if given.repetitions < 1:
@@ -251,7 +309,9 @@ def main() -> None:
     checkouts = [given.old.resolve(), given.new.resolve()]
     for checkout in checkouts:
         if not (checkout / "fl_lightning" / "__init__.py").is_file():
-            parser.error(f"{checkout} is no checkout of this repository: it has no package fl_lightning")
+            parser.error(
+                f"{checkout} is no checkout of this repository: it has no package fl_lightning"
+            )
     if given.what == "time" and (unknown := [name for name in given.only if name not in WORKLOADS]):
         parser.error(f"unknown workload {unknown[0]}; known are {', '.join(WORKLOADS)}")
     with tempfile.TemporaryDirectory() as folder:

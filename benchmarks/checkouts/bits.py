@@ -86,7 +86,11 @@ class Hashes(pl.Callback):
         for name, value in module.server_states.items():
             self.add(f"server state {name}", value)
         rank, store = module.trainer.global_rank, module.client_rows.store
-        own = {f"{name} (process {rank})": digest for name, digest in self.items.items()} if rank else self.items
+        own = (
+            {f"{name} (process {rank})": digest for name, digest in self.items.items()}
+            if rank
+            else self.items
+        )
         self.items = own
         for name in store.names():
             for client in map(int, store.clients(name)):
@@ -94,15 +98,25 @@ class Hashes(pl.Callback):
         return self.items
 
 
-def fit(composition: Composition, kind: Kind, folder: Path | None = None, resume: bool = False) -> Found:
+def fit(
+    composition: Composition, kind: Kind, folder: Path | None = None, resume: bool = False
+) -> Found:
     """One run, or with ``folder`` its first rounds, or with ``resume`` its last ones."""
     torch.manual_seed(0)
-    settings = {"participation": 4, "local_epochs": 2, "lr_decay": 0.9, "seed": 1, **composition.settings}
+    settings = {
+        "participation": 4,
+        "local_epochs": 2,
+        "lr_decay": 0.9,
+        "seed": 1,
+        **composition.settings,
+    }
     module = FederatedModule(Learner(composition.network), **settings, **kind.engine)
     hashes = Hashes()
     watchers: list[pl.Callback] = [hashes]
     if folder is not None:
-        watchers.append(ModelCheckpoint(folder / "checkpoints", filename="last", enable_version_counter=False))
+        watchers.append(
+            ModelCheckpoint(folder / "checkpoints", filename="last", enable_version_counter=False)
+        )
     trainer = pl.Trainer(
         max_epochs=STOPPED if folder is not None and not resume else ROUNDS,
         callbacks=[*composition.methods(), *watchers],
@@ -158,7 +172,10 @@ def in_processes(world: int, job: Callable[[], Found]) -> Found:
         for one in left:
             if what in one:
                 return dict(one)
-    return {**left[0], "items": {name: digest for one in left for name, digest in one["items"].items()}}
+    return {
+        **left[0],
+        "items": {name: digest for one in left for name, digest in one["items"].items()},
+    }
 
 
 def _forked(job: Callable[[], Found], rank: int, world: int, port: int) -> tuple[int, int]:
@@ -170,16 +187,26 @@ def _forked(job: Callable[[], Found], rank: int, world: int, port: int) -> tuple
     try:
         signal.alarm(PATIENCE)
         if world > 1:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "GROUP_RANK": 0,
+            }
             os.environ.update({name: str(value) for name, value in place.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="checkouts")
+            os.environ.update(
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="checkouts"
+            )
         try:
             left = job()
         except UserError as error:
             left = {"refused": str(error)}
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            left = {"failed": f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"}
+            left = {
+                "failed": f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            }
         with os.fdopen(theirs, "w") as end:
             json.dump(left, end)
     finally:
@@ -190,18 +217,26 @@ def chosen(patterns: list[str]) -> list[str]:
     """The compositions that match one of the patterns, each of which has to match something; without any: all."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in COMPOSITIONS):
-            raise SystemExit(f"{pattern!r} matches none of the compositions: {', '.join(COMPOSITIONS)}")
-    return [name for name in COMPOSITIONS if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+            raise SystemExit(
+                f"{pattern!r} matches none of the compositions: {', '.join(COMPOSITIONS)}"
+            )
+    return [
+        name for name in COMPOSITIONS if not patterns or any(fnmatchcase(name, p) for p in patterns)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("patterns", nargs="*", help="of compositions")
-    parser.add_argument("--resume", type=Path, help="another checkout's folder: go on from its checkpoints alone")
+    parser.add_argument(
+        "--resume", type=Path, help="another checkout's folder: go on from its checkpoints alone"
+    )
     given = parser.parse_args()
     if not Path(fl_lightning.__file__).resolve().is_relative_to(Path.cwd().resolve()):
-        raise SystemExit(f"{fl_lightning.__file__} was imported, which does not lie in the checkout {Path.cwd()}")
+        raise SystemExit(
+            f"{fl_lightning.__file__} was imported, which does not lie in the checkout {Path.cwd()}"
+        )
     assert FederatedStrategy.strategy_name == "federated"  # imported, so registered
     tell = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints does not get into the answer

@@ -14,7 +14,15 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import ClientState, FederatedCallback, InMemoryDataModule, Scratch, ServerState, Upload, callbacks
+from fl_lightning import (
+    ClientState,
+    FederatedCallback,
+    InMemoryDataModule,
+    Scratch,
+    ServerState,
+    Upload,
+    callbacks,
+)
 from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.schedules import Cosine, Exponential, Steps
 
@@ -73,7 +81,12 @@ class Learner(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
         out = self.network(x)
-        self.log_dict({"val/loss": nn.functional.cross_entropy(out, y), "val/acc": (out.argmax(1) == y).float().mean()})
+        self.log_dict(
+            {
+                "val/loss": nn.functional.cross_entropy(out, y),
+                "val/acc": (out.argmax(1) == y).float().mean(),
+            }
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.2, weight_decay=0.01)
@@ -117,14 +130,20 @@ class Everything(FederatedCallback):
 def federation(poisoned: bool = False) -> InMemoryDataModule:
     """Unequal clients with labels of their own; ``poisoned``: one has a sample that is not finite."""
     rng = np.random.default_rng(3)
-    x = np.concatenate([rng.normal(size=(n, 16)) + rng.normal(size=16) for n in SIZES]).astype(np.float32)
-    y = np.concatenate([np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(SIZES)])
+    x = np.concatenate([rng.normal(size=(n, 16)) + rng.normal(size=16) for n in SIZES]).astype(
+        np.float32
+    )
+    y = np.concatenate(
+        [np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(SIZES)]
+    )
     ends = np.cumsum(SIZES)
     if poisoned:
         x[ends[1]] = np.inf
     own = [np.arange(end - n, end) for end, n in zip(ends, SIZES, strict=True)]
     test = (torch.from_numpy(rng.normal(size=(10, 16)).astype(np.float32)), torch.arange(10) % 3)
-    return InMemoryDataModule((torch.from_numpy(x), torch.from_numpy(y)), test=test, clients=own, batch_size=4)
+    return InMemoryDataModule(
+        (torch.from_numpy(x), torch.from_numpy(y)), test=test, clients=own, batch_size=4
+    )
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,9 @@ COMPOSITIONS = {
     "FedAvg": Composition(),
     "FedProx": Composition(lambda: [callbacks.ProximalTerm(0.1)]),
     "FedInit": Composition(lambda: [callbacks.RelaxedInitialization(0.2)]),
-    "FedInit-updates": Composition(lambda: [callbacks.RelaxedInitialization(0.2, aggregate="updates")]),
+    "FedInit-updates": Composition(
+        lambda: [callbacks.RelaxedInitialization(0.2, aggregate="updates")]
+    ),
     "FedDyn": Composition(lambda: [callbacks.DynamicRegularization(0.2)]),
     "FedCM": Composition(lambda: [callbacks.ClientMomentum(0.3)]),
     "SCAFFOLD": Composition(lambda: [callbacks.ControlVariates()]),
@@ -172,18 +193,27 @@ COMPOSITIONS = {
     "global-SAM": Composition(lambda: [callbacks.GlobalSharpnessAwareMinimization(0.05)]),
     "FedSMOO": Composition(fedsmoo),
     "FedSMOO+FedInit": Composition(lambda: [*fedsmoo(), callbacks.RelaxedInitialization(0.1)]),
-    "FedSMOO+loggers": Composition(lambda: [*fedsmoo(), *loggers()], settings={"weighting": "samples"}),
+    "FedSMOO+loggers": Composition(
+        lambda: [*fedsmoo(), *loggers()], settings={"weighting": "samples"}
+    ),
     "FedNova": Composition(lambda: [callbacks.NormalizedAveraging()]),
     "FedNova+momentum": Composition(
-        lambda: [callbacks.NormalizedAveraging()], settings={"client_optimizer": sgd(lr=0.1, momentum=0.8)}
+        lambda: [callbacks.NormalizedAveraging()],
+        settings={"client_optimizer": sgd(lr=0.1, momentum=0.8)},
     ),
     "top-k": Composition(lambda: [callbacks.TopKCompression(0.1), callbacks.CommunicationLogger()]),
-    "top-k+SCAFFOLD": Composition(lambda: [callbacks.TopKCompression(0.2), callbacks.ControlVariates()]),
+    "top-k+SCAFFOLD": Composition(
+        lambda: [callbacks.TopKCompression(0.2), callbacks.ControlVariates()]
+    ),
     "FedALS": Composition(lambda: [callbacks.PartialAveraging(period=2), *loggers()]),
     "FedPer": Composition(lambda: [callbacks.PartialAveraging(periods=PERSONAL)]),
     "FedALS+SCAFFOLD": Composition(lambda: [every_other(), callbacks.ControlVariates()]),
     "FedALS+FedDyn+FedInit": Composition(
-        lambda: [every_other(), callbacks.DynamicRegularization(0.2), callbacks.RelaxedInitialization(0.1)]
+        lambda: [
+            every_other(),
+            callbacks.DynamicRegularization(0.2),
+            callbacks.RelaxedInitialization(0.1),
+        ]
     ),
     "FedALS+server-momentum": Composition(
         lambda: [every_other(), callbacks.ClientMomentum(0.5)],
@@ -191,14 +221,23 @@ COMPOSITIONS = {
     ),
     "FedALS+FedSMOO": Composition(lambda: [every_other(), *fedsmoo()]),
     "FedALS+top-k": Composition(lambda: [every_other(), callbacks.TopKCompression()]),
-    "FedSAM+SCAFFOLD": Composition(lambda: [callbacks.SharpnessAwareMinimization(0.05), callbacks.ControlVariates()]),
-    "FedCM+FedSAM": Composition(lambda: [callbacks.ClientMomentum(0.3), callbacks.SharpnessAwareMinimization(0.05)]),
+    "FedSAM+SCAFFOLD": Composition(
+        lambda: [callbacks.SharpnessAwareMinimization(0.05), callbacks.ControlVariates()]
+    ),
+    "FedCM+FedSAM": Composition(
+        lambda: [callbacks.ClientMomentum(0.3), callbacks.SharpnessAwareMinimization(0.05)]
+    ),
     "FedAdam": Composition(settings={"server_optimizer": lambda p: FedAdam(p, lr=0.1)}),
     "FedYogi+FedALS": Composition(
-        lambda: [every_other()], settings={"server_optimizer": lambda p: FedYogi(p, lr=0.1), "server_lr_decay": 0.9}
+        lambda: [every_other()],
+        settings={"server_optimizer": lambda p: FedYogi(p, lr=0.1), "server_lr_decay": 0.9},
     ),
-    "FedAdagrad": Composition(settings={"server_optimizer": lambda p: FedAdagrad(p, lr=0.1, beta1=0.5)}),
-    "weights-by-samples": Composition(lambda: [callbacks.ControlVariates()], settings={"weighting": "samples"}),
+    "FedAdagrad": Composition(
+        settings={"server_optimizer": lambda p: FedAdagrad(p, lr=0.1, beta1=0.5)}
+    ),
+    "weights-by-samples": Composition(
+        lambda: [callbacks.ControlVariates()], settings={"weighting": "samples"}
+    ),
     "clipped": Composition(lambda: [callbacks.ProximalTerm(0.1)], settings={"clip_norm": 0.5}),
     "momentum-kept": Composition(
         settings={
@@ -208,7 +247,10 @@ COMPOSITIONS = {
     ),
     "Adam-clients": Composition(
         lambda: [callbacks.ProximalTerm(0.1)],
-        settings={"client_optimizer": lambda p: torch.optim.Adam(p, lr=0.01), "keep_optimizer_state": True},
+        settings={
+            "client_optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+            "keep_optimizer_state": True,
+        },
     ),
     "schedules": Composition(
         lambda: [
@@ -222,12 +264,16 @@ COMPOSITIONS = {
         settings={"client_optimizer": lambda p: torch.optim.SGD(_two_groups(p), lr=0.1)},
     ),
     "bernoulli": Composition(
-        lambda: [callbacks.ControlVariates()], settings={"sampling": "bernoulli", "participation": 0.4}
+        lambda: [callbacks.ControlVariates()],
+        settings={"sampling": "bernoulli", "participation": 0.4},
     ),
     "all-clients": Composition(
-        lambda: [callbacks.DynamicRegularization(0.2)], settings={"participation": "all", "local_steps": 3}
+        lambda: [callbacks.DynamicRegularization(0.2)],
+        settings={"participation": "all", "local_steps": 3},
     ),
-    "batch-norm": Composition(lambda: [callbacks.ControlVariates()], convolutions, {"weighting": "samples"}),
+    "batch-norm": Composition(
+        lambda: [callbacks.ControlVariates()], convolutions, {"weighting": "samples"}
+    ),
     "batch-norm-kept": Composition(network=convolutions, settings={"buffers": "keep"}),
     "dropout": Composition(lambda: [callbacks.SharpnessAwareMinimization(0.05)], dropout),
     "half-frozen": Composition(lambda: [callbacks.ControlVariates()], half_frozen),

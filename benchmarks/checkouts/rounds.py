@@ -70,18 +70,26 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def workload(name: str, engine: dict[str, Any]) -> tuple[FederatedModule, InMemoryDataModule, list[Any]]:
+def workload(
+    name: str, engine: dict[str, Any]
+) -> tuple[FederatedModule, InMemoryDataModule, list[Any]]:
     """A workload of ``benchmarks.workloads``, or ``loop``: one weight and one step, so that the loop itself remains."""
     if name == "loop":
         x = torch.linspace(0, 1, 4).view(-1, 1)
         data = InMemoryDataModule((x, 2 * x), clients=[[i] for i in range(4)], batch_size=1)
-        return FederatedModule(Regression(1, 1), participation="all", local_steps=1, seed=1, **engine), data, []
+        return (
+            FederatedModule(Regression(1, 1), participation="all", local_steps=1, seed=1, **engine),
+            data,
+            [],
+        )
     work = WORKLOADS[name]
     own = [np.arange(i * work.samples, (i + 1) * work.samples) for i in range(work.clients)]
     registered = [own[i % work.clients] for i in range(work.registered)]
     data = InMemoryDataModule(work.arrays(), clients=registered, batch_size=work.batch_size)
     learner = Learner(work.network(), work.weight_decay)
-    module = FederatedModule(learner, participation=work.clients, local_epochs=work.epochs, seed=1, **engine)
+    module = FederatedModule(
+        learner, participation=work.clients, local_epochs=work.epochs, seed=1, **engine
+    )
     return module, data, [getattr(callbacks, method)() for method in work.methods]
 
 
@@ -92,7 +100,11 @@ def timed(name: str, engine: str, turns: int, tell: Any) -> dict[str, Any]:
     trainer = quiet_trainer(turns * rounds + 1, [*methods, Turns(rounds, tell)])
     trainer.fit(module, data)
     facts = module.engine_facts
-    trained = [facts["engine"], facts.get("workers", ""), "captured" * (facts.get("capture") == "yes")]
+    trained = [
+        facts["engine"],
+        facts.get("workers", ""),
+        "captured" * (facts.get("capture") == "yes"),
+    ]
     return {
         "engine": " ".join(filter(None, [*trained, facts.get("memory", "")])),
         "loss": float(trainer.callback_metrics["train/loss"]),
@@ -105,8 +117,12 @@ def memory(method: str, engine: str) -> dict[str, float]:
 
     def train(widths: tuple[int, ...]) -> int:
         x, y = torch.randn(20, widths[0]), torch.randn(20, widths[-1])
-        data = InMemoryDataModule((x, y), clients=[[2 * i, 2 * i + 1] for i in range(10)], batch_size=1)
-        module = FederatedModule(Regression(*widths), participation="all", local_steps=2, seed=1, **ENGINES[engine])
+        data = InMemoryDataModule(
+            (x, y), clients=[[2 * i, 2 * i + 1] for i in range(10)], batch_size=1
+        )
+        module = FederatedModule(
+            Regression(*widths), participation="all", local_steps=2, seed=1, **ENGINES[engine]
+        )
         quiet_trainer(3, [getattr(callbacks, part)() for part in METHODS[method]]).fit(module, data)
         return module.global_vector.numel()
 
@@ -124,7 +140,9 @@ def _resident(what: str) -> int:
 
 def main() -> None:
     if not Path(fl_lightning.__file__).resolve().is_relative_to(Path.cwd().resolve()):
-        raise SystemExit(f"{fl_lightning.__file__} was imported, which does not lie in the checkout {Path.cwd()}")
+        raise SystemExit(
+            f"{fl_lightning.__file__} was imported, which does not lie in the checkout {Path.cwd()}"
+        )
     tell = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints does not get between the answers
     torch.manual_seed(0)

@@ -80,7 +80,9 @@ class Running:
         for rank in range(peer.processes):
             ours, theirs = spawn.Pipe()
             # the name: pfl starts its distributed context only in what looks like a main process
-            process = spawn.Process(target=_serve, args=(theirs, peer, workload, rank, address), name="MainProcess")
+            process = spawn.Process(
+                target=_serve, args=(theirs, peer, workload, rank, address), name="MainProcess"
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -125,7 +127,9 @@ def _serve(connection: Connection, peer: Peer, workload: str, rank: int, address
             return
 
     try:
-        importlib.import_module(f"benchmarks.peers.{peer.module}").play(WORKLOADS[workload], peer.processes, rounds)
+        importlib.import_module(f"benchmarks.peers.{peer.module}").play(
+            WORKLOADS[workload], peer.processes, rounds
+        )
     except ImportError as error:
         connection.send(f"not installed ({error})")
     except Missing as why:

@@ -32,7 +32,9 @@ def linear(p: Parameters, name: str, x: Any) -> Any:
 
 
 def convolution(p: Parameters, name: str, x: Any) -> Any:
-    y = lax.conv_general_dilated(x, p[f"{name}.weight"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = lax.conv_general_dilated(
+        x, p[f"{name}.weight"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return jax.nn.relu(y + p[f"{name}.bias"])
 
 
@@ -73,7 +75,9 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     if type(network) not in NETWORKS:
         raise Missing(f"{type(network).__name__} is not written in jax")
     forward = NETWORKS[type(network)]
-    start = {k: jnp.asarray(v.permute(LAYOUTS[v.dim()]).numpy()) for k, v in network.state_dict().items()}
+    start = {
+        k: jnp.asarray(v.permute(LAYOUTS[v.dim()]).numpy()) for k, v in network.state_dict().items()
+    }
     x, y = work.arrays()
     x = x.permute(0, 2, 3, 1).contiguous()
     own = [
@@ -83,7 +87,9 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     steps = work.epochs * -(-work.samples // work.batch_size)
 
     def loss(p: Parameters, batch: Parameters) -> Any:
-        return optax.softmax_cross_entropy_with_integer_labels(forward(p, batch["x"]), batch["y"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            forward(p, batch["x"]), batch["y"]
+        ).mean()
 
     def gradients(p: Parameters, batch: Parameters, rng: Any) -> Parameters:
         value, gradient = jax.value_and_grad(loss)(p["network"], batch)
@@ -104,7 +110,9 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     def round() -> float:
         nonlocal state
         before = float(state.params["loss"])
-        state, _ = algorithm.apply(state, [(b"%d" % i, data, keys[i]) for i, data in enumerate(own)])
+        state, _ = algorithm.apply(
+            state, [(b"%d" % i, data, keys[i]) for i, data in enumerate(own)]
+        )
         jax.block_until_ready(state.params)
         return (float(state.params["loss"]) - before) / (LR * steps)
 

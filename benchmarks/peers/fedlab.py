@@ -34,10 +34,14 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
         losses.append(loss.detach())
         return loss
 
-    trainer = (ScaffoldSerialClientTrainer if work.methods else SGDSerialClientTrainer)(network, work.registered)
+    trainer = (ScaffoldSerialClientTrainer if work.methods else SGDSerialClientTrainer)(
+        network, work.registered
+    )
     trainer.setup_dataset(Data())
     trainer.setup_optim(work.epochs, work.batch_size, LR)
-    trainer.optimizer = torch.optim.SGD(trainer._model.parameters(), LR, weight_decay=work.weight_decay)
+    trainer.optimizer = torch.optim.SGD(
+        trainer._model.parameters(), LR, weight_decay=work.weight_decay
+    )
     trainer.criterion = criterion
     sampled = work.clients / work.registered
     if work.methods:

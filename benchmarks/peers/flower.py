@@ -54,13 +54,17 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     import ray  # noqa: F401  # Flower's extra `simulation`; without it the run would end the process
 
     server_app = ServerApp()
-    config = ConfigRecord({"workload": next(name for name, known in WORKLOADS.items() if known is work)})
+    config = ConfigRecord(
+        {"workload": next(name for name, known in WORKLOADS.items() if known is work)}
+    )
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         torch.manual_seed(0)
         arrays = ArrayRecord(work.others().state_dict())
-        strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=work.clients, min_available_nodes=work.clients)
+        strategy = FedAvg(
+            fraction_evaluate=0.0, min_train_nodes=work.clients, min_available_nodes=work.clients
+        )
 
         def round() -> float:
             nonlocal arrays
@@ -70,5 +74,8 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
 
         rounds(round)
 
-    workers = {"init_args": {"num_cpus": WORKERS, "log_to_driver": False}, "client_resources": {"num_cpus": 1}}
+    workers = {
+        "init_args": {"num_cpus": WORKERS, "log_to_driver": False},
+        "client_resources": {"num_cpus": 1},
+    }
     run_simulation(server_app, client_app, num_supernodes=work.clients, backend_config=workers)

@@ -66,13 +66,17 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     x, y = work.arrays()
     own = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
     turn = iter(int(i) for _ in iter(int, 1) for i in range(work.clients))
-    data = FederatedDataset(lambda user: Shuffled(list(own[user]), user_id=str(user)), lambda: next(turn))
+    data = FederatedDataset(
+        lambda user: Shuffled(list(own[user]), user_id=str(user)), lambda: next(turn)
+    )
     model = PyTorchModel(
         module,
         lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, weight_decay=work.weight_decay),
         torch.optim.SGD(module.parameters(), lr=1.0),
     )
-    train = NNTrainHyperParams(local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch_size)
+    train = NNTrainHyperParams(
+        local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch_size
+    )
     settings: dict[str, Any] = {
         "central_num_iterations": 10**6,
         "evaluation_frequency": 10**6,
@@ -82,7 +86,9 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     if work.methods:
         as_released = PyTorchSCAFFOLDBridge.do_control_variate_sgd
         PyTorchSCAFFOLDBridge.do_control_variate_sgd = staticmethod(
-            lambda *given, local_c, server_c: as_released(*given, local_c=server_c, server_c=local_c)
+            lambda *given, local_c, server_c: as_released(
+                *given, local_c=server_c, server_c=local_c
+            )
         )
         algorithm: Any = SCAFFOLD()
         # what its iteration 0 does, which would also evaluate
@@ -102,8 +108,12 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
         nonlocal iteration, model
         iteration += 1
         module.losses.clear()
-        (context,), model, _ = algorithm.get_next_central_contexts(model, iteration, parameters, train, None)
-        statistics, metrics = backend.gather_results(model=model, training_algorithm=algorithm, central_context=context)
+        (context,), model, _ = algorithm.get_next_central_contexts(
+            model, iteration, parameters, train, None
+        )
+        statistics, metrics = backend.gather_results(
+            model=model, training_algorithm=algorithm, central_context=context
+        )
         model, _ = algorithm.process_aggregated_statistics(context, metrics, model, statistics)
         return float(torch.stack(module.losses).mean())
 

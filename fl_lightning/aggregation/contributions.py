@@ -56,13 +56,17 @@ class Contributions:
         values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
-        buffers = self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
+        buffers = (
+            self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
+        )
         finished = buffers is not None
         if buffers is not None:
             lent = self._finish(values, clients, client, update, counts)
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
-            rows = to_host({**rows, **clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)})
+            rows = to_host(
+                {**rows, **clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)}
+            )
         transmitted = values.pop("update") if self.gathers and finished else None
         values["traffic"] = torch.tensor(counts)
         with self._lock:
@@ -74,7 +78,9 @@ class Contributions:
             # of several the same one, whoever comes first
             self.ledger.mean_gradient_read = max(read)
             if transmitted is not None:
-                self.ledger.updates[client] = transmitted.clone() if "update" in lent else transmitted
+                self.ledger.updates[client] = (
+                    transmitted.clone() if "update" in lent else transmitted
+                )
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
             self._sum.add(leaf, values, lent)
@@ -83,11 +89,15 @@ class Contributions:
         """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
         everyone = gathered((self.diverged, self.ledger.metrics, self.changed))
         diverged = sorted(client for each, _, _ in everyone for client in each)
-        self.ledger.metrics = {client: own for _, each, _ in everyone for client, own in each.items()}
+        self.ledger.metrics = {
+            client: own for _, each, _ in everyone for client, own in each.items()
+        }
         self.changed = {name for _, _, each in everyone for name in each}
         return sum_over_processes(self._sum.total) or {}, diverged
 
-    def _finish(self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]) -> set[str]:
+    def _finish(
+        self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]
+    ) -> set[str]:
         """Put what a client that finished gives into ``values``; the names of those that a method may still hold."""
         round, weight = self.ledger.round, self.ledger.round.weights[client]
         lent: set[str] = set()
@@ -117,7 +127,9 @@ class Contributions:
         if self.methods.owner("personal") is not None:
             rows[FINISHED] = torch.tensor(round.t)
         own = {name: value for name, value in clients.buffers.items() if name in round.own_buffers}
-        rows |= {BUFFER + name: value.clone() for name, value in own.items() if name in round.buffers}
+        rows |= {
+            BUFFER + name: value.clone() for name, value in own.items() if name in round.buffers
+        }
         return rows
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
@@ -146,7 +158,9 @@ class Contributions:
                     return None
                 values["buffer:" + name] = change * weight
             else:  # gloo knows no bool
-                values["max:" + name] = own.to(torch.uint8 if held.dtype == torch.bool else held.dtype, copy=True)
+                values["max:" + name] = own.to(
+                    torch.uint8 if held.dtype == torch.bool else held.dtype, copy=True
+                )
         return values
 
     def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:

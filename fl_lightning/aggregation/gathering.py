@@ -37,7 +37,11 @@ def total(ledger: Ledger, rows: Tensor) -> dict[str, Tensor]:
         elif uniform:
             tree.add(leaf, {"weighted": of[client]}, ["weighted"])
         else:
-            tree.add(leaf, {"update": of[client], "weighted": of[client] * round.weights[client]}, ["update"])
+            tree.add(
+                leaf,
+                {"update": of[client], "weighted": of[client] * round.weights[client]},
+                ["update"],
+            )
     return tree.total or {}
 
 
@@ -46,7 +50,9 @@ def memory(who: str, most: int, w: Tensor) -> str:
     kind = torch.promote_types(w.dtype, torch.float32)
     size = most * w.numel() * torch.empty((), dtype=kind).element_size()
     units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
-    shown = next((f"{size / factor:.3g} {unit}" for factor, unit in units if size >= factor), f"{size} bytes")
+    shown = next(
+        (f"{size / factor:.3g} {unit}" for factor, unit in units if size >= factor), f"{size} bytes"
+    )
     return (
         f"{who}: the updates of all participants are held at once, {most:,} × {w.numel():,} numbers, {shown} of memory "
         "in each process"

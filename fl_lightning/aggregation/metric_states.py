@@ -56,7 +56,11 @@ def alone(states: MetricStates | None) -> dict[str, Tensor]:
 
 def outside(metric: Metric) -> dict[str, Any]:
     """What a metric keeps beside its states, by value; what is no plain data is left out."""
-    own = {name: value for name, value in vars(metric).items() if name not in OF_EVERY and name not in metric._defaults}
+    own = {
+        name: value
+        for name, value in vars(metric).items()
+        if name not in OF_EVERY and name not in metric._defaults
+    }
     return {name: by_value(value) for name, value in own.items() if is_data(value)}
 
 
@@ -77,7 +81,11 @@ def alike(one: Any, other: Any) -> bool:
     if one is None:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and same_bits(one, other.to(one.device))
+        return (
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and same_bits(one, other.to(one.device))
+        )
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -90,7 +98,9 @@ def counting_outside(metrics: list[Metric], before: list[dict[str, Any]]) -> dic
     found = {}
     for j, metric in enumerate(metrics):
         now = outside(metric)
-        changed = [name for name in before[j] if name in now and not alike(before[j][name], now[name])]
+        changed = [
+            name for name in before[j] if name in now and not alike(before[j][name], now[name])
+        ]
         found.update({j: changed[0]} if changed else {})
     return found
 
@@ -121,10 +131,16 @@ def taken(
             list(module.values(copy_state=False))
     on = "cpu" if world_size() > 1 else None
     apart = counting_outside(metrics, before)
-    values = {n: torch.as_tensor(value_of(metrics[j])).double() for n, j in names.items() if j in apart}
+    values = {
+        n: torch.as_tensor(value_of(metrics[j])).double() for n, j in names.items() if j in apart
+    }
     for j, name in apart.items():
         check_reset(learner, metrics[j], name, before[j])
-    merged = {j: (m._update_count, copied(m, on)) for j, m in enumerate(metrics) if m.update_called and j not in apart}
+    merged = {
+        j: (m._update_count, copied(m, on))
+        for j, m in enumerate(metrics)
+        if m.update_called and j not in apart
+    }
     return MetricStates(merged, {name: j for name, j in names.items() if j not in apart}, values)
 
 
@@ -134,7 +150,11 @@ def copied(metric: Metric, device: str | None = None) -> Values:
     def by_value(value: Any) -> Any:
         if isinstance(value, list):
             return [by_value(v) for v in value]
-        return value.detach().clone().to(device or value.device) if isinstance(value, Tensor) else value
+        return (
+            value.detach().clone().to(device or value.device)
+            if isinstance(value, Tensor)
+            else value
+        )
 
     return {name: by_value(getattr(metric, name)) for name in metric._defaults}
 
@@ -142,7 +162,10 @@ def copied(metric: Metric, device: str | None = None) -> Values:
 @contextmanager
 def kept(metrics: list[Metric]) -> Iterator[None]:
     """Leave metrics as they were: a gradient for something else than the step's is not counted."""
-    before = [(m, m._update_count, m._computed, m._forward_cache, {**outside(m), **copied(m)}) for m in metrics]
+    before = [
+        (m, m._update_count, m._computed, m._forward_cache, {**outside(m), **copied(m)})
+        for m in metrics
+    ]
     try:
         yield
     finally:
@@ -193,7 +216,9 @@ def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
     if reduction is dim_zero_sum:
         return torch.stack(states).sum(0)
     if reduction is dim_zero_mean:
-        return torch.stack([count * state for count, state in values]).sum(0) / sum(count for count, _ in values)
+        return torch.stack([count * state for count, state in values]).sum(0) / sum(
+            count for count, _ in values
+        )
     return torch.stack(states) if reduction is None else reduction(torch.stack(states))
 
 

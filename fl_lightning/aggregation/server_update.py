@@ -42,7 +42,11 @@ def masked(server: Server) -> Tensor:
     Raises:
         Diverged: it is not finite.
     """
-    update = server.update if server.averaged is None else torch.where(server.averaged, server.update, 0.0)
+    update = (
+        server.update
+        if server.averaged is None
+        else torch.where(server.averaged, server.update, 0.0)
+    )
     if not all_finite(update):
         raise Diverged(diverged_text(server.round, "the server's update"))
     return update
@@ -82,7 +86,9 @@ class ServerStep:
                 w.copy_(torch.where(keep, w, before.pop("")))
                 for name, value in self._state(w).items():
                     if isinstance(value, Tensor) and value.shape == w.shape:
-                        value.copy_(torch.where(keep, value, before.get(name, torch.zeros_like(value))))
+                        value.copy_(
+                            torch.where(keep, value, before.get(name, torch.zeros_like(value)))
+                        )
 
     def _state(self, w: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(w, {})
@@ -92,10 +98,19 @@ class ServerStep:
         """w^t ``(D,)``, a copy; and what takes w, and all that goes with it, back to how the round found them."""
         found = model.committed()
         w = found.w.clone()
-        state = {of: {k: _copied(v) for k, v in values.items()} for of, values in self.optimizer.state.items()}
-        groups = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        state = {
+            of: {k: _copied(v) for k, v in values.items()}
+            for of, values in self.optimizer.state.items()
+        }
+        groups = [
+            {k: _copied(v) for k, v in g.items() if k != "params"}
+            for g in self.optimizer.param_groups
+        ]
         counted = self.progress.state_dict()  # a copy
-        named = {"state": dict(enumerate(state.values())), "param_groups": [{**g, "params": [0]} for g in groups]}
+        named = {
+            "state": dict(enumerate(state.values())),
+            "param_groups": [{**g, "params": [0]} for g in groups],
+        }
         model.found = replace(found, w=w, optimizer=named, steps=counted)
 
         def undo() -> None:
@@ -119,8 +134,13 @@ def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
     present = "current_model_state" if "current_model_state" in saved else "state_dict"
     saved[present] = model.export(model=(evaluated, found.buffers)).state_dict()
     if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
-        saved["optimizer_states"], saved["global_step"] = [found.optimizer], found.steps["total"]["completed"]
-        saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"] = found.steps
+        saved["optimizer_states"], saved["global_step"] = (
+            [found.optimizer],
+            found.steps["total"]["completed"],
+        )
+        saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"] = (
+            found.steps
+        )
 
 
 def _copied(value: Any) -> Any:
@@ -137,7 +157,9 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
         return None
     if not server.n:
         return torch.where(server.averaged, server.w.detach(), round.evaluated)
-    mean = server.w_before + (ledger.total["copies"] / ledger.total["weight"].to(round.wide)).to(server.w_before)
+    mean = server.w_before + (ledger.total["copies"] / ledger.total["weight"].to(round.wide)).to(
+        server.w_before
+    )
     return torch.where(server.averaged, server.w.detach(), mean)
 
 

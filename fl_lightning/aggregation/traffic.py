@@ -51,23 +51,36 @@ def kept_vectors(ledger: Ledger) -> float:
 
     Counted at the first that this process has trained; 0 where it has none.
     """
-    client = next((i for i in ledger.finished if any(i in rows for rows in ledger.rows.values())), -1)
-    of_methods = (rows for key, rows in ledger.rows.items() if not key.split(".")[0].endswith("Logger"))
-    return sum(rows[client].numel() for rows in of_methods if client in rows) / ledger.round.w.numel()
+    client = next(
+        (i for i in ledger.finished if any(i in rows for rows in ledger.rows.values())), -1
+    )
+    of_methods = (
+        rows for key, rows in ledger.rows.items() if not key.split(".")[0].endswith("Logger")
+    )
+    return (
+        sum(rows[client].numel() for rows in of_methods if client in rows) / ledger.round.w.numel()
+    )
 
 
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     """Parameters and bytes of this round, all participants together."""
     counts = ledger.total.get("traffic")
     if counts is None:
-        return dict.fromkeys(("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0)
+        return dict.fromkeys(
+            ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0
+        )
     count = [int(c) for c in counts]
-    down, down_bytes = count[DOWN_PARAMETERS], count[DOWN_PARAMETERS] * ledger.round.w.element_size()
+    down, down_bytes = (
+        count[DOWN_PARAMETERS],
+        count[DOWN_PARAMETERS] * ledger.round.w.element_size(),
+    )
     for key, declared in methods.sent_to_clients().items():
         value = ledger.server.get(key, ledger.round.server_states.get(key))
         if value is None:  # never written: nothing to send
             continue
-        numbers = count[DOWN_PARAMETERS] if declared.shape is None else count[CLIENTS] * value.numel()
+        numbers = (
+            count[DOWN_PARAMETERS] if declared.shape is None else count[CLIENTS] * value.numel()
+        )
         down, down_bytes = down + numbers, down_bytes + numbers * value.element_size()
     return {
         "down_parameters": down,

@@ -60,7 +60,9 @@ class TreeSum:
 
 
 def _kept(values: Leaf | None, lent: Collection[str]) -> Leaf | None:
-    return values and {key: value.clone() if key in lent else value for key, value in values.items()}
+    return values and {
+        key: value.clone() if key in lent else value for key, value in values.items()
+    }
 
 
 def _merge(a: Leaf | None, b: Leaf | None, lent: Collection[str]) -> Leaf | None:
@@ -95,9 +97,11 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
         keys = sorted(k for k, (_, d) in present.items() if d == dtype)
         mine = torch.cat(
             [
-                (total[k] if total and k in total else torch.zeros(present[k][0], dtype=dtype, device=device)).reshape(
-                    -1
-                )
+                (
+                    total[k]
+                    if total and k in total
+                    else torch.zeros(present[k][0], dtype=dtype, device=device)
+                ).reshape(-1)
                 for k in keys
             ]
         )

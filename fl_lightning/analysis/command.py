@@ -26,18 +26,38 @@ def parser() -> ArgumentParser:
     """What the command takes."""
     made = ArgumentParser("analyse", DESCRIPTION)
     made.add_argument("what", choices=("hessian", "landscape"))
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder or checkpoint")
+    made.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder or checkpoint"
+    )
     made.add_argument("--out", type=named, help="where to write (default: the first run's folder)")
     made.add_argument(
-        "--samples", default="2000", help="of the clients, drawn by the run's seed, or all (default: %(default)s)"
+        "--samples",
+        default="2000",
+        help="of the clients, drawn by the run's seed, or all (default: %(default)s)",
     )
-    made.add_argument("--tolerance", default="1e-3", help="hessian: of the eigenvalue, relative (default: %(default)s)")
-    made.add_argument("--probes", default="100", help="hessian: random vectors for the trace (default: %(default)s)")
-    made.add_argument("--points", default="21", help="landscape: a side, an odd number (default: %(default)s)")
     made.add_argument(
-        "--range", default="1", help="landscape: how far, in lengths of the model's filters (default: %(default)s)"
+        "--tolerance",
+        default="1e-3",
+        help="hessian: of the eigenvalue, relative (default: %(default)s)",
     )
-    made.add_argument("--directions", default="0", help="landscape: the seed of the directions (default: %(default)s)")
+    made.add_argument(
+        "--probes",
+        default="100",
+        help="hessian: random vectors for the trace (default: %(default)s)",
+    )
+    made.add_argument(
+        "--points", default="21", help="landscape: a side, an odd number (default: %(default)s)"
+    )
+    made.add_argument(
+        "--range",
+        default="1",
+        help="landscape: how far, in lengths of the model's filters (default: %(default)s)",
+    )
+    made.add_argument(
+        "--directions",
+        default="0",
+        help="landscape: the seed of the directions (default: %(default)s)",
+    )
     return made
 
 
@@ -54,17 +74,26 @@ def main(argv: Sequence[str]) -> int:
     samples = None if given.samples == "all" else _number("samples", given.samples, 1)
     most = 1 if given.what == "hessian" else 2
     if len(given.runs) > most:
-        raise UserError(f"analyse {given.what}: {len(given.runs)} runs were given, and it takes {most} at most.")
+        raise UserError(
+            f"analyse {given.what}: {len(given.runs)} runs were given, and it takes {most} at most."
+        )
     from fl_lightning.cli.commands import quiet
 
     quiet()
     if given.what == "hessian":
         tolerance = _number("tolerance", given.tolerance, 0, whole=False)
-        written, lines = _hessian(given.runs[0], samples, tolerance, _number("probes", given.probes, 2))
+        written, lines = _hessian(
+            given.runs[0], samples, tolerance, _number("probes", given.probes, 2)
+        )
     else:
-        points, reach = _number("points", given.points, 3), _number("range", given.range, 0, whole=False)
+        points, reach = (
+            _number("points", given.points, 3),
+            _number("range", given.range, 0, whole=False),
+        )
         if points % 2 == 0:
-            raise UserError(f"analyse landscape --points {points}: give an odd number, so that the model is one.")
+            raise UserError(
+                f"analyse landscape --points {points}: give an odd number, so that the model is one."
+            )
         directions = _number("directions", given.directions, 0)
         written, lines = _landscape(given.runs, int(points), reach, samples, int(directions))
     out, stem = given.out or _folder(given.runs[0]), given.what + _which(given.runs[0])
@@ -86,7 +115,9 @@ def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[F
 
     run = opened(path)
     evaluator, subset = run.evaluator(exact=True), run.samples(samples, "hessian")
-    found, vector = measure_with_vector(Hessian(evaluator, run.vector, subset), tolerance, probes, run.seed)
+    found, vector = measure_with_vector(
+        Hessian(evaluator, run.vector, subset), tolerance, probes, run.seed
+    )
     here = evaluator.mean(run.vector, subset)
     values: dict[str, Any] = {
         "run": str(run.folder), "checkpoint": str(run.checkpoint), "rounds": run.rounds, "seed": run.seed,
@@ -106,14 +137,23 @@ def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[F
     return _files(whole, [list(values), list(values.values())], picture), shown
 
 
-def _landscape(paths: list[Path], points: int, reach: float, samples: Any, seed: int) -> tuple[Files, list[str]]:
+def _landscape(
+    paths: list[Path], points: int, reach: float, samples: Any, seed: int
+) -> tuple[Files, list[str]]:
     from fl_lightning.analysis import pictures
     from fl_lightning.analysis.landscape import landscape
     from fl_lightning.analysis.opened import opened
 
-    found = [landscape(run, points, reach, samples, seed) for run in [opened(path) for path in paths]]
+    found = [
+        landscape(run, points, reach, samples, seed) for run in [opened(path) for path in paths]
+    ]
     steps = [float(step) for step in found[0].steps]
-    whole = {"directions": seed, "normalised": "filter", "steps": steps, "runs": [one.as_dict() for one in found]}
+    whole = {
+        "directions": seed,
+        "normalised": "filter",
+        "steps": steps,
+        "runs": [one.as_dict() for one in found],
+    }
     rows: list[list[Any]] = [["run", "a", "b", "loss"]]
     for one in found:
         rows += [
@@ -128,12 +168,20 @@ def _landscape(paths: list[Path], points: int, reach: float, samples: Any, seed:
 def _files(whole: dict[str, Any], rows: list[list[Any]], picture: bytes) -> Files:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
-    return {".json": json.dumps(whole, indent=1).encode(), ".csv": text.getvalue().encode(), ".png": picture}
+    return {
+        ".json": json.dumps(whole, indent=1).encode(),
+        ".csv": text.getvalue().encode(),
+        ".png": picture,
+    }
 
 
 def _finite(value: Any) -> Any:
     """A number, or None for one that JSON does not have."""
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+    return (
+        None
+        if isinstance(value, float) and (value != value or abs(value) == float("inf"))
+        else value
+    )
 
 
 def _number(name: str, text: str, least: int, whole: bool = True) -> Any:
@@ -151,7 +199,11 @@ def _number(name: str, text: str, least: int, whole: bool = True) -> Any:
 
 def _folder(path: Path) -> Path:
     """The run's."""
-    return path if path.is_dir() else next(p for p in path.absolute().parents if (p / "config.yaml").is_file())
+    return (
+        path
+        if path.is_dir()
+        else next(p for p in path.absolute().parents if (p / "config.yaml").is_file())
+    )
 
 
 def _which(path: Path) -> str:

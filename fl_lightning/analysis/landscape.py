@@ -59,7 +59,9 @@ def _normalised(layout: Layout, w: Tensor, draw: np.random.Generator) -> Tensor:
         drawn = torch.from_numpy(draw.standard_normal(tuple(shape))).to(w)
         if len(shape) > 1:
             filters, own = drawn.flatten(1), w[where].view(shape).flatten(1)
-            scale = own.norm(dim=1, keepdim=True) / filters.norm(dim=1, keepdim=True).clamp(min=1e-12)
+            scale = own.norm(dim=1, keepdim=True) / filters.norm(dim=1, keepdim=True).clamp(
+                min=1e-12
+            )
             direction[where] = (filters * scale).reshape(-1)
     return direction
 

@@ -66,7 +66,10 @@ def opened(path: Path) -> Opened:
     """
     folder = path
     if path.is_file():
-        folder = next((place for place in path.absolute().parents if (place / "config.yaml").is_file()), path.parent)
+        folder = next(
+            (place for place in path.absolute().parents if (place / "config.yaml").is_file()),
+            path.parent,
+        )
     if not (folder / "config.yaml").is_file():
         raise UserError(
             f"analyse {path}: neither a run's folder nor a checkpoint in one (there is no config.yaml, which says what "
@@ -89,4 +92,12 @@ def opened(path: Path) -> Opened:
     for part in lightning_modules(learner):
         part._trainer = built.trainer
     seed = int(held.get("seed", 0))
-    return Opened(folder, run.checkpoint_path, int(held.get("rounds", 0)), seed, learner, run.data, built.trainer)
+    return Opened(
+        folder,
+        run.checkpoint_path,
+        int(held.get("rounds", 0)),
+        seed,
+        learner,
+        run.data,
+        built.trainer,
+    )

@@ -26,7 +26,13 @@ def along_eigenvector(
     s, values = np.array(steps), np.array(losses)
     slope = np.polyfit(s[18:23], values[18:23], 2)[1] if np.isfinite(values[18:23]).all() else 0.0
     axes.plot(s, values, color=COLOURS[0], label="loss at w + s v")
-    axes.plot(s, loss + slope * s + found.top_eigenvalue * s**2 / 2, "--", color=COLOURS[7], label="by λ and slope")
+    axes.plot(
+        s,
+        loss + slope * s + found.top_eigenvalue * s**2 / 2,
+        "--",
+        color=COLOURS[7],
+        label="by λ and slope",
+    )
     axes.plot([0], [loss], "o", color=COLOURS[1], label="the model, w")
     axes.set_xlabel("s, along the first eigenvector v of the Hessian (‖v‖ = 1)")
     axes.set_ylabel("loss")
@@ -62,7 +68,9 @@ def landscapes(found: Sequence[Landscape]) -> bytes:
         surface.set_zlim(lowest, highest)
         surface.view_init(elev=32, azim=-55)
         surface.set_zlabel("loss")
-        surface.set_title(f"{one.run.folder.resolve().name}\nloss {one.loss:.4g} after {one.run.rounds} rounds")
+        surface.set_title(
+            f"{one.run.folder.resolve().name}\nloss {one.loss:.4g} after {one.run.rounds} rounds"
+        )
         flat = drawn.add_subplot(2, n, n + k + 1)
         image = flat.contourf(a, b, shown, levels=levels, cmap=COLOURMAP, extend="max")
         lines = flat.contour(a, b, shown, levels=levels[1::2], colors="white", linewidths=0.6)

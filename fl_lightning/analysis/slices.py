@@ -22,9 +22,15 @@ def along_top(
     w = run.vector
     shares = evaluator.shares(samples, evaluator.size(w, samples), keep=True)
     loss, norm = evaluator.mean_of(w, shares).loss, float(w.norm())
-    rise = math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue)) if eigenvalue and math.isfinite(eigenvalue) else norm
+    rise = (
+        math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue))
+        if eigenvalue and math.isfinite(eigenvalue)
+        else norm
+    )
     reach = min(rise, norm) if norm > 0 else rise
     direction = torch.from_numpy(vector).to(w)
     steps = np.linspace(-reach, reach, POINTS)
     steps[POINTS // 2] = 0.0
-    return [float(s) for s in steps], [evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps]
+    return [float(s) for s in steps], [
+        evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps
+    ]

@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     cls = method_class(argv[0])
-    for option in (a.partition("=")[0][2:].partition(".")[0] for a in argv[1:] if a.startswith("--")):
+    for option in (
+        a.partition("=")[0][2:].partition(".")[0] for a in argv[1:] if a.startswith("--")
+    ):
         if option not in ("help", *parameters(cls)):
             raise UserError(
                 f"check {argv[0]} --{option}: {cls.__name__} has no such argument.{suggest(option, parameters(cls))} "

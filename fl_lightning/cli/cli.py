@@ -57,7 +57,11 @@ _BASES: dict[str, type] = {
     "network": torch.nn.Module,
     "lr_decay": Schedule,
 }
-_TRAINER_DEFAULTS = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_model_summary": False}
+_TRAINER_DEFAULTS = {
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
+}
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
@@ -79,7 +83,9 @@ class Parser(LightningArgumentParser):
         command = self.command
         if command is None:  # a parser for a class within another: the outer one words the message
             raise ValueError(message) from ex
-        raise UserError(one_paragraph(message, self, command.config, command.options, _BASES)) from ex
+        raise UserError(
+            one_paragraph(message, self, command.config, command.options, _BASES)
+        ) from ex
 
 
 class FederatedCLI(LightningCLI):
@@ -91,7 +97,10 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, prepared: Command) -> None:
-        prepared.config, prepared.options = full_paths(prepared.config), full_options(prepared.options)
+        prepared.config, prepared.options = (
+            full_paths(prepared.config),
+            full_options(prepared.options),
+        )
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
@@ -146,7 +155,9 @@ class FederatedCLI(LightningCLI):
             help="false: read objects in the checkpoint too, which can run any code: for files you trust.",
         )
         if self.command == "export":
-            parser.add_argument("--client", type=int | None, default=None, help="Whose personal model to export.")
+            parser.add_argument(
+                "--client", type=int | None, default=None, help="Whose personal model to export."
+            )
         parser.add_argument(
             "--monitor",
             type=str | None,
@@ -165,11 +176,15 @@ class FederatedCLI(LightningCLI):
         parser.command = self.prepared
         config = self.prepared.config
         if self.command == "partition":
-            config = {key: value for key, value in config.items() if key in ("seed_everything", "data")}
+            config = {
+                key: value for key, value in config.items() if key in ("seed_everything", "data")
+            }
         self.config = parser.parse_args(["--config", json.dumps(config), *self.prepared.options])
         seed = self.config.seed_everything
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
-            raise UserError(f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw one.")
+            raise UserError(
+                f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw one."
+            )
 
     def before_instantiate_classes(self) -> None:
         """Decide on folder and checkpoint, so that what is wrong with them is said before anything is built."""
@@ -177,7 +192,9 @@ class FederatedCLI(LightningCLI):
             return
         check_mode("--monitor_mode", self.config.monitor_mode)
         for key, value in vars(self.config.model).items():
-            if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(value, str):
+            if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(
+                value, str
+            ):
                 # an option's text: 0.5 is a number, auto stays
                 read = plain_yaml(value, f"--model.{key}")
                 if type(read) in ((bool,) if key == "capture" else (int, float)):
@@ -189,7 +206,9 @@ class FederatedCLI(LightningCLI):
             self.config.trainer.default_root_dir = str(self.folder)
         else:
             existing = numbered(self.stem or "")
-            self.folder = existing[-1][1] if existing and ckpt == "last" else next_free(self.stem or "")
+            self.folder = (
+                existing[-1][1] if existing and ckpt == "last" else next_free(self.stem or "")
+            )
             if ckpt == "last":
                 self.stem = None
         check_name(self.folder)
@@ -214,9 +233,15 @@ class FederatedCLI(LightningCLI):
                     f"one in {self.folder}."
                 )
         if self.command == "fit":
-            own = self.checkpoint is not None and Path(self.checkpoint).resolve() in [p.resolve() for p in there]
+            own = self.checkpoint is not None and Path(self.checkpoint).resolve() in [
+                p.resolve() for p in there
+            ]
             if holds_run(self.folder) and not own:
-                way_out = "Go on with it by --ckpt_path last, or" if there else "It has no checkpoint to go on from:"
+                way_out = (
+                    "Go on with it by --ckpt_path last, or"
+                    if there
+                    else "It has no checkpoint to go on from:"
+                )
                 raise UserError(
                     f"--trainer.default_root_dir {self.folder}: this folder already holds a run, which is left as it "
                     f"is. {way_out} give another folder."
@@ -271,13 +296,24 @@ class FederatedCLI(LightningCLI):
         callbacks = [*self.config_init.method, *users]
         logger, plugins = settings["logger"], settings["plugins"] or []
         loggers = [] if logger is None or isinstance(logger, bool) else logger
-        settings["logger"] = (loggers if isinstance(loggers, list) else [loggers]) if self.command == "fit" else False
-        settings["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        settings["logger"] = (
+            (loggers if isinstance(loggers, list) else [loggers])
+            if self.command == "fit"
+            else False
+        )
+        settings["plugins"] = [
+            *(plugins if isinstance(plugins, list) else [plugins]),
+            AtomicCheckpointIO(),
+        ]
         settings["default_root_dir"] = str(self.folder)
         writes = self.command == "fit" and not settings["fast_dev_run"]
         has = {type(callback).__name__ for callback in callbacks}
         for name in _STANDING:
-            wanted = settings["enable_progress_bar"] is not False if name == "FederatedProgressBar" else writes
+            wanted = (
+                settings["enable_progress_bar"] is not False
+                if name == "FederatedProgressBar"
+                else writes
+            )
             if name not in has and wanted:
                 callbacks.append(getattr(fl_lightning.callbacks, name)())
         if writes:
@@ -288,7 +324,9 @@ class FederatedCLI(LightningCLI):
             # last: what is refused before training leaves no record
             typed = ["fl-lightning", *self.prepared.argv]
             own = self.prepared
-            callbacks.append(RunRecord(self._config_text(), typed, own.arm, own.claims_hash, own.axes))
+            callbacks.append(
+                RunRecord(self._config_text(), typed, own.arm, own.claims_hash, own.axes)
+            )
         else:
             settings["enable_checkpointing"] = False
         if self.command == "fit":
@@ -304,8 +342,12 @@ class FederatedCLI(LightningCLI):
             trainer = pl.Trainer(**settings)
         except (ValueError, TypeError) as error:
             raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
-        except ImportError as error:  # of a package that an accelerator, a strategy or a precision needs
-            chosen = ", ".join(f"{key} {settings[key]}" for key in ("accelerator", "strategy", "precision"))
+        except (
+            ImportError
+        ) as error:  # of a package that an accelerator, a strategy or a precision needs
+            chosen = ", ".join(
+                f"{key} {settings[key]}" for key in ("accelerator", "strategy", "precision")
+            )
             raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error
         if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
             raise UserError(

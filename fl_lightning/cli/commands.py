@@ -68,21 +68,33 @@ def _predict(cli: FederatedCLI) -> None:
 
 def _export(cli: FederatedCLI) -> None:
     if cli.checkpoint is None:
-        raise UserError("export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE.")
+        raise UserError(
+            "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
+        )
     client = cli.config.client
     path = _output(cli, "model.pt" if client is None else f"client-{client}.pt")
     if client is not None:
         check_client(client, int(cli.datamodule.num_clients))
-    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=cli.config.weights_only)
+    checkpoint = AtomicCheckpointIO().load_checkpoint(
+        cli.checkpoint, weights_only=cli.config.weights_only
+    )
     cli.model.learner.configure_model()
     cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
     if client is not None:
-        methods = Methods([c for c in vars(cli.trainer)["callbacks"] if isinstance(c, FederatedCallback)])
-        models = of_checkpoint(checkpoint, cli.model.global_model, methods, cli.datamodule, cli.checkpoint)
-        checkpoint["state_dict"] = cli.model.global_model.export(model=models.of(client)).state_dict()
+        methods = Methods(
+            [c for c in vars(cli.trainer)["callbacks"] if isinstance(c, FederatedCallback)]
+        )
+        models = of_checkpoint(
+            checkpoint, cli.model.global_model, methods, cli.datamodule, cli.checkpoint
+        )
+        checkpoint["state_dict"] = cli.model.global_model.export(
+            model=models.of(client)
+        ).state_dict()
     # the rest is the learner's: on_save_checkpoint ran
     of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)
-    AtomicCheckpointIO().save_checkpoint({k: v for k, v in checkpoint.items() if k not in of_run}, path)
+    AtomicCheckpointIO().save_checkpoint(
+        {k: v for k, v in checkpoint.items() if k not in of_run}, path
+    )
     print(f"→ {path}")
 
 

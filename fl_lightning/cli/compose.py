@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
 _DEEPEST = 50  # mappings and lists within each other
 
-TOP_LEVEL = ("seed_everything", "trainer", "model", "data", "method", "ckpt_path", "monitor", "monitor_mode")
+TOP_LEVEL = (
+    "seed_everything",
+    "trainer",
+    "model",
+    "data",
+    "method",
+    "ckpt_path",
+    "monitor",
+    "monitor_mode",
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,7 +70,10 @@ def plain_yaml(text: str, where: str) -> Any:
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it cannot be parsed"
         raise UserError(f"{where}{at}: not valid YAML: {problem}.") from None
-    except (RecursionError, ValueError) as error:  # a number of thousands of digits, a date such as 2020-99-99
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # a number of thousands of digits, a date such as 2020-99-99
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:100]
         raise UserError(f"{where}: not valid YAML: {why}.") from None
     _check_plain(document, where, ())
@@ -73,21 +85,29 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
         return UserError(f"{where}: {'.'.join(keys)[:80] + ' ' if keys else ''}{what}.")
 
     if id(node) in above or len(above) > _DEEPEST:
-        raise refuse("contains itself" if id(node) in above else f"is nested more than {_DEEPEST} deep")
+        raise refuse(
+            "contains itself" if id(node) in above else f"is nested more than {_DEEPEST} deep"
+        )
     if isinstance(node, dict):
         for key, value in node.items():
             if key == "class_path" and not isinstance(value, str):
-                raise refuse(f"has the class_path {str(value)[:60]!r}, which names no class: give text, such as Digits")
+                raise refuse(
+                    f"has the class_path {str(value)[:60]!r}, which names no class: give text, such as Digits"
+                )
             if key == "init_args" and value is None:
                 node[key] = {}
             elif key == "init_args" and not isinstance(value, dict):
-                raise refuse(f"has the init_args {str(value)[:60]!r}: give a mapping, such as {{batch_size: 20}}")
+                raise refuse(
+                    f"has the init_args {str(value)[:60]!r}: give a mapping, such as {{batch_size: 20}}"
+                )
             _check_plain(value, where, (*keys, str(key)), (*above, id(node)))
     elif isinstance(node, list):
         for value in node:
             _check_plain(value, where, keys, (*above, id(node)))
     elif not isinstance(node, str | int | float | None):
-        raise refuse(f"is {type(node).__name__} {str(node)[:60]!r}, which no option takes; put text in quotes")
+        raise refuse(
+            f"is {type(node).__name__} {str(node)[:60]!r}, which no option takes; put text in quotes"
+        )
 
 
 # --------------------------------------------------------------------------- names
@@ -106,7 +126,10 @@ def packaged() -> dict[str, Traversable]:
     order = ["base", "data", "model", "method", "experiment", "trainer", "logger", "debug"]
     found = dict(walk(files("fl_lightning.configs"), ""))
     return {
-        name: found[name] for name in sorted(found, key=lambda n: ([*order, n.split("/")[0]].index(n.split("/")[0]), n))
+        name: found[name]
+        for name in sorted(
+            found, key=lambda n: ([*order, n.split("/")[0]].index(n.split("/")[0]), n)
+        )
     }
 
 
@@ -135,7 +158,11 @@ def read(name: str) -> dict[str, Any]:
         text = entry.read_text(encoding="utf-8")
     else:
         hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
-        what = "a folder, not a config" if os.path.isdir(name) else "neither a file nor a packaged config"
+        what = (
+            "a folder, not a config"
+            if os.path.isdir(name)
+            else "neither a file nor a packaged config"
+        )
         raise UserError(f"-c {name[:200]}: this is {what}.{hint}")
     document = plain_yaml(text, f"-c {name}")
     if document is None:
@@ -152,10 +179,14 @@ def read(name: str) -> dict[str, Any]:
                 f"Accepted at the top of a config: {', '.join(TOP_LEVEL)}."
             )
         if key.endswith("+") and key != "method+":
-            raise UserError(f"-c {name}: {key} adds to a list, which {key[:-1]} is not. Accepted: {key[:-1]}.")
+            raise UserError(
+                f"-c {name}: {key} adds to a list, which {key[:-1]} is not. Accepted: {key[:-1]}."
+            )
         if key in ("trainer", "model") and not isinstance(document[key], dict | None):
             what = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
-            raise UserError(f"-c {name}: {key} is {what}: give a mapping of its options, one a line.")
+            raise UserError(
+                f"-c {name}: {key} is {what}: give a mapping of its options, one a line."
+            )
     # all commented out
     empty = [key for key in ("trainer", "model") if key in document and document[key] is None]
     return {key: value for key, value in document.items() if key not in empty}
@@ -180,7 +211,9 @@ def merge(base: Any, update: Any) -> Any:
         return update
     if isinstance(base, str) and "init_args" in update and "class_path" not in update:
         base = {"class_path": base}
-    if not isinstance(base, dict) or update.get("class_path", base.get("class_path")) != base.get("class_path"):
+    if not isinstance(base, dict) or update.get("class_path", base.get("class_path")) != base.get(
+        "class_path"
+    ):
         base = {}
     merged = dict(base)
     for key, value in update.items():
@@ -220,12 +253,19 @@ class Command:
         """Merge the config ``name`` over those before it."""
         document = read(name)
         before, after = _as_list(self.config.get("method")), _as_list(document.get("method"))
-        if "method" in document and before and [*map(class_name, before)] != [*map(class_name, after)]:
+        if (
+            "method" in document
+            and before
+            and [*map(class_name, before)] != [*map(class_name, after)]
+        ):
             old, new = ", ".join(map(class_name, before)), ", ".join(map(class_name, after))
             self.notes.append(f"{name} replaces the method list ({old}) by ({new})")
         model = document.get("model")
         if isinstance(model, dict) and "learner" in model:
-            document = {**document, "model": {key: value for key, value in model.items() if key != "learner"}}
+            document = {
+                **document,
+                "model": {key: value for key, value in model.items() if key != "learner"},
+            }
             self.learners.append((_is_fallback(name), model["learner"]))
         self.config = merge(self.config, document)
         if self.learners:  # fallbacks first, so that what was asked for overrides them

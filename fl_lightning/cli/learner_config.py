@@ -23,7 +23,11 @@ def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> di
     arguments = {**written.get("init_args", {}), **written.get("dict_kwargs", {})}
     values = {**dict(parsed.get("init_args") or {}), **dict(parsed.get("dict_kwargs") or {})}
     itself = getattr(learner, "builds_arguments", ())
-    objects = [k for k, v in arguments.items() if k not in itself and not (is_plain(values.get(k)) and values[k] == v)]
+    objects = [
+        k
+        for k, v in arguments.items()
+        if k not in itself and not (is_plain(values.get(k)) and values[k] == v)
+    ]
     if not objects:
         return arguments
     return {

@@ -31,7 +31,8 @@ def names_of_ours() -> dict[str, str]:
         name: f"{module.__name__}.{name}"
         for module in modules
         for name in dir(module)
-        if isinstance(getattr(module, name), type) and getattr(module, name).__module__.startswith("fl_lightning.")
+        if isinstance(getattr(module, name), type)
+        and getattr(module, name).__module__.startswith("fl_lightning.")
     }
 
 
@@ -44,7 +45,9 @@ def full_paths(config: dict[str, Any]) -> dict[str, Any]:
             return [walk(item) for item in node]
         if isinstance(node, dict):
             return {
-                key: ours.get(value, value) if key == "class_path" and isinstance(value, str) else walk(value)
+                key: ours.get(value, value)
+                if key == "class_path" and isinstance(value, str)
+                else walk(value)
                 for key, value in node.items()
             }
         return node
@@ -73,7 +76,9 @@ def method_class(item: Any) -> type[FederatedCallback]:
     path = item.get("class_path") if isinstance(item, dict) else item
     known = subclasses(FederatedCallback)
     if not isinstance(path, str):
-        raise UserError(f"method: {item!r} names no class. Accepted: {listed(sorted(known))}, or my_module.MyClass.")
+        raise UserError(
+            f"method: {item!r} names no class. Accepted: {listed(sorted(known))}, or my_module.MyClass."
+        )
     if "." in path:
         module, _, name = path.rpartition(".")
         try:
@@ -98,11 +103,16 @@ def method_class(item: Any) -> type[FederatedCallback]:
 def apply_method_options(command: Command) -> None:
     """Turn ``command.config["method"]`` into a checked list of ``class_path`` and ``init_args``, options applied."""
     given = command.config.get("method")
-    items = [_whole(item) for item in (given if isinstance(given, list) else [given] if given else [])]
+    items = [
+        _whole(item) for item in (given if isinstance(given, list) else [given] if given else [])
+    ]
     for key, text in command.method_options:
         value = plain_yaml(text, "--method" + (f".{key}" if key not in ("", "+") else key))
         if key in ("", "+"):
-            new = [_whole(item) for item in (value if isinstance(value, list) else [value] if value else [])]
+            new = [
+                _whole(item)
+                for item in (value if isinstance(value, list) else [value] if value else [])
+            ]
             items = items + new if key else new
             # no longer what runs
             command.names = [name for name in command.names if not name.startswith("method/")]
@@ -122,7 +132,9 @@ def apply_method_options(command: Command) -> None:
 
 def _whole(item: Any) -> dict[str, Any]:
     if not isinstance(item, dict | str):
-        raise UserError(f"method: {str(item)[:60]!r} names no class. Give text, such as ProximalTerm, or class_path.")
+        raise UserError(
+            f"method: {str(item)[:60]!r} names no class. Give text, such as ProximalTerm, or class_path."
+        )
     item = item if isinstance(item, dict) else {"class_path": item}
     return {**item, "init_args": dict(item.get("init_args") or {})}
 

@@ -73,7 +73,9 @@ def fit_network_to_data(command: Command) -> None:
 
 
 def _copy_sizes(source: dict[str, Any], target: dict[str, Any]) -> None:
-    _arguments(target).update({key: value for key, value in _arguments(source).items() if key in _SIZES})
+    _arguments(target).update(
+        {key: value for key, value in _arguments(source).items() if key in _SIZES}
+    )
 
 
 # --------------------------------------------------------------------------- what will be built
@@ -100,9 +102,17 @@ def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
 def _put(node: Any, path: list[str], value: Any) -> Any:
     """``node`` with ``value`` at ``path``, which may leave out ``init_args``."""
     if not path:
-        names_a_class = isinstance(value, str) and (isinstance(node, dict) or value in names_of_ours())
+        names_a_class = isinstance(value, str) and (
+            isinstance(node, dict) or value in names_of_ours()
+        )
         return merge(node, {"class_path": value} if names_a_class else value)
-    node = {"class_path": node} if isinstance(node, str) else dict(node) if isinstance(node, dict) else {}
+    node = (
+        {"class_path": node}
+        if isinstance(node, str)
+        else dict(node)
+        if isinstance(node, dict)
+        else {}
+    )
     key, rest = path[0], path[1:]
     if key == "class_path":
         return merge(node, {key: value})
@@ -130,7 +140,9 @@ def _arguments(node: Any) -> dict[str, Any]:
 
 
 def _is_ours(network: Any) -> bool:
-    return isinstance(network, dict) and getattr(_class(network), "__module__", "").startswith("fl_lightning.models.")
+    return isinstance(network, dict) and getattr(_class(network), "__module__", "").startswith(
+        "fl_lightning.models."
+    )
 
 
 def _facts(data: Any) -> Facts:
@@ -140,7 +152,12 @@ def _facts(data: Any) -> Facts:
     arguments = data.get("init_args") if isinstance(data, dict) else None
     classes = cls.num_classes
     shape = cls.shape_of_samples(**(arguments if isinstance(arguments, dict) else {}))
-    return Facts(cls.__name__, shape, classes if isinstance(classes, int) else None, getattr(cls, "texts", False))
+    return Facts(
+        cls.__name__,
+        shape,
+        classes if isinstance(classes, int) else None,
+        getattr(cls, "texts", False),
+    )
 
 
 # --------------------------------------------------------------------------- filling in
@@ -171,7 +188,11 @@ def _complete(learner: Any, facts: Facts, guessed: list[str]) -> Any:
         if facts.shape is None and (ends[0] is None or set(missing) - {"num_classes"}):
             guessed.append(f"samples of {'x'.join(map(str, shape))}")
         if ends is sizes:
-            inner["sizes"] = [math.prod(shape) if ends[0] is None else ends[0], *ends[1:-1], ends[-1] or classes]
+            inner["sizes"] = [
+                math.prod(shape) if ends[0] is None else ends[0],
+                *ends[1:-1],
+                ends[-1] or classes,
+            ]
     if given.get("num_classes") is None and (classes := classes or facts.classes) is not None:
         given["num_classes"] = classes
     return learner
@@ -204,11 +225,15 @@ def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
     network, cls = _arguments(node), _class(node)
     sizes = network.get("sizes")
     ends = sizes if cls is MLP and isinstance(sizes, list) and len(sizes) > 1 else None
-    option, outputs = (f"{_AT}.sizes", ends[-1]) if ends else (f"{_AT}.num_classes", network.get("num_classes"))
+    option, outputs = (
+        (f"{_AT}.sizes", ends[-1]) if ends else (f"{_AT}.num_classes", network.get("num_classes"))
+    )
     counts = [(option, outputs), ("model.learner.num_classes", given.get("num_classes"))]
     for where, count in reversed(counts) if learners else counts:
         if isinstance(count, int) and count < (facts.classes or 0):
-            what = f"{sizes} ends in {count} outputs" if ends and where == option else f"it is {count}"
+            what = (
+                f"{sizes} ends in {count} outputs" if ends and where == option else f"it is {count}"
+            )
             raise UserError(
                 f"{where}: {what}, but {facts.name} has {facts.classes} classes. Give at least {facts.classes}, or "
                 f"{'null for what the data have' if ends else 'leave it out'}."
@@ -240,7 +265,10 @@ def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
             f"{_AT}: {cls.__name__} takes images of {limit} pixels, but those of {facts.name} have {facts.size}. Use "
             "MLP (-c model/mlp), or another network."
         )
-    for name, value, has in (("in_channels", channels, "channels"), ("input_size", side, "pixels a side")):
+    for name, value, has in (
+        ("in_channels", channels, "channels"),
+        ("input_size", side, "pixels a side"),
+    ):
         if _whole(network.get(name)) and network[name] != value:
             raise UserError(
                 f"{_AT}.{name} is {network[name]}, but a sample of {facts.name} ({facts.size}) has {value} {has}. "

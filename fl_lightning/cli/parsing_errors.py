@@ -19,7 +19,14 @@ _INTERNAL = (
     "fl_lightning.cli.signals",
     "fl_lightning.evaluation.measurement",
 )
-_NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "- Expected a path but", "Expected a path but")
+_NOISE = (
+    "Does not validate",
+    "Subtypes:",
+    "Errors:",
+    "Given value",
+    "- Expected a path but",
+    "Expected a path but",
+)
 
 
 def parameters(cls: type) -> list[str]:
@@ -70,16 +77,24 @@ def _types(text: str, known: dict[str, type]) -> str:
     for path in re.findall(r"<class '([\w.]+)'>", text):
         name = path.rsplit(".", 1)[-1]
         cls = known.get(name)
-        found.append(_PLAIN.get(name) or (f"a {name} ({listed(_choices(cls))})" if cls is not None else name))
+        found.append(
+            _PLAIN.get(name) or (f"a {name} ({listed(_choices(cls))})" if cls is not None else name)
+        )
     return " or ".join(dict.fromkeys(found)) or text
 
 
-def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict[str, type]) -> type | None:
+def _class_at(
+    path: str, config: dict[str, Any], options: list[str], known: dict[str, type]
+) -> type | None:
     """The class named at ``path`` in the config or, overriding that, on the command line."""
     node: Any = config
     for key in path.split("."):
         if isinstance(node, dict):
-            node = node.get("init_args", node).get(key) if isinstance(node.get("init_args", node), dict) else None
+            node = (
+                node.get("init_args", node).get(key)
+                if isinstance(node.get("init_args", node), dict)
+                else None
+            )
     name = node.get("class_path") if isinstance(node, dict) else node
     for option, following in zip(options, [*options[1:], ""], strict=False):
         flag, equals, value = option.partition("=")
@@ -89,7 +104,11 @@ def _class_at(path: str, config: dict[str, Any], options: list[str], known: dict
 
 
 def one_paragraph(
-    message: str, parser: ArgumentParser, config: dict[str, Any], options: list[str], bases: dict[str, type]
+    message: str,
+    parser: ArgumentParser,
+    config: dict[str, Any],
+    options: list[str],
+    bases: dict[str, type],
 ) -> str:
     """Say ``message`` briefly. ``bases``: the base class of what an option takes, by the last part of its name."""
     known = {name: cls for base in bases.values() for name, cls in subclasses(base).items()}
@@ -132,7 +151,11 @@ def one_paragraph(
         elif text and not text.startswith(_NOISE):
             leaves.append(text)
     option = ".".join(path)
-    telling = [text for text in leaves if re.match(r"Option '|Expected a dot import|Problem with|the following", text)]
+    telling = [
+        text
+        for text in leaves
+        if re.match(r"Option '|Expected a dot import|Problem with|the following", text)
+    ]
     leaf = (telling or leaves or message.splitlines())[0]
 
     if match := re.match(r"Option '([^']+)' is not accepted", leaf):
@@ -152,7 +175,9 @@ def one_paragraph(
             return f"{option}: {match[1]!r} is not accepted; expected {_types(subtypes, known)}."
         base = bases.get(option) or bases.get(option.rsplit(".", 1)[-1])
         names = _choices(base) if base else []
-        accepted = f" Accepted: {listed(names)}, or a path such as my_module.MyClass." if names else ""
+        accepted = (
+            f" Accepted: {listed(names)}, or a path such as my_module.MyClass." if names else ""
+        )
         return f"{option}: there is no class {match[1]!r}.{suggest(match[1], names or known)}{accepted}"
     if match := re.match(r"Problem with given class_path '([^']+)':", leaf):
         reason = " ".join(leaves[leaves.index(leaf) + 1 :][:1]) or "it cannot be imported"
@@ -175,7 +200,9 @@ def why_not_built(error: BaseException) -> str | None:
     """The message of a UserError that jsonargparse wrapped in an error of its own; None without one."""
     inner = error.__cause__ or error.__context__
     found = why_not_built(inner) if inner is not None else None
-    if found is None and str(error).startswith("Does not validate against any of the Union subtypes"):
+    if found is None and str(error).startswith(
+        "Does not validate against any of the Union subtypes"
+    ):
         attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()[2:]]
         telling = [text for text in attempts if not text.startswith(("Expected a", *_NOISE))]
         found = " ".join(telling[: 2 if telling[0].endswith(":") else 1]) if telling else None
@@ -185,7 +212,10 @@ def why_not_built(error: BaseException) -> str | None:
 def not_an_optimizer(error: Exception) -> str | None:
     """The paragraph for arguments that one of torch's optimizers refuses; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames[-1].f_globals["__name__"].startswith("torch.optim") or frames[-1].f_code.co_name != "__init__":
+    if (
+        not frames[-1].f_globals["__name__"].startswith("torch.optim")
+        or frames[-1].f_code.co_name != "__init__"
+    ):
         return None
     return (
         f"{type(frames[-1].f_locals['self']).__name__}: {error}. Mend the optimizer's arguments in "
@@ -197,5 +227,9 @@ def _choices(base: type) -> list[str]:
     """What to offer where a ``base`` is wanted; only our own networks and learners, as torch has hundreds."""
     found = subclasses(base)
     if issubclass(base, torch.nn.Module):
-        found = {name: cls for name, cls in found.items() if cls.__module__.startswith("fl_lightning.models")}
+        found = {
+            name: cls
+            for name, cls in found.items()
+            if cls.__module__.startswith("fl_lightning.models")
+        }
     return sorted(name for name, cls in found.items() if cls.__module__ not in _INTERNAL)

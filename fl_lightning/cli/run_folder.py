@@ -56,7 +56,9 @@ def holds_run(folder: Path) -> bool:
     if packed.is_file():  # what is kept of a finished run
         return True
     # without checkpoints (enable_checkpointing=false), the row of round 1 shows that round 0 ended
-    return bool(checkpoints(folder)) or (metrics.is_file() and metrics.read_bytes().count(b"\n") > 2)
+    return bool(checkpoints(folder)) or (
+        metrics.is_file() and metrics.read_bytes().count(b"\n") > 2
+    )
 
 
 def check_name(folder: Path) -> None:
@@ -69,7 +71,9 @@ def check_name(folder: Path) -> None:
     except UnicodeEncodeError:
         why = "holds bytes that are no text"
     if why:
-        raise UserError(f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {why}. Give another folder.")
+        raise UserError(
+            f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {why}. Give another folder."
+        )
 
 
 RUN_FILES = ", for the run's config, metrics and checkpoints"
@@ -171,7 +175,9 @@ class RunFolder(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         if self._lock is not None and not self._lock.used:
             self._release()
 
@@ -188,11 +194,19 @@ class RunFolder(pl.Callback):
         self._lock.use()
         vars(trainer)["_default_root_dir"] = str(self.folder)  # for everyone who asks from now on
         first_round = trainer.current_epoch
-        if trainer.is_global_zero and (first_round == 0 or not (self.folder / "config.yaml").exists()):
+        if trainer.is_global_zero and (
+            first_round == 0 or not (self.folder / "config.yaml").exists()
+        ):
             self.write_config()
         loggers: list[Logger] = [MetricsCSV(self.folder)]
         if self.tensorboard:
-            events = _Events(str(self.folder), name="", version="", purge_step=first_round, default_hp_metric=False)
+            events = _Events(
+                str(self.folder),
+                name="",
+                version="",
+                purge_step=first_round,
+                default_hp_metric=False,
+            )
             loggers.append(events)
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
@@ -263,7 +277,12 @@ class RunCheckpoint(Checkpoint):
         return "RunCheckpoint"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"monitor": self.monitor, "mode": self.mode, "best": self.best, "best_round": self.best_round}
+        return {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "best": self.best,
+            "best_round": self.best_round,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["monitor"] == self.monitor:
@@ -307,8 +326,15 @@ class RunCheckpoint(Checkpoint):
             self.explained = True
             self._record(trainer)
             known = {name: self.directions.known(name) for name in sorted(names)}
-            other = next((n for n in known if is_accuracy(n)), next((n for n in known if known[n] is not None), None))
-            way = f"--monitor {other}" if other else f"--monitor {next(iter(known))} --monitor_mode max (or min)"
+            other = next(
+                (n for n in known if is_accuracy(n)),
+                next((n for n in known if known[n] is not None), None),
+            )
+            way = (
+                f"--monitor {other}"
+                if other
+                else f"--monitor {next(iter(known))} --monitor_mode max (or min)"
+            )
             print(f"no {self.monitor} is logged, so best.ckpt is not kept; {way} would keep it")
 
     def _record(self, trainer: pl.Trainer) -> None:
@@ -340,7 +366,9 @@ class RunCheckpoint(Checkpoint):
         return False
 
     def _link(self, trainer: pl.Trainer) -> None:
-        last, best, aside = (self.folder / name for name in ("last.ckpt", "best.ckpt", ".best.ckpt.tmp"))
+        last, best, aside = (
+            self.folder / name for name in ("last.ckpt", "best.ckpt", ".best.ckpt.tmp")
+        )
         if not trainer.is_global_zero or not last.exists():
             return
         lock.check(best)

@@ -73,7 +73,10 @@ def run_record(
         "modes": dict(modes or {}),
         "shown": list(shown),
         "command": list(command),
-        "versions": {**{package: _version(package) for package in _PACKAGES}, "python": platform.python_version()},
+        "versions": {
+            **{package: _version(package) for package in _PACKAGES},
+            "python": platform.python_version(),
+        },
     }
 
 
@@ -83,8 +86,14 @@ def config_hash(config: Mapping[str, Any]) -> str:
     >>> config_hash({"seed_everything": 0, "model": {"a": 1}}) == config_hash({"seed_everything": 1, "model": {"a": 1}})
     True
     """
-    trainer = {key: value for key, value in (config.get("trainer") or {}).items() if key != "default_root_dir"}
-    kept = {key: value for key, value in config.items() if key not in ("seed_everything", "ckpt_path")}
+    trainer = {
+        key: value
+        for key, value in (config.get("trainer") or {}).items()
+        if key != "default_root_dir"
+    }
+    kept = {
+        key: value for key, value in config.items() if key not in ("seed_everything", "ckpt_path")
+    }
     text = json.dumps({**kept, "trainer": trainer}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -96,7 +105,9 @@ def checkout() -> str | None:
     try:
         # not of a checkout that it only lies in
         for arguments in (["ls-files", "--error-unmatch", here], describe):
-            said = subprocess.run([*git, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+            said = subprocess.run(
+                [*git, *arguments], capture_output=True, text=True, check=True, timeout=60
+            ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return said.strip() or None
@@ -123,7 +134,12 @@ class RunRecord(pl.Callback):
         claims_hash: str | None = None,
         axes: Mapping[str, str] | None = None,
     ) -> None:
-        self.config, self.command, self.arm, self.claims_hash = config, list(command), arm, claims_hash
+        self.config, self.command, self.arm, self.claims_hash = (
+            config,
+            list(command),
+            arm,
+            claims_hash,
+        )
         self.axes = dict(axes or {})
         self._started: str | None = None
         self._commit: str | None = None
@@ -134,7 +150,10 @@ class RunRecord(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._path = Path(trainer.default_root_dir) / "run.json"
         before = read_record(self._path)
-        self.arm, self.claims_hash = self.arm or before.get("arm"), self.claims_hash or before.get("claims_hash")
+        self.arm, self.claims_hash = (
+            self.arm or before.get("arm"),
+            self.claims_hash or before.get("claims_hash"),
+        )
         self.axes = self.axes or before.get("axes") or {}
         self._started = (before.get("started") if trainer.current_epoch else None) or _now()
         self._commit = checkout() if trainer.is_global_zero else None
@@ -152,17 +171,26 @@ class RunRecord(pl.Callback):
         asked = getattr(pl_module, "stop_requested", False) or _out_of_time(trainer)
         self._write("stopped" if asked and not all_done else "done", trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         if isinstance(exception, Diverged):
             status = "diverged"
         else:
-            status = "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+            status = (
+                "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
+            )
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
         """Note what the learner's torchmetrics said of themselves, and what is shown; whether that is new."""
-        before, logged = (dict(self._modes), self._shown), getattr(trainer.lightning_module, "logged", None)
-        self._shown = [name for name in facts.shown(trainer) if name in trainer.callback_metrics] or self._shown
+        before, logged = (
+            (dict(self._modes), self._shown),
+            getattr(trainer.lightning_module, "logged", None),
+        )
+        self._shown = [
+            name for name in facts.shown(trainer) if name in trainer.callback_metrics
+        ] or self._shown
         if logged is not None:
             self._modes |= logged.modes_of(trainer.callback_metrics)
         return (self._modes, self._shown) != before

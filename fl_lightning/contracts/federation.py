@@ -43,16 +43,23 @@ class Learner(pl.LightningModule):
     running_mean: Tensor
     batches: Tensor
 
-    def __init__(self, frozen: bool = False, dead: bool = False, embedding: bool | None = None) -> None:
+    def __init__(
+        self, frozen: bool = False, dead: bool = False, embedding: bool | None = None
+    ) -> None:
         super().__init__()
         self.dead, self.seen_by = dead, embedding is None
         if embedding is not None:
-            self.table, self.unused = nn.Embedding(3, 3, sparse=embedding), nn.Parameter(torch.zeros(2))
+            self.table, self.unused = (
+                nn.Embedding(3, 3, sparse=embedding),
+                nn.Parameter(torch.zeros(2)),
+            )
         self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
         self.double()
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
-            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = 0.5 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
         if frozen:
             self.first.bias.requires_grad_(False)
         if self.seen_by:
@@ -71,12 +78,16 @@ class Learner(pl.LightningModule):
 
 
 def data(
-    order: Sequence[int] | None = None, batch_size: int | None = 4, client_test_fraction: float = 0.0
+    order: Sequence[int] | None = None,
+    batch_size: int | None = 4,
+    client_test_fraction: float = 0.0,
 ) -> InMemoryDataModule:
     """Heterogeneous clients; ``order`` registers them in another order."""
     rng = np.random.default_rng(3)
     x = np.concatenate([rng.normal(size=(n, 3)) + rng.normal(size=3) for n in SIZES])
-    y = np.concatenate([np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(SIZES)])
+    y = np.concatenate(
+        [np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(SIZES)]
+    )
     ends = np.cumsum(SIZES)
     clients = [np.arange(e - n, e) for e, n in zip(ends, SIZES, strict=True)]
     if order is not None:
@@ -110,7 +121,9 @@ def quiet() -> Iterator[None]:
 class Watch(pl.Callback):
     """Calls ``started(module)`` before the first round and ``ended(module)`` after each."""
 
-    def __init__(self, started: Callable[[Any], object] | None, ended: Callable[[Any], object] | None) -> None:
+    def __init__(
+        self, started: Callable[[Any], object] | None, ended: Callable[[Any], object] | None
+    ) -> None:
         self.started, self.ended = started, ended
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -148,7 +161,9 @@ def fit(
     module = FederatedModule(learner or Learner(), **arguments)
     watchers: list[pl.Callback] = [Watch(started, ended)]
     if folder is not None:
-        watchers.append(ModelCheckpoint(f"{folder}/checkpoints", filename="last", enable_version_counter=False))
+        watchers.append(
+            ModelCheckpoint(f"{folder}/checkpoints", filename="last", enable_version_counter=False)
+        )
     fitted = pl.Trainer(
         max_epochs=rounds,
         callbacks=[*callbacks, *watchers],
@@ -161,13 +176,20 @@ def fit(
         log_every_n_steps=1,
         **(trainer or {}),
     )
-    fitted.fit(module, federation or data(), ckpt_path=f"{folder}/checkpoints/last.ckpt" if resume else None)
+    fitted.fit(
+        module,
+        federation or data(),
+        ckpt_path=f"{folder}/checkpoints/last.ckpt" if resume else None,
+    )
     return module
 
 
 def outcome(module: FederatedModule) -> Outcome:
     """All that a run leaves behind: models, buffers, server states, this process's client rows, and what was logged."""
-    left = {"the server's model": module.global_vector, "the evaluated model": module.evaluated_vector}
+    left = {
+        "the server's model": module.global_vector,
+        "the evaluated model": module.evaluated_vector,
+    }
     left |= {f"buffer {name}": buffer for name, buffer in module.learner.named_buffers()}
     left |= {f"server state {name}": value for name, value in module.server_states.items()}
     store = module.client_rows.store
@@ -251,9 +273,17 @@ def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder
     status = 1
     try:
         torch.set_num_threads(1)
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "GROUP_RANK": 0,
+        }
         os.environ.update({k: str(v) for k, v in variables.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="contracts")
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="contracts"
+        )
         torch.save(job(), folder / f"{rank}.pt")
         status = 0
     except BaseException as error:

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState
 from fl_lightning.contracts import snapshots
@@ -56,7 +60,9 @@ class Stage:
             rates=ClientRates(1.0, torch.tensor(0.1, dtype=torch.float64)),
             read=lambda key, client: self.rows[key][client] if key in self.rows else None,
             steps_of=lambda client, epochs: 1 + client % 2,
-            server_states={k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)},
+            server_states={
+                k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)
+            },
         )
 
     @staticmethod
@@ -80,7 +86,11 @@ class Stage:
     def clients(self, ids: Sequence[int]) -> Clients:
         """A group about to start, its per-client columns ready as an engine has them."""
         clients = Clients(
-            self.round, list(ids), self.round.w.expand(len(ids), -1).clone(), self.gradient, self.evaluate
+            self.round,
+            list(ids),
+            self.round.w.expand(len(ids), -1).clone(),
+            self.gradient,
+            self.evaluate,
         )
         _ = clients.ids, clients.steps, clients.sizes, clients.weights
         return clients
@@ -89,7 +99,9 @@ class Stage:
         """Call the hooks of one round in order; yields each one's name and what there is after it."""
         methods = self.methods
         methods.bind(Ledger(self.round))
-        perturb, mix, transmit = (methods.owner(h) for h in ("perturbation", "on_loss_gradient", "transmit"))
+        perturb, mix, transmit = (
+            methods.owner(h) for h in ("perturbation", "on_loss_gradient", "transmit")
+        )
 
         mixing = [("on_loss_gradient", mix)] if mix is not None else []
         corrections = [("on_local_gradient", correct) for correct in methods["on_local_gradient"]]
@@ -171,7 +183,13 @@ def groups(method: Method) -> None:
             for hook, ours in stage.rehearse(stage.clients(range(n)), _plainly):
                 alone = [next(one)[1] for one in single]
                 theirs = {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
-                require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {n}{' = D' * (n == size)}", hint)
+                require_same(
+                    theirs,
+                    ours,
+                    1e-12,
+                    f"{hook} differs in a group of {n}{' = D' * (n == size)}",
+                    hint,
+                )
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
 

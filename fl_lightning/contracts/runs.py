@@ -78,7 +78,10 @@ def neutral(method: Method) -> None:
     given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
-        ours, average = (outcome(fit(chosen, **{**method.cls.requires, **setting})) for chosen in ([callback], []))
+        ours, average = (
+            outcome(fit(chosen, **{**method.cls.requires, **setting}))
+            for chosen in ([callback], [])
+        )
         # a perturbation of length 0 costs a gradient nevertheless
         average.pop("log cost/gradients", None)
         require_same(
@@ -94,7 +97,11 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
     try:
         return method.factory(**arguments)
     except TypeError:
-        given = {k: v for k, v in vars(method.factory()).items() if k in inspect.signature(method.cls).parameters}
+        given = {
+            k: v
+            for k, v in vars(method.factory()).items()
+            if k in inspect.signature(method.cls).parameters
+        }
         return method.cls(**{**given, **arguments})
 
 
@@ -134,7 +141,10 @@ def order_of_training(method: Method) -> None:
 
 def engines(method: Method) -> None:
     refused = []
-    for name, together, tolerance in (("concurrent", {"workers": 2}, 0.0), ("stacked", {"clients_at_once": 2}, 1e-9)):
+    for name, together, tolerance in (
+        ("concurrent", {"workers": 2}, 0.0),
+        ("stacked", {"clients_at_once": 2}, 1e-9),
+    ):
         try:
             ours = method.run(engine=name, **together)
         except UserError as error:
@@ -170,8 +180,13 @@ def frozen(method: Method) -> None:
     if not torch.equal(learner.first.bias, before.first.bias):
         hint = "change clients.x or server.update, not the learner"
         raise Failed("a parameter with requires_grad=False changed", hint)
-    if module.global_vector.numel() != sum(p.numel() for p in before.parameters() if p.requires_grad):
-        raise Failed("a frozen parameter is part of the flat vector", "this is the framework's fault: report it")
+    if module.global_vector.numel() != sum(
+        p.numel() for p in before.parameters() if p.requires_grad
+    ):
+        raise Failed(
+            "a frozen parameter is part of the flat vector",
+            "this is the framework's fault: report it",
+        )
 
 
 def resume(method: Method) -> None:
@@ -180,10 +195,10 @@ def resume(method: Method) -> None:
         try:
             went_on = outcome(fit([method.factory()], folder=folder, resume=True))
         except UserError as error:
-            hint = (
-                "a public attribute counts as an argument and has to be the same after a resume; declare what changes"
-            )
-            raise Failed(f"resuming after round 2 is refused: {str(error)[:120]} …", hint) from error
+            hint = "a public attribute counts as an argument and has to be the same after a resume; declare what changes"
+            raise Failed(
+                f"resuming after round 2 is refused: {str(error)[:120]} …", hint
+            ) from error
     require_same(
         method.plain,
         went_on,
@@ -201,7 +216,9 @@ def declared(method: Method) -> None:
         started=lambda module: before.update(snapshots.take(callback)),
         ended=lambda module: found.update(snapshots.changes(before, snapshots.take(callback))),
     )
-    changed = sorted(name for name in found if name.removeprefix("self.") not in callback.state_dict())
+    changed = sorted(
+        name for name in found if name.removeprefix("self.") not in callback.state_dict()
+    )
     if not changed:
         return
     names = ", ".join(changed)
@@ -220,9 +237,16 @@ def declared(method: Method) -> None:
         )
     except Exception as error:
         raise Failed(
-            f"{names} changed during the run, is not declared, and is needed later: {where(error)}", hint
+            f"{names} changed during the run, is not declared, and is needed later: {where(error)}",
+            hint,
         ) from error
-    require_same(method.plain, left, 0.0, f"{names} changed during the run, is not declared, and matters later", hint)
+    require_same(
+        method.plain,
+        left,
+        0.0,
+        f"{names} changed during the run, is not declared, and matters later",
+        hint,
+    )
 
 
 def small_clients(method: Method) -> None:
@@ -251,7 +275,9 @@ def zero_gradient(method: Method) -> None:
 def unequal_rates(method: Method) -> None:
     def two(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        return torch.optim.SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}], lr=0.2)
+        return torch.optim.SGD(
+            [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}], lr=0.2
+        )
 
     try:
         finite(method, "with two learning rates in one optimizer", "", client_optimizer=two)
@@ -262,7 +288,9 @@ def unequal_rates(method: Method) -> None:
 
 def lazy_gradients(method: Method) -> None:
     hint = "gradients arrive as one dense vector (n, D), 0 where a parameter got none; take them from nowhere else"
-    dense = finite(method, "with parameters that get no gradient", hint, learner=Learner(embedding=False))
+    dense = finite(
+        method, "with parameters that get no gradient", hint, learner=Learner(embedding=False)
+    )
     sparse = finite(method, "with sparse gradients", hint, learner=Learner(embedding=True))
     require_same(dense, sparse, 1e-12, "sparse and dense gradients of one loss differ", hint)
 
@@ -312,6 +340,8 @@ def beside_another(method: Method) -> None:
         raise NotApplicable(f"refused: {refused[0]}")
 
 
-def _together(method: Method, partner: Callable[[], FederatedCallback], ours_first: bool) -> Outcome:
+def _together(
+    method: Method, partner: Callable[[], FederatedCallback], ours_first: bool
+) -> Outcome:
     callbacks: Sequence[FederatedCallback] = [method.factory(), partner()]
     return outcome(fit(callbacks if ours_first else callbacks[::-1]))

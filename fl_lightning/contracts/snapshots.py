@@ -16,14 +16,18 @@ FRAMEWORKS = {"_declared", "_bound_ledger"}
 
 def take(callback: FederatedCallback) -> dict[str, Any]:
     """``{"self.name": value}`` and ``{"Class.name": value}``; values are copied as far down as they are data."""
-    held = {f"self.{name}": value for name, value in vars(callback).items() if name not in FRAMEWORKS}
+    held = {
+        f"self.{name}": value for name, value in vars(callback).items() if name not in FRAMEWORKS
+    }
     for cls in type(callback).__mro__:
         if cls is FederatedCallback:
             break
         held |= {
             f"{cls.__name__}.{name}": value
             for name, value in vars(cls).items()
-            if not name.startswith("__") and not callable(value) and not isinstance(value, Declaration | property)
+            if not name.startswith("__")
+            and not callable(value)
+            and not isinstance(value, Declaration | property)
         }
     return {name: _copied(value) for name, value in held.items()}
 
@@ -59,7 +63,9 @@ def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]
 
 def _holder(callback: FederatedCallback, name: str) -> Any:
     cls = name.split(".")[0]
-    return callback if cls == "self" else next(c for c in type(callback).__mro__ if c.__name__ == cls)
+    return (
+        callback if cls == "self" else next(c for c in type(callback).__mro__ if c.__name__ == cls)
+    )
 
 
 def _copied(value: Any, depth: int = 0) -> Any:

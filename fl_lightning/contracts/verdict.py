@@ -56,16 +56,23 @@ class CheckReport:
 
     def __str__(self) -> str:
         failed = sum(check.verdict == "fails" for check in self.checks)
-        lines = [f"{self.method}: {'all contracts hold' if self.ok else f'{failed} of {len(self.checks)} fail'}", ""]
+        lines = [
+            f"{self.method}: {'all contracts hold' if self.ok else f'{failed} of {len(self.checks)} fail'}",
+            "",
+        ]
         width = max(len(check.name) for check in self.checks)
         told = dict[str, str]()  # reason -> the first that failed by it
         for check in self.checks:
             aside = check.reason if check.verdict == "n/a" else ""
             if check.verdict == "fails" and told.setdefault(check.reason, check.name) != check.name:
                 aside = f"as {told[check.reason]!r}"
-            lines.append(f"  {check.verdict:<5}  {check.name:<{width}}{f'  ({aside})' if aside else ''}".rstrip())
+            lines.append(
+                f"  {check.verdict:<5}  {check.name:<{width}}{f'  ({aside})' if aside else ''}".rstrip()
+            )
             if check.verdict == "fails" and not aside:
-                lines += _wrapped("what: ", check.reason) + (_wrapped("hint: ", check.hint) if check.hint else [])
+                lines += _wrapped("what: ", check.reason) + (
+                    _wrapped("hint: ", check.hint) if check.hint else []
+                )
         lines += [
             "",
             "Not checked: whether the rule is the one you mean. A wrong sign or factor keeps every contract;",
@@ -75,7 +82,9 @@ class CheckReport:
 
 
 def _wrapped(label: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent=f"{'':9}{label}", subsequent_indent=" " * (9 + len(label)))
+    return textwrap.wrap(
+        text, 100, initial_indent=f"{'':9}{label}", subsequent_indent=" " * (9 + len(label))
+    )
 
 
 def where(error: BaseException) -> str:

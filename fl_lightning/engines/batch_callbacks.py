@@ -30,7 +30,9 @@ def looks(callback: Any, hook: str) -> bool:
     Those of Lightning and ours do not count, nor do classes made from one of these, such as a progress bar.
     """
     called = getattr(callback, hook, None)
-    made_from = {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.split(".")[0] in OWN}
+    made_from = {
+        kind.__name__ for kind in type(callback).__mro__ if kind.__module__.split(".")[0] in OWN
+    }
     if called is None or made_from - BASES:
         return False
     of_object = vars(callback).get(hook)
@@ -60,7 +62,9 @@ def reads(called: Any, place: int, hook: str) -> tuple[bool, bool]:
     else:
         return False, False
     loaded = (i.argval for i in dis.get_instructions(code) if "LOAD_FAST" in i.opname)
-    if name not in code.co_cellvars and not any(name in (a if isinstance(a, tuple) else (a,)) for a in loaded):
+    if name not in code.co_cellvars and not any(
+        name in (a if isinstance(a, tuple) else (a,)) for a in loaded
+    ):
         return False, False
     return True, only_passed_on(function, name, hook)
 
@@ -70,7 +74,9 @@ def only_passed_on(function: Any, name: str, hook: str) -> bool:
         nodes: list[Any] = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
     except (OSError, TypeError, SyntaxError):  # no source
         return False
-    given = [each for node in nodes if calls_super(node, hook) for each in (*node.args, *node.keywords)]
+    given = [
+        each for node in nodes if calls_super(node, hook) for each in (*node.args, *node.keywords)
+    ]
     names = [getattr(each, "value", each) for each in given]  # of *args and keywords
     own = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
     return all(any(node is each for each in names) for node in own)
@@ -80,7 +86,9 @@ def calls_super(node: Any, hook: str) -> bool:
     """Whether it is a call of ``super().hook(…)``."""
     method = node.func if isinstance(node, ast.Call) else None
     base = method.value if isinstance(method, ast.Attribute) and method.attr == hook else None
-    return isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
+    return (
+        isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
+    )
 
 
 def original(callback: Any) -> Any:
@@ -106,7 +114,10 @@ def take_over(trainer: Any) -> None:
                 f"callback {name} looks at the batch in on_train_batch_start, where a FederatedCallback has none: "
                 "override local_batch(client, batch), which gives the batch that the client trains on."
             )
-    trainer.callbacks = [View(c, **{START: partial(elsewhere, c)}) if looks(c, START) else c for c in trainer.callbacks]
+    trainer.callbacks = [
+        View(c, **{START: partial(elsewhere, c)}) if looks(c, START) else c
+        for c in trainer.callbacks
+    ]
 
 
 def give_back(trainer: Any) -> None:
@@ -126,7 +137,11 @@ def elsewhere(callback: Any) -> Callable[..., None]:
 
 def looking(trainer: Any, hook: str = START) -> list[Any]:
     """The callbacks that look at their batch in this hook."""
-    return [c for c in map(original, trainer.callbacks) if looks(c, hook) and not isinstance(c, FederatedCallback)]
+    return [
+        c
+        for c in map(original, trainer.callbacks)
+        if looks(c, hook) and not isinstance(c, FederatedCallback)
+    ]
 
 
 def changed(trainer: Any, hook: str = START) -> Change | None:

@@ -39,7 +39,9 @@ class ClientOptimizer:
     those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
     """
 
-    def __init__(self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout) -> None:
+    def __init__(
+        self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout
+    ) -> None:
         self.x, self.gradient = x, gradient
         self.by_step = False  # whether rates change within a client's round
         self.shown: Optimizer | None = None
@@ -82,7 +84,9 @@ class ClientOptimizer:
             self.optimizer = copy.copy(optimizer)
             self.optimizer.param_groups, self.optimizer.state = groups, type(optimizer.state)(dict)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
-        self._options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        self._options = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
 
     def show(self, optimizer: Optimizer, learner: nn.Module, copy_of_it: nn.Module) -> Optimizer:
         """The clients' optimizer over the parameters of a copy, for its hooks to look at; rates as they are now."""
@@ -90,7 +94,8 @@ class ClientOptimizer:
         own = dict(copy_of_it.named_parameters())
         self.shown = copy.copy(optimizer)
         self.shown.param_groups = [
-            {**g, "params": [own[names[id(p)]] for p in g["params"] if id(p) in names]} for g in optimizer.param_groups
+            {**g, "params": [own[names[id(p)]] for p in g["params"] if id(p) in names]}
+            for g in optimizer.param_groups
         ]
         self.shown.state = type(optimizer.state)(dict)
         self._made = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -104,8 +109,12 @@ class ClientOptimizer:
         else:
             self.optimizer.state.clear()
             for parameter, made in self._fresh.items():  # some are made with state: Adagrad, say
-                self.optimizer.state[parameter] = {name: copy.deepcopy(value) for name, value in made.items()}
-            for group, options, base in zip(self.optimizer.param_groups, self._options, self.base, strict=True):
+                self.optimizer.state[parameter] = {
+                    name: copy.deepcopy(value) for name, value in made.items()
+                }
+            for group, options, base in zip(
+                self.optimizer.param_groups, self._options, self.base, strict=True
+            ):
                 group.update(copy.deepcopy(options))
                 group["lr"] = base * rates.factor
             if state:
@@ -166,7 +175,9 @@ class ClientOptimizer:
                 if isinstance(value, Tensor):
                     rows[f"optimizer.{j}.{name}"] = value.detach().clone()
                 elif isinstance(value, (int, float)):
-                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(value, dtype=torch.float64)
+                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(
+                        value, dtype=torch.float64
+                    )
                 elif value is not None:
                     raise UserError(
                         f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s state {name!r}, a "
@@ -200,10 +211,15 @@ class ClientOptimizer:
 
 def is_flat(optimizer: Optimizer, learner: nn.Module) -> bool:
     """Whether it can work on the flat vector: elementwise, with one group that has all parameters."""
-    own = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ELEMENTWISE
+    own = (
+        type(optimizer).__module__.startswith("torch.optim")
+        and type(optimizer).__name__ in ELEMENTWISE
+    )
     if not own or len(optimizer.param_groups) != 1:
         return False
-    return {id(p) for p in optimizer.param_groups[0]["params"]} >= {id(p) for _, p in trainable(learner)}
+    return {id(p) for p in optimizer.param_groups[0]["params"]} >= {
+        id(p) for _, p in trainable(learner)
+    }
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
@@ -226,7 +242,9 @@ def weight_decays(optimizer: Optimizer) -> list[float]:
     ]
 
 
-def rates(optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.device) -> ClientRates:
+def rates(
+    optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.device
+) -> ClientRates:
     """The settings of the first group, before any decay, and in which of them the groups differ."""
     first = optimizer.param_groups[0]
     return ClientRates(

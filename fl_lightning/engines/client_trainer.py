@@ -94,7 +94,9 @@ class Present:
         epoch, index = trainer.fit_loop.epoch_loop, partial(getattr, self, "index")
         progress = View(epoch.batch_progress, is_last_batch=self.is_last)
         epoch = View(epoch, batch_idx=index, batch_progress=lambda: progress)
-        loop = View(trainer.fit_loop, batch_idx=index, max_batches=self.batches, epoch_loop=lambda: epoch)
+        loop = View(
+            trainer.fit_loop, batch_idx=index, max_batches=self.batches, epoch_loop=lambda: epoch
+        )
         own: dict[str, Callable[[], Any]] = {
             "fit_loop": lambda: loop,
             "num_training_batches": self.batches,

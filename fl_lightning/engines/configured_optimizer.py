@@ -53,10 +53,14 @@ def of_clients(
     return optimizer, None
 
 
-def check_scheduler(learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str) -> None:
+def check_scheduler(
+    learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str
+) -> None:
     """Refuse a scheduler that cannot be stepped as it was asked for."""
     name, option = type(learner).__name__, f"client_scheduler={unit!r}"
-    metered = [s for s, _ in schedulers if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau)]
+    metered = [
+        s for s, _ in schedulers if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    ]
     if factory is not None:
         raise UserError(
             f"{option} steps the lr scheduler of the learner's configure_optimizers, and client_optimizer takes that "
@@ -120,7 +124,9 @@ def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         Optimizer.add_param_group = add  # type: ignore[method-assign]  # torch's own, put back
 
 
-def without_scheduler(group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def without_scheduler(
+    group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> dict[str, Any]:
     """A parameter group as it was before a scheduler set what it sets."""
     if "initial_lr" not in group:
         return group
@@ -143,7 +149,11 @@ def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
     shown = copy.copy(optimizer)
     groups = rates.groups(0) or optimizer.param_groups
     shown.param_groups = [
-        {**group, **{k: v for k, v in now.items() if k != "params"}, "lr": float(now["lr"]) * rates.factor}
+        {
+            **group,
+            **{k: v for k, v in now.items() if k != "params"},
+            "lr": float(now["lr"]) * rates.factor,
+        }
         for group, now in zip(optimizer.param_groups, groups, strict=True)
     ]
     return shown

@@ -17,7 +17,13 @@ Collect = Callable[[int, Clients], None]
 class Engine(Protocol):
     """Who trains a round's clients."""
 
-    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
         """Train the clients of ``leaves`` (position in the sum, client), each from the round's model and buffers.
 
         Args:

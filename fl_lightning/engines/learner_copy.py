@@ -95,7 +95,9 @@ class LearnerCopy:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The learner's buffers as they are now: ``training_step`` may assign a new tensor to one."""
-        now = {name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()}
+        now = {
+            name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()
+        }
         written = {name: parameter.data for name, (parameter, _) in self._written.items()}
         return {name: buffer for name, buffer in now.items() if buffer is not None} | written
 
@@ -122,9 +124,15 @@ class LearnerCopy:
         for parameter, _ in self._written.values():
             memo.pop(id(parameter), None)
         trainers = [part._trainer for part in lightning_modules(learner)]
-        memo.update({id(trainer): trainer for trainer in trainers} | without_graphs(learner) | lent_logs(learner))
+        memo.update(
+            {id(trainer): trainer for trainer in trainers}
+            | without_graphs(learner)
+            | lent_logs(learner)
+        )
         copied = copy.deepcopy(learner, memo)
-        another = LearnerCopy(copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert)
+        another = LearnerCopy(
+            copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert
+        )
         another.treat_as_buffers(self._written)
         another.keeps_loss = self.keeps_loss
         another.attach()
@@ -137,7 +145,13 @@ class LearnerCopy:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
-        own = (self._log, self._log_dict, self._optimizers, lambda: self.scheduler, self.present.loader)
+        own = (
+            self._log,
+            self._log_dict,
+            self._optimizers,
+            lambda: self.scheduler,
+            self.present.loader,
+        )
         self._parts = lightning_modules(self.learner)
         for part in self._parts:
             for name, shim in zip(IN_STEPS, own, strict=True):
@@ -185,7 +199,10 @@ class LearnerCopy:
         """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
         check_trainable(self.learner, self.layout)
         parts = lightning_modules(self.learner)
-        before = [(part, {n: vars(part)[n] for n in ("_trainer", *IN_STEPS) if n in vars(part)}) for part in parts]
+        before = [
+            (part, {n: vars(part)[n] for n in ("_trainer", *IN_STEPS) if n in vars(part)})
+            for part in parts
+        ]
         self.attach()
         try:
             yield
@@ -277,7 +294,9 @@ class LearnerCopy:
         """What the steps since the last reset left in the learner's metrics; None where it has none."""
         if not self._own_metrics:
             return None
-        return metric_states.taken(self.learner, self._own_metrics, dict(self._logged_metrics), self._outside)
+        return metric_states.taken(
+            self.learner, self._own_metrics, dict(self._logged_metrics), self._outside
+        )
 
     def take_logs(self) -> dict[str, Tensor]:
         """Numbers over the steps since the last call, float64 scalars; metrics are apart."""
@@ -340,10 +359,18 @@ class LearnerCopy:
         self.logged.setdefault(name, []).append(value.detach())
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return LightningOptimizer(self.optimizer) if use_pl_optimizer and self.optimizer is not None else self.optimizer
+        return (
+            LightningOptimizer(self.optimizer)
+            if use_pl_optimizer and self.optimizer is not None
+            else self.optimizer
+        )
 
     def _log_dict(self, dictionary: Any, *args: Any, **flags: Any) -> None:
-        items = dictionary.items(keep_base=False) if isinstance(dictionary, MetricCollection) else dictionary.items()
+        items = (
+            dictionary.items(keep_base=False)
+            if isinstance(dictionary, MetricCollection)
+            else dictionary.items()
+        )
         for name, value in items:
             self._log(name, value, *args, **flags)
 

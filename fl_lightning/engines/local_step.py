@@ -38,7 +38,9 @@ class Work:
     draws: bool = True
     evaluate: Evaluate | None = None
 
-    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
+    def client_batches(
+        self, client: int, round: int, steps: int, device: torch.device
+    ) -> Iterator[Any]:
         """The batches of a client's local steps, as a method lets it see them."""
         batches: Iterator[Any] = self.data.client_batches(client, round, steps, device=device)
         change = self.methods.owner("local_batch")
@@ -48,7 +50,11 @@ class Work:
         """All of a client's samples in batches, each with its number of samples, as a method lets it see them."""
         batches: Iterator[tuple[Any, int]] = self.data.full_batches(client, device=device)
         change = self.methods.owner("local_batch")
-        return batches if change is None else ((change(client, batch), number) for batch, number in batches)
+        return (
+            batches
+            if change is None
+            else ((change(client, batch), number) for batch, number in batches)
+        )
 
 
 class Model(Protocol):
@@ -83,12 +89,17 @@ class LocalStep:
     ``clipped`` ``(n,)``: in how many steps clipping was active; None without clipping.
     """
 
-    def __init__(self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer) -> None:
+    def __init__(
+        self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer
+    ) -> None:
         methods = work.methods
         self.model, self.clients, self.optimizer, self.methods = model, clients, optimizer, methods
         self.draws, self.hooks = work.draws, model.hooks
         self.perturb, self.mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
-        self.corrections, self.step_ends = methods["on_local_gradient"], methods["on_local_step_end"]
+        self.corrections, self.step_ends = (
+            methods["on_local_gradient"],
+            methods["on_local_step_end"],
+        )
         self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
         if self.limit is not None:
             clients.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
@@ -96,7 +107,9 @@ class LocalStep:
         as_vector = changed or not optimizer.plain  # somebody asks for the gradient as (n, D)
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
-        hooked = self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
+        hooked = (
+            self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
+        )
         # what gradient_at needs: of the first step, then where used
         self.first, self.remembers = True, bool(hooked)
         self.before: RandomState | None = None
@@ -147,7 +160,9 @@ class LocalStep:
     def gradient_at(self, x: Tensor) -> Tensor:
         """∇ℓ(x; the present batch) ``(n, D)``; what was drawn, logged and changed in buffers so far stays."""
         if not self.remembers:
-            raise RuntimeError("clients.gradient_at is called from a client's first local step on, or not at all")
+            raise RuntimeError(
+                "clients.gradient_at is called from a client's first local step on, or not at all"
+            )
         now = None if self.before is None else RandomState(self.model.x, self.before.torch_alone)
         after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         if self.before is not None:

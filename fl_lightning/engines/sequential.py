@@ -16,7 +16,13 @@ class Sequential:
     def __init__(self, worker: Worker, threads: int) -> None:
         self.worker, self.threads = worker, threads
 
-    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
         copy = self.worker.copy
         with intra_op_threads(self.threads), copy.tied(round.evaluated), random_state_kept(copy.x):
             try:

@@ -72,8 +72,12 @@ class Stack:
             everyone = len(rows) == n
             x = self.x if everyone else self.x[rows]
             names = ["learner." + name for name in self.copy.layout]
-            views = [x[:, where].view(len(rows), *shape) for where, shape in self.copy.layout.values()]
-            gradients, logs = self._stacked(dict(zip(names, views, strict=True)), leaves, spec, step)
+            views = [
+                x[:, where].view(len(rows), *shape) for where, shape in self.copy.layout.values()
+            ]
+            gradients, logs = self._stacked(
+                dict(zip(names, views, strict=True)), leaves, spec, step
+            )
             parts = [gradients[name].reshape(len(rows), -1) for name in names]
             if everyone:
                 torch.cat(parts, dim=1, out=self.g)
@@ -115,16 +119,23 @@ class Stack:
             )
 
         with torch.enable_grad():  # only the learner's own parameters would ask for gradients here
-            gradients, (losses, logs) = vmap(grad(loss, has_aux=True), randomness="different")(parameters, leaves)
+            gradients, (losses, logs) = vmap(grad(loss, has_aux=True), randomness="different")(
+                parameters, leaves
+            )
         if losses.requires_grad:
-            raise RuntimeError("its training_step reads parameters that it holds elsewhere than in its modules")
+            raise RuntimeError(
+                "its training_step reads parameters that it holds elsewhere than in its modules"
+            )
         return gradients, logs
 
     def take_logs(self) -> tuple[dict[str, Tensor], dict[str, list[bool]]]:
         """Numbers over each client's steps, ``(n,)`` float64, and which clients logged."""
         logged, self.logged = self.logged, {}
         kinds = self.copy.logs.kinds
-        means = {name: of_steps(total, number, kinds.get(name)) for name, (total, number) in logged.items()}
+        means = {
+            name: of_steps(total, number, kinds.get(name))
+            for name, (total, number) in logged.items()
+        }
         return means, {name: (number > 0).tolist() for name, (_, number) in logged.items()}
 
     @contextmanager
@@ -185,7 +196,13 @@ class Stacked:
         self.worker, self.work, self.copy = worker, worker.work, worker.copy
         self._optimizer_of, self.at_once, self._warn = optimizer_of, at_once, warn
 
-    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
@@ -199,7 +216,9 @@ class Stacked:
                     if not out_of_memory(error) or self.at_once == 1:
                         raise
                     self.at_once = max(1, self.at_once // 2)
-                    self._warn(f"memory ran out: from here on {self.at_once} clients are stacked at once")
+                    self._warn(
+                        f"memory ran out: from here on {self.at_once} clients are stacked at once"
+                    )
                     continue
                 waiting = waiting[len(group) :]
                 for (leaf, _), clients in zip(group, trained, strict=True):
@@ -239,7 +258,9 @@ class Stacked:
                 each.optimizer_rows = optimizer.state()
         return single
 
-    def _batches(self, stack: Stack, clients: Clients, limit: Tensor | None) -> Iterator[list[Group]]:
+    def _batches(
+        self, stack: Stack, clients: Clients, limit: Tensor | None
+    ) -> Iterator[list[Group]]:
         """One step's batches at a time; after each step, clients that had none are put back to where they were.
 
         Their clipping ``limit`` ``(n, 1)`` is lifted, so that they do not count as clipped.
@@ -264,7 +285,9 @@ class Stacked:
         rows = at.expand_as(clients.x)
         single = [Clients(clients._round, [i], self.copy.x) for i in clients.client_ids]
         with torch.no_grad():
-            return torch.cat([self.worker.full_gradient(each, rows[j]) for j, each in enumerate(single)])
+            return torch.cat(
+                [self.worker.full_gradient(each, rows[j]) for j, each in enumerate(single)]
+            )
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -308,7 +331,11 @@ def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
     own._rows = {key: rows[part] for key, rows in clients._rows.items()}
     own._versions, own._declared = dict(clients._versions), dict(clients._declared)
     own.uploads = {key: value[part] for key, value in clients.uploads.items()}
-    own.logs = {key: value[part] for key, value in clients.logs.items() if key not in logged or logged[key][row]}
+    own.logs = {
+        key: value[part]
+        for key, value in clients.logs.items()
+        if key not in logged or logged[key][row]
+    }
     for name in ("_start", "kept_origin", "kept_elapsed", "kept_mask"):
         value = getattr(clients, name)
         setattr(own, name, None if value is None else value[part])

@@ -56,7 +56,10 @@ class StepHooks:
         return cls(learner, names, *rest) if names else None
 
     def batch_start(self, batch: Any, index: Any) -> None:
-        if "on_train_batch_start" in self.names and self.learner.on_train_batch_start(batch, index) == -1:
+        if (
+            "on_train_batch_start" in self.names
+            and self.learner.on_train_batch_start(batch, index) == -1
+        ):
             raise UserError(
                 f"learner {type(self.learner).__name__}: on_train_batch_start returned -1, which ends an epoch of "
                 "plain training; a client's number of local steps is fixed before the round. Set local_steps or "
@@ -110,7 +113,11 @@ class StepHooks:
     def batch_done(self, outputs: Any, loss: Tensor, batch: Any, index: Any) -> None:
         """Remember what ``on_train_batch_end`` is called with, after the optimizer's step."""
         if "on_train_batch_end" in self.names:
-            extra = {k: v for k, v in outputs.items() if k != "loss"} if isinstance(outputs, dict) else {}
+            extra = (
+                {k: v for k, v in outputs.items() if k != "loss"}
+                if isinstance(outputs, dict)
+                else {}
+            )
             self._batch = {"loss": loss.detach().clone(), **extra}, batch, index
 
     def batch_end(self) -> None:
@@ -136,7 +143,9 @@ def fill_grad(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     if any(p._post_accumulate_grad_hooks for p in parameters):
         torch.autograd.backward(loss, inputs=list(parameters))
         return
-    for p, g in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+    for p, g in zip(
+        parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+    ):
         p.grad = None if g is None else g.clone()  # two parameters may be given one gradient
 
 

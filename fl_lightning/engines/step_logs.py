@@ -66,7 +66,10 @@ class StepLogs:
 
     def take(self) -> dict[str, Tensor]:
         """What the steps since the last time give, float64 scalars."""
-        taken = {name: of_steps(self.totals[name], number, self.kinds.get(name)) for name, number in self.counted()}
+        taken = {
+            name: of_steps(self.totals[name], number, self.kinds.get(name))
+            for name, number in self.counted()
+        }
         self.clear()
         return taken
 

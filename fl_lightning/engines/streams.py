@@ -38,7 +38,13 @@ class Streams:
     def __init__(self, workers: list[Worker], learner: Any) -> None:
         self.workers, self.learner = workers, learner
 
-    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
         free, busy = deque(self.workers), deque[tuple[Worker, int, Clients]]()
 
         def finish() -> None:

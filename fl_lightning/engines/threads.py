@@ -36,9 +36,17 @@ class Threads:
     def __init__(self, workers: list[Worker], learner: Any, warn: Callable[[str], None]) -> None:
         self.workers, self.learner, self._warn = workers, learner, warn
         self._free = deque(workers)
-        self.pool = ThreadPoolExecutor(len(workers), "client", initializer=torch.set_num_threads, initargs=(1,))
+        self.pool = ThreadPoolExecutor(
+            len(workers), "client", initializer=torch.set_num_threads, initargs=(1,)
+        )
 
-    def train(self, round: Round, leaves: list[tuple[int, int]], collect: Collect, tell: Callable[[], None]) -> None:
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
         try:
             check_gradient_hooks(self.learner)
             for worker in self.workers:

@@ -41,7 +41,9 @@ class Worker:
         self.work, self.copy, self.optimizer = work, copy, optimizer
         self.recorder, self.stream = recorder, stream
 
-    def train(self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True) -> Clients:
+    def train(
+        self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True
+    ) -> Clients:
         """One client's round, up to ``on_local_end``; what is returned is valid until the next client begins.
 
         Raises:
@@ -50,7 +52,9 @@ class Worker:
         """
         work, copy, optimizer = self.work, self.copy, self.optimizer
         clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
-        batches = NumberedBatches(work.client_batches(client, round.t, round.steps[client], copy.x.device), stop)
+        batches = NumberedBatches(
+            work.client_batches(client, round.t, round.steps[client], copy.x.device), stop
+        )
         try:
             copy.load(round, client)
             copy.begin(work.data, lambda: clients.client_ids[0], round.steps[client])
@@ -75,7 +79,10 @@ class Worker:
                 clients.logs["clipped_steps"] = step.clipped / round.steps[client]
             work.methods.run("on_local_end", clients)
         except Exception as error:
-            tell_where(error, f"in round {round.t}, client {client}, local step {batches.step} (all counted from 0)")
+            tell_where(
+                error,
+                f"in round {round.t}, client {client}, local step {batches.step} (all counted from 0)",
+            )
             raise
         clients.buffers = copy.buffers
         clients.optimizer_rows = optimizer.state() if work.keep_optimizer_state else {}
@@ -97,7 +104,9 @@ class Worker:
             try:
                 for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
                     copy.load_buffers(buffers)
-                    total += copy.gradient(batch, step, log=False) * (number / clients._round.sizes[client])
+                    total += copy.gradient(batch, step, log=False) * (
+                        number / clients._round.sizes[client]
+                    )
             finally:
                 copy.x.copy_(point)
                 copy.g.copy_(held)
@@ -136,7 +145,9 @@ def begin(work: Work, clients: Clients) -> None:
     before = clients.x._version
     work.methods.run("on_local_start", clients)
     if clients.x._version != before and not work.methods.move_starts:
-        raise TypeError("an on_local_start changed clients.x, and its class has moves_start = False")
+        raise TypeError(
+            "an on_local_start changed clients.x, and its class has moves_start = False"
+        )
     clients.begin(own_starts=work.methods.move_starts)
 
 

@@ -77,19 +77,30 @@ class Hessian:
                 one = torch.ones_like(direction[:1]).requires_grad_()
                 loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
                 first = torch.autograd.grad(
-                    loss, copy.parameters, create_graph=True, allow_unused=True, materialize_grads=True
+                    loss,
+                    copy.parameters,
+                    create_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
                 )
-                along = torch.stack([(g * d).sum() for g, d in zip(first, directions, strict=True)]).sum()
+                along = torch.stack(
+                    [(g * d).sum() for g, d in zip(first, directions, strict=True)]
+                ).sum()
                 if self.products == 1 and _differentiable_once(along.grad_fn):
                     raise RuntimeError("a part of it is marked with once_differentiable")
-                second = torch.autograd.grad(along, copy.parameters, allow_unused=True, materialize_grads=True)
+                second = torch.autograd.grad(
+                    along, copy.parameters, allow_unused=True, materialize_grads=True
+                )
             return {"product": flatten(second).detach().double() * number}
 
         try:
             with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
                 total = self.evaluator.sum(self.x, self._shares, term)
         except RuntimeError as error:
-            if not any(text in str(error) for text in ("not implemented", "not support", "once_differentiable")):
+            if not any(
+                text in str(error)
+                for text in ("not implemented", "not support", "once_differentiable")
+            ):
                 raise
             raise UserError(
                 f"learner {type(copy.learner).__name__}: its loss cannot be differentiated twice, which curvature "
@@ -103,12 +114,16 @@ def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curva
     return measure_with_vector(hessian, tolerance, probes, seed)[0]
 
 
-def measure_with_vector(hessian: Hessian, tolerance: float, probes: int, seed: int) -> tuple[Curvature, Vector]:
+def measure_with_vector(
+    hessian: Hessian, tolerance: float, probes: int, seed: int
+) -> tuple[Curvature, Vector]:
     """The same, and the first eigenvector; where something is not finite, zeros."""
     vector = np.zeros(hessian.size)
     try:
         value, vector = top(hessian, tolerance, seed)
-        residual = float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value) if value else 0.0
+        residual = (
+            float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value) if value else 0.0
+        )
         mean, error = trace(hessian, probes, seed, vector)
     except FloatingPointError:
         value = residual = mean = error = math.nan
@@ -176,7 +191,9 @@ def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[floa
         across: Vector = z - q @ (q.T @ z)
         found[k] = across @ hessian(across)
     rounding = 10 * torch.finfo(hessian.x.dtype).eps * (np.abs(exact).sum() + np.abs(found).mean())
-    return float(exact.sum() + found.mean()), math.hypot(found.std(ddof=1) / math.sqrt(probes), rounding)
+    return float(exact.sum() + found.mean()), math.hypot(
+        found.std(ddof=1) / math.sqrt(probes), rounding
+    )
 
 
 def _differentiable_once(node: Any) -> bool:

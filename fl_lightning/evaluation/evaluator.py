@@ -96,7 +96,9 @@ class Evaluator:
                 # a sparse gradient cannot be differentiated, and the values are the same
                 part.sparse = False
         self.data, self.seed = data, seed
-        self.buffers: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
+        self.buffers: Mapping[str, Tensor] = {
+            name: buffer.clone() for name, buffer in self.copy.buffers.items()
+        }
         self._forward, self.copy.forward_context = self.copy.forward_context, self._context
         # for the present loss; whether none can be had without
         self._graph = self._builds_graph = False
@@ -121,7 +123,9 @@ class Evaluator:
 
     # ---- what is measured
 
-    def mean(self, x: Tensor, samples: Samples, gradient: bool = False, step: str = "training_step") -> Measured:
+    def mean(
+        self, x: Tensor, samples: Samples, gradient: bool = False, step: str = "training_step"
+    ) -> Measured:
         """Means at x ``(D,)`` over all these samples together, the same in every process.
 
         Args:
@@ -132,7 +136,11 @@ class Evaluator:
         return self.mean_of(x, self.shares(samples, size), gradient, step)
 
     def mean_of(
-        self, x: Tensor, shares: Sequence[Share], gradient: bool = False, step: str = "training_step"
+        self,
+        x: Tensor,
+        shares: Sequence[Share],
+        gradient: bool = False,
+        step: str = "training_step",
     ) -> Measured:
         """:meth:`mean` over batches that :meth:`shares` gave."""
         total = self.sum(x, shares, self._term(gradient, step))
@@ -161,7 +169,9 @@ class Evaluator:
         rows = {j: row for each in gathered(own) for j, row in each.items()}
         names = list(dict.fromkeys(name for j in sorted(rows) for name in rows[j]))
         return {
-            name: torch.tensor([rows[j].get(name, math.nan) for j in range(len(rows))], dtype=torch.float64)
+            name: torch.tensor(
+                [rows[j].get(name, math.nan) for j in range(len(rows))], dtype=torch.float64
+            )
             for name in names
         }
 
@@ -181,14 +191,18 @@ class Evaluator:
 
     # ---- sums over samples
 
-    def shares(self, samples: Samples, size: int, alone: bool = False, keep: bool = False) -> list[Share]:
+    def shares(
+        self, samples: Samples, size: int, alone: bool = False, keep: bool = False
+    ) -> list[Share]:
         """This process's batches of up to ``size`` samples, each read when it is called for; ``alone``: all of them.
 
         A batch takes the next samples in the order of the clients: small clients share one where tensors allow it.
         ``keep``: read now, for many passes over the same samples.
         """
         world, rank = (1, 0) if alone else place()
-        shares: list[Share] = [partial(self._read, own) for own in pieces(samples, size)[rank::world]]
+        shares: list[Share] = [
+            partial(self._read, own) for own in pieces(samples, size)[rank::world]
+        ]
         return [partial(copies, share()) for share in shares] if keep else shares
 
     def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
@@ -221,10 +235,15 @@ class Evaluator:
             return tensor
 
         own = self.copy.x.untyped_storage().data_ptr()
-        taken = [BATCH_BYTES / max(1, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor)) / number)]
+        taken = [
+            BATCH_BYTES
+            / max(1, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor)) / number)
+        ]
         if graph_bytes:
             with self._at(x), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                self._one(lambda b, n, k: {"loss": self.loss(b, k, True).detach()}, batch, number, 0)
+                self._one(
+                    lambda b, n, k: {"loss": self.loss(b, k, True).detach()}, batch, number, 0
+                )
             taken.append(graph_bytes / max(1, held / number))
         return max(1, min(MOST, int(min(taken))))
 
@@ -252,14 +271,20 @@ class Evaluator:
             loss = self.loss(batch, index, gradient)
             values = {"loss": loss.detach().double() * number}
             if gradient:
-                found = torch.autograd.grad(loss, own.parameters, allow_unused=True, materialize_grads=True)
+                found = torch.autograd.grad(
+                    loss, own.parameters, allow_unused=True, materialize_grads=True
+                )
                 values["gradient"] = flatten(found).double() * number
             own.logging = True
             if step != "training_step":
                 self._validation(batch, index)
             for name, logged in own.logged.items():
-                values["sum:" + name] = torch.stack([v.double().reshape(()) for v in logged]).mean() * number
-                values["num:" + name] = torch.tensor(number, dtype=torch.float64, device=loss.device)
+                values["sum:" + name] = (
+                    torch.stack([v.double().reshape(()) for v in logged]).mean() * number
+                )
+                values["num:" + name] = torch.tensor(
+                    number, dtype=torch.float64, device=loss.device
+                )
             values["samples"] = torch.tensor(number, dtype=torch.int64, device=loss.device)
             return values
 
@@ -285,7 +310,9 @@ class Evaluator:
                 batch = self.copy.convert(self.copy.learner, batch)
             return term(batch, number, index)
         except Exception as error:
-            tell_where(error, f"in an evaluation of clients' samples, batch {index} (counted from 0)")
+            tell_where(
+                error, f"in an evaluation of clients' samples, batch {index} (counted from 0)"
+            )
             raise
 
     @contextmanager

@@ -48,7 +48,9 @@ class ClientEvaluation:
     def __call__(self, clients: Clients, x: Tensor, what: str) -> dict[str, Tensor]:
         """As :meth:`Clients.evaluate`."""
         if what not in ("train", "test"):
-            raise ValueError(f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'")
+            raise ValueError(
+                f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'"
+            )
         data, learner = self._trainer.datamodule, self._run.model.learner
         indices = data.client_indices if what == "train" else data.client_test_indices
         step = "validation_step" if overrides(learner, "validation_step") else "training_step"
@@ -57,13 +59,19 @@ class ClientEvaluation:
             evaluator = self._of_round(clients._round)
             for row, client in enumerate(clients.client_ids):
                 own = evaluator.client(x if x.ndim == 1 else x[row], client, indices(client), step)
-                logged = {without_prefix(name): value for name, value in own.items()} if step[0] == "v" else {}
+                logged = (
+                    {without_prefix(name): value for name, value in own.items()}
+                    if step[0] == "v"
+                    else {}
+                )
                 found.append({**logged, "loss": own["loss"], "samples": own["samples"]})
         empty = not any(own.pop("samples") for own in found)
         names = dict.fromkeys(name for own in found for name in own)
         wide = clients._round.wide
         columns = {
-            name: torch.tensor([[own.get(name, math.nan)] for own in found], dtype=wide, device=clients.x.device)
+            name: torch.tensor(
+                [[own.get(name, math.nan)] for own in found], dtype=wide, device=clients.x.device
+            )
             for name in names
         }
         return OwnMetrics(columns, empty)

@@ -72,12 +72,16 @@ class PersonalModels:
 def of_run(run: Any) -> PersonalModels:
     """Those of a FederatedRun after its rounds so far; each process has them for the clients whose rows live there."""
     if run.loop is None:
-        raise UserError("personal models are there once a run has begun: after trainer.fit, or in its callbacks.")
+        raise UserError(
+            "personal models are there once a run has begun: after trainer.fit, or in its callbacks."
+        )
     facts = run.loop.facts(max(run.state.rounds - 1, 0))
     return PersonalModels(replace(facts, sizes=Sizes(run.loop.cohort.data)), run.methods)
 
 
-def of_checkpoint(saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str) -> PersonalModels:
+def of_checkpoint(
+    saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str
+) -> PersonalModels:
     """Those of a checkpoint, whose weights by name the learner of ``model`` has already; sets w and the buffers.
 
     Args:
@@ -144,7 +148,9 @@ def measured(
         own[client][""] = evaluator.client(weights, client, indices, "validation_step")
         if tuned is not None:
             weights, evaluator.buffers = tuned(models.round, client, weights, evaluator.buffers)
-            own[client]["_finetuned"] = evaluator.client(weights, client, indices, "validation_step")
+            own[client]["_finetuned"] = evaluator.client(
+                weights, client, indices, "validation_step"
+            )
     everyone = {client: values for each in gathered(own) for client, values in each.items()}
     return {client: everyone[client] for client in ids}
 
@@ -159,9 +165,14 @@ class FineTuning:
     def __init__(self, run: Any, trainer: Any, epochs: float) -> None:
         self.epochs, self.settings, self.loop = epochs, run.settings, run.loop
         self.cohort = run.cohort(trainer)
-        data, seed = OtherBatches(trainer.datamodule), int(generator(self.cohort.seed, "finetune").integers(2**63))
+        data, seed = (
+            OtherBatches(trainer.datamodule),
+            int(generator(self.cohort.seed, "finetune").integers(2**63)),
+        )
         work = Work(data, Methods([]), seed)
-        setting = setting_of(trainer, run.settings, run.model, run.clients, run.schedule, work, self.cohort)
+        setting = setting_of(
+            trainer, run.settings, run.model, run.clients, run.schedule, work, self.cohort
+        )
         workshop = Workshop(setting)
         workshop.treat_as_buffers(run.model.written)
         if run.plan is not None and run.plan.channels_last:
@@ -169,10 +180,14 @@ class FineTuning:
         ((self.copy, optimizer),) = workshop.tried(1)
         self.worker = Worker(work, self.copy, optimizer)
 
-    def __call__(self, round: Round, client: int, weights: Tensor, buffers: Mapping[str, Tensor]) -> Model:
+    def __call__(
+        self, round: Round, client: int, weights: Tensor, buffers: Mapping[str, Tensor]
+    ) -> Model:
         """The client's model after ``epochs`` more, from ``weights`` ``(D,)`` and ``buffers``."""
         steps = self.cohort.steps_of(client, self.epochs)
-        rates = self.loop.client_rates.in_round(round.t, decay_factor(self.settings.lr_decay, round.t), steps)
+        rates = self.loop.client_rates.in_round(
+            round.t, decay_factor(self.settings.lr_decay, round.t), steps
+        )
         given = replace(
             round, ids=[client], steps={client: steps}, weights={client: 1.0}, w=weights, buffers=buffers,
             own_buffers=(), parts=None, rates=rates,
@@ -180,7 +195,9 @@ class FineTuning:
         device = weights.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):
             trained = self.worker.train(given, client)
-        return trained.x[0].clone(), {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
+        return trained.x[0].clone(), {
+            name: buffer.clone() for name, buffer in self.copy.buffers.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
     ends = np.cumsum(sizes)
     clients = np.searchsorted(ends, chosen, side="right")
     return {
-        int(i): data.client_indices(int(i))[chosen[clients == i] - (ends[i] - sizes[i])] for i in np.unique(clients)
+        int(i): data.client_indices(int(i))[chosen[clients == i] - (ends[i] - sizes[i])]
+        for i in np.unique(clients)
     }
 
 
@@ -60,9 +61,12 @@ def together(read: list[Counted]) -> list[Counted]:
     flat = [tree_flatten(batch) for batch, _ in read]
     spec = flat[0][1]
     for (leaves, own), (_, number) in zip(flat, read, strict=True):
-        rows = own == spec and all(isinstance(t, Tensor) and t.ndim and len(t) == number for t in leaves)
+        rows = own == spec and all(
+            isinstance(t, Tensor) and t.ndim and len(t) == number for t in leaves
+        )
         if not rows or any(
-            a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for a, b in zip(leaves, flat[0][0], strict=True)
+            a.shape[1:] != b.shape[1:] or a.dtype != b.dtype
+            for a, b in zip(leaves, flat[0][0], strict=True)
         ):
             return read
     if len(read) == 1 or not flat[0][0]:

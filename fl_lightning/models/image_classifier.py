@@ -38,7 +38,9 @@ class ImageClassifier(pl.LightningModule):
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
             if not math.isfinite(value):
-                raise UserError(f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite number.")
+                raise UserError(
+                    f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite number."
+                )
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = _built(network)
@@ -81,7 +83,9 @@ class ImageClassifier(pl.LightningModule):
         return probabilities
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum)
+        return torch.optim.SGD(
+            self.parameters(), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum
+        )
 
 
 def _built(network: Any) -> Any:

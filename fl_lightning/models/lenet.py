@@ -20,7 +20,9 @@ class LeNet(nn.Module):
 
     smallest_input = 16  # pixels a side; of fewer, nothing is left
 
-    def __init__(self, num_classes: int, in_channels: int = 3, input_size: int = 32, channels: int = 64) -> None:
+    def __init__(
+        self, num_classes: int, in_channels: int = 3, input_size: int = 32, channels: int = 64
+    ) -> None:
         super().__init__()
         side = ((input_size - 4) // 2 - 4) // 2
         if input_size < self.smallest_input:

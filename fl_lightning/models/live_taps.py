@@ -25,6 +25,8 @@ class LiveTaps(nn.Conv2d):
 def leave_out_dead_taps(network: nn.Module) -> None:
     """Turn a network's 3x3 convolutions with padding 1 into :class:`LiveTaps`; parameters and names stay."""
     for module in network.modules():
-        plain = type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1)
+        plain = (
+            type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1)
+        )
         if plain and module.bias is None and module.dilation == (1, 1) and module.groups == 1:
             module.__class__ = LiveTaps

@@ -15,7 +15,9 @@ class MLP(nn.Module):
 
     def __init__(self, sizes: Sequence[int] = (784, 200, 200, 10)) -> None:
         if len(sizes) < 2 or None in sizes or min(sizes) < 1:
-            raise UserError(f"MLP's sizes is {list(sizes)}: give at least two numbers from 1, input and output.")
+            raise UserError(
+                f"MLP's sizes is {list(sizes)}: give at least two numbers from 1, input and output."
+            )
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]

@@ -87,8 +87,12 @@ def _read(transformers: Any, auto: Any, wanted_by: str, path: Path, entries: dic
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        architecture = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **entries)
-        found = auto.from_pretrained(path, config=architecture, local_files_only=True, dtype=torch.float32)
+        architecture = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, **entries
+        )
+        found = auto.from_pretrained(
+            path, config=architecture, local_files_only=True, dtype=torch.float32
+        )
         return found.train()  # it comes in evaluation mode, in which there is no dropout
     except Exception as error:  # the library and its file formats raise many kinds
         raise UserError(
@@ -113,14 +117,18 @@ def _made(transformers: Any, auto: Any, wanted_by: str, entries: dict[str, Any])
             f"{wanted_by}: config.model_type is {kind!r}, which transformers does not know.{suggest(kind, known)}"
         )
     try:
-        return auto.from_config(transformers.AutoConfig.for_model(kind, **entries), dtype=torch.float32)
+        return auto.from_config(
+            transformers.AutoConfig.for_model(kind, **entries), dtype=torch.float32
+        )
     except Exception as error:  # sizes that do not fit each other raise many kinds
         raise UserError(
             f"{wanted_by}: no network can be made of config.model_type {kind!r} with {entries} ({_short(error)})."
         ) from error
 
 
-def _with_lora(made: Any, task: str, wanted_by: str, lora: Mapping[str, Any], trainable: Any) -> nn.Module:
+def _with_lora(
+    made: Any, task: str, wanted_by: str, lora: Mapping[str, Any], trainable: Any
+) -> nn.Module:
     if trainable is not None:
         raise UserError(
             f"{wanted_by}: lora and trainable both say what is trained; give one of them (lora's modules_to_save names "

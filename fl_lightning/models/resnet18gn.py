@@ -18,8 +18,15 @@ class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
             on 32x32 images (``python -m benchmarks.variants``).
     """
 
-    def __init__(self, num_classes: int, groups: int = 2, live_taps: bool = True, in_channels: int = 3) -> None:
-        super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=partial(nn.GroupNorm, groups))
+    def __init__(
+        self, num_classes: int, groups: int = 2, live_taps: bool = True, in_channels: int = 3
+    ) -> None:
+        super().__init__(
+            BasicBlock,
+            [2, 2, 2, 2],
+            num_classes=num_classes,
+            norm_layer=partial(nn.GroupNorm, groups),
+        )
         if in_channels != 3:
             self.conv1 = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False)
             # as torchvision does it

@@ -32,7 +32,10 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
         if self.added:
-            x = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.added // 2, self.added // 2))
+            x = pad(
+                x[:, :, :: self.stride, :: self.stride],
+                (0, 0, 0, 0, self.added // 2, self.added // 2),
+            )
         return torch.relu(y + x)
 
 
@@ -51,10 +54,17 @@ class ResNet20(nn.Module):
     """
 
     def __init__(
-        self, num_classes: int, in_channels: int = 3, norm: str = "batch", depth: int = 20, width: int = 16
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        norm: str = "batch",
+        depth: int = 20,
+        width: int = 16,
     ) -> None:
         if norm not in ("batch", "group"):
-            raise UserError(f"ResNet20's norm is {norm!r}: give 'batch' or 'group'.{suggest(norm, ['batch', 'group'])}")
+            raise UserError(
+                f"ResNet20's norm is {norm!r}: give 'batch' or 'group'.{suggest(norm, ['batch', 'group'])}"
+            )
         if depth < 8 or depth % 6 != 2:
             raise UserError(f"ResNet20's depth is {depth}: give 6 k + 2, such as 20, 32, 44, 56.")
         if width < 2 or width % 2:

@@ -42,9 +42,13 @@ class TextLearner(pl.LightningModule):
         name = type(self).__name__
         for option, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not math.isfinite(value):
-                raise UserError(f"{name}: {option}={value!r} is not accepted; it has to be a finite number.")
+                raise UserError(
+                    f"{name}: {option}={value!r} is not accepted; it has to be a finite number."
+                )
         super().__init__()
-        self.network: Any = pretrained.network(self.task, name, path, config, trainable, lora, **fixed)
+        self.network: Any = pretrained.network(
+            self.task, name, path, config, trainable, lora, **fixed
+        )
         self.lr, self.weight_decay = lr, weight_decay
 
     def setup(self, stage: str) -> None:
@@ -151,7 +155,9 @@ class CausalLanguageModel(TextLearner):
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         logits, wanted = self._next(batch[0])
-        each = cross_entropy(logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none")
+        each = cross_entropy(
+            logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none"
+        )
         means: Tensor = each.sum(1) / (wanted != NO_TOKEN).sum(1).clamp(min=1)
         return means
 
@@ -184,7 +190,9 @@ class TextClassifier(TextLearner):
         data = getattr(self.trainer, "datamodule", None)
         classes = getattr(data, "num_classes", self.num_classes)
         if classes is None:
-            raise UserError(f"TextClassifier: {type(data).__name__} has no classes. CausalLanguageModel needs none.")
+            raise UserError(
+                f"TextClassifier: {type(data).__name__} has no classes. CausalLanguageModel needs none."
+            )
         if classes > self.num_classes:
             raise UserError(
                 f"TextClassifier: num_classes is {self.num_classes}, but {type(data).__name__} has {classes} classes."
@@ -194,7 +202,9 @@ class TextClassifier(TextLearner):
         """Tokens ``(n, length)`` to logits ``(n, num_classes)``."""
         there = tokens != NO_TOKEN
         filled = tokens.long().masked_fill(~there, self.padding)
-        logits: Tensor = self.network(input_ids=filled, attention_mask=there.long(), use_cache=False).logits
+        logits: Tensor = self.network(
+            input_ids=filled, attention_mask=there.long(), use_cache=False
+        ).logits
         return logits
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,12 @@ import numpy as np
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, summed, tail_of
 
-AXES = {"rounds": "rounds", "gradients": "gradients evaluated", "bytes": "bytes sent", "seconds": "seconds of rounds"}
+AXES = {
+    "rounds": "rounds",
+    "gradients": "gradients evaluated",
+    "bytes": "bytes sent",
+    "seconds": "seconds of rounds",
+}
 CPU, CLOCK = "time/cpu", "time/round"
 
 
@@ -38,7 +43,12 @@ def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
 
 def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
     """A view for each axis that every done run has measured; of the clock's seconds where no two runs overlapped."""
-    done = [run for runs in arms.values() for run in runs if run.status == "done" and len(measured(run, metric)[0])]
+    done = [
+        run
+        for runs in arms.values()
+        for run in runs
+        if run.status == "done" and len(measured(run, metric)[0])
+    ]
     seconds = timed_by(done)
     found = []
     for axis in AXES:
@@ -48,7 +58,11 @@ def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
         if known and len(known) == len(done):
             budget = min(known)
             values = {
-                arm: {run.seed: _value_at(run, metric, axis, budget, seconds) for run in runs if run.finished}
+                arm: {
+                    run.seed: _value_at(run, metric, axis, budget, seconds)
+                    for run in runs
+                    if run.finished
+                }
                 for arm, runs in arms.items()
             }
             found.append(View(axis, budget, values, seconds or ""))
@@ -79,7 +93,9 @@ def _spent(run: Run, axis: str, seconds: str | None) -> Column:
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis == "bytes":
-        known = np.nan_to_num(run.column("communication/total_bytes"), nan=0.0, posinf=0.0, neginf=0.0)
+        known = np.nan_to_num(
+            run.column("communication/total_bytes"), nan=0.0, posinf=0.0, neginf=0.0
+        )
         running: Column = np.maximum.accumulate(known)
         return running
     return summed(run, "cost/gradients" if axis == "gradients" else str(seconds))

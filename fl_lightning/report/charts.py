@@ -30,7 +30,9 @@ from fl_lightning.report.wording import SCORE_TITLES, Unit
 @styled
 def intervals(summary: Summary) -> list[Drawing]:
     """Every pair as a row: a dot a seed, the mean, its interval, and the margin of a claim."""
-    shown: list[tuple[Pair, Verdict | None]] = [(said.pair, said) for said in shown_first(summary.verdicts)]
+    shown: list[tuple[Pair, Verdict | None]] = [
+        (said.pair, said) for said in shown_first(summary.verdicts)
+    ]
     shown = shown or [(pair, None) for pair in summary.pairs]
     rows = [(pair, said) for pair, said in shown if pair.differences and not _of_shares(said)]
     if not rows:
@@ -39,7 +41,9 @@ def intervals(summary: Summary) -> list[Drawing]:
     kinds = list(dict.fromkeys((pair.metric, pair.scale) for pair, _ in rows))
     heights = [sum((pair.metric, pair.scale) == kind for pair, _ in rows) for kind in kinds]
     drawn = figure(9.2, 0.75 * len(kinds) + 0.42 * len(rows) + 0.3)
-    panels = drawn.subplots(len(kinds), 1, squeeze=False, height_ratios=[0.42 * h + 0.1 for h in heights])[:, 0]
+    panels = drawn.subplots(
+        len(kinds), 1, squeeze=False, height_ratios=[0.42 * h + 0.1 for h in heights]
+    )[:, 0]
     for axes, kind in zip(panels, kinds, strict=True):
         own = [(pair, said) for pair, said in rows if (pair.metric, pair.scale) == kind]
         unit = difference_unit(summary, own[0][0])
@@ -49,10 +53,18 @@ def intervals(summary: Summary) -> list[Drawing]:
             _interval(axes, y, pair, unit, colour)
             if said is not None and said.claim.margin:
                 for sign in (
-                    (1, -1) if said.claim.kind == "equivalence" else (-1 if said.claim.direction == "less" else 1,)
+                    (1, -1)
+                    if said.claim.kind == "equivalence"
+                    else (-1 if said.claim.direction == "less" else 1,)
                 ):
                     margin = said.claim.margin * unit.factor * sign
-                    axes.plot([margin, margin], [y - 0.36, y + 0.36], color=INK, linewidth=1.1, linestyle=(0, (1, 2)))
+                    axes.plot(
+                        [margin, margin],
+                        [y - 0.36, y + 0.36],
+                        color=INK,
+                        linewidth=1.1,
+                        linestyle=(0, (1, 2)),
+                    )
         # without claims b is the first arm
         names = [pair.a if said is None else _claimed(said) for pair, said in own]
         axes.set_yticks(range(len(own)), names)
@@ -60,7 +72,9 @@ def intervals(summary: Summary) -> list[Drawing]:
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in own))
         b = "b" if summary.verdicts else own[0][0].b
         what = {"log_ratio": f"log of a / b in {kind[0]}", "number": f"Spearman's ρ, {kind[0]}"}
-        axes.set_xlabel(f"{what.get(kind[1], f'a − {b} in {kind[0]}')}{', points' if unit.percent else ''} ({scores})")
+        axes.set_xlabel(
+            f"{what.get(kind[1], f'a − {b} in {kind[0]}')}{', points' if unit.percent else ''} ({scores})"
+        )
         axes.spines["left"].set_visible(False)
         plain(axes, "x")
         axes.tick_params(axis="y", length=0)
@@ -88,12 +102,22 @@ def _of_shares(said: Verdict | None) -> bool:
 def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
     found = pair.interval
     seeds = [value * shown.factor for value in pair.differences.values()]
-    axes.plot(seeds, [y + 0.22] * len(seeds), "o", markersize=4.5, color=colour, alpha=0.6, markeredgewidth=0)
+    axes.plot(
+        seeds,
+        [y + 0.22] * len(seeds),
+        "o",
+        markersize=4.5,
+        color=colour,
+        alpha=0.6,
+        markeredgewidth=0,
+    )
     if found.low is not None and found.high is not None:
         ends = [found.low * shown.factor, found.high * shown.factor]
         axes.plot(ends, [y, y], color=colour, linewidth=2.6, solid_capstyle="round")
     if found.mean is not None:
-        axes.plot([found.mean * shown.factor], [y], "D", markersize=7, color=colour, markeredgewidth=0)
+        axes.plot(
+            [found.mean * shown.factor], [y], "D", markersize=7, color=colour, markeredgewidth=0
+        )
 
 
 @styled
@@ -103,18 +127,28 @@ def heat_map(summary: Summary) -> list[Drawing]:
     grid = two_axes(list(summary.arms))
     if grid is not None:
         rows, columns, names = grid
-        cells = [[summary.arms[names[row, column]].mean_sd(score)[0] for column in columns] for row in rows]
-        title, caption = "Over the grid", f"Mean over seeds: {summary.metric}, {SCORE_TITLES[score]}."
+        cells = [
+            [summary.arms[names[row, column]].mean_sd(score)[0] for column in columns]
+            for row in rows
+        ]
+        title, caption = (
+            "Over the grid",
+            f"Mean over seeds: {summary.metric}, {SCORE_TITLES[score]}.",
+        )
     else:
         seeds = sorted({run.seed for run in summary.found.runs})
         rows, columns = list(summary.arms), [f"seed {seed}" for seed in seeds]
         cells = [[arm.scores[score].get(seed) for seed in seeds] for arm in summary.arms.values()]
         title = "Arms by seeds"
         caption = f"{summary.metric}, {SCORE_TITLES[score]}. Runs of one column have one seed: these are paired."
-    values = np.array([[np.nan if v is None else v * shown.factor for v in row] for row in cells], dtype=float)
+    values = np.array(
+        [[np.nan if v is None else v * shown.factor for v in row] for row in cells], dtype=float
+    )
     if min(values.shape) < 2 or not np.isfinite(values).any():
         return []
-    drawn = figure(min(9.2, 1.6 + 0.09 * max(map(len, rows)) + 1.05 * len(columns)), 0.7 + 0.42 * len(rows))
+    drawn = figure(
+        min(9.2, 1.6 + 0.09 * max(map(len, rows)) + 1.05 * len(columns)), 0.7 + 0.42 * len(rows)
+    )
     axes = drawn.add_subplot()
     # a diverged run's 0 would leave one colour to all others
     positive = values[np.isfinite(values) & (values != 0)]
@@ -122,7 +156,9 @@ def heat_map(summary: Summary) -> list[Drawing]:
     scored = [arm for arm in summary.arms.values() if arm.mean_sd(score)[0] is not None]
     # what is better, where there are arms to choose from
     brighter = len(scored) < 2 or summary.greater
-    mesh = axes.pcolormesh(values, cmap="viridis" if brighter else "viridis_r", norm=norm, edgecolor="none")
+    mesh = axes.pcolormesh(
+        values, cmap="viridis" if brighter else "viridis_r", norm=norm, edgecolor="none"
+    )
     for row, column in np.ndindex(values.shape):
         value = values[row, column]
         if not np.isfinite(value):
@@ -131,7 +167,9 @@ def heat_map(summary: Summary) -> list[Drawing]:
         red, green, blue, _ = mesh.cmap(norm(value))
         colour = "#111418" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
         text = f"{value:.2f}" if shown.percent else f"{value:.3g}"
-        axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=colour, fontsize=9.5)
+        axes.text(
+            column + 0.5, row + 0.5, text, ha="center", va="center", color=colour, fontsize=9.5
+        )
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
     axes.set_ylim(len(rows), 0)
@@ -150,7 +188,9 @@ def two_axes(arms: Sequence[str]) -> tuple[list[str], list[str], dict[tuple[str,
     True
     """
     for cut in range(1, 1 + min((arm.count("_") for arm in arms), default=0)):
-        pieces = [("_".join(arm.split("_")[:-cut]), "_".join(arm.split("_")[-cut:])) for arm in arms]
+        pieces = [
+            ("_".join(arm.split("_")[:-cut]), "_".join(arm.split("_")[-cut:])) for arm in arms
+        ]
         rows, columns = (list(dict.fromkeys(side)) for side in zip(*pieces, strict=True))
         if min(len(rows), len(columns)) > 1 and len(set(pieces)) == len(rows) * len(columns):
             return rows, columns, dict(zip(pieces, arms, strict=True))
@@ -171,9 +211,13 @@ def layers(summary: Summary) -> list[Drawing]:
         for number, (name, arm) in enumerate(summary.arms.items()):
             means = np.array([over_time(arm.runs, form + layer) for layer in own], dtype=float)
             if np.isfinite(means).any():
-                (handles[name],) = axes.plot(means, marker="o", markersize=4, **{**look(number), "linewidth": 1.3})
+                (handles[name],) = axes.plot(
+                    means, marker="o", markersize=4, **{**look(number), "linewidth": 1.3}
+                )
         logarithmic(axes)
-        axes.set_xticks(range(len(own)), own, rotation=60 if longest > 4 else 25, ha="right", fontsize=8)
+        axes.set_xticks(
+            range(len(own)), own, rotation=60 if longest > 4 else 25, ha="right", fontsize=8
+        )
         axes.set_title(FORMS[form], fontsize=9.5)
         plain(axes)
     legend(drawn, list(handles.values()), list(handles))

@@ -52,11 +52,15 @@ def claims(summary: Summary) -> Table:
         run = next((r for r in summary.found.runs if r.arm in claim.arms), None)
         rounds = "" if run is None else f"{run.record.get('rounds') or run.rounds_done} rounds"
         percent = f" {shown.of_difference}" if shown.percent else ""
-        seeds = (f"{seed}: {shown.difference(value)}" for seed, value in said.pair.differences.items())
+        seeds = (
+            f"{seed}: {shown.difference(value)}" for seed, value in said.pair.differences.items()
+        )
         predicted = [f"paper: {claim.paper_predicts}"] * bool(claim.paper_predicts)
         predicted += [f"we: {claim.we_predict}"] * bool(claim.we_predict)
         margin = (
-            f"× {claim.factor:g}" if claim.kind == "diverges" else shown.difference(claim.margin).lstrip("+") + percent
+            f"× {claim.factor:g}"
+            if claim.kind == "diverges"
+            else shown.difference(claim.margin).lstrip("+") + percent
         )
         n = f"{found.n}" + (f" ({said.left_out} left out)" if said.left_out else "")
         table.add(
@@ -69,7 +73,8 @@ def claims(summary: Summary) -> Table:
             Cell(n, found.n),
             ", ".join(seeds) or NONE,
             "; ".join(predicted) or NONE,
-            ", ".join(text for text in ("" if run is None else setting(run), rounds) if text) or NONE,
+            ", ".join(text for text in ("" if run is None else setting(run), rounds) if text)
+            or NONE,
         )
     table.note = (
         "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family is below 0.05, and "
@@ -85,7 +90,9 @@ def claims(summary: Summary) -> Table:
 def shown_first(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Families in their order, each with its primary claim first."""
     families = list(dict.fromkeys(said.claim.family for said in verdicts))
-    return sorted(verdicts, key=lambda said: (families.index(said.claim.family), not said.claim.primary))
+    return sorted(
+        verdicts, key=lambda said: (families.index(said.claim.family), not said.claim.primary)
+    )
 
 
 def sentence(claim: Claim) -> str:
@@ -97,10 +104,17 @@ def sentence(claim: Claim) -> str:
     if claim.kind == "interaction":
         return f"({claim.a} − {claim.b}) {sign} ({claim.c} − {claim.d}) in {claim.metric} ({score}{ratio})"
     if claim.kind == "to_target":
-        target = f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}" if claim.target_arm else f"{claim.target:g}"
+        target = (
+            f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}"
+            if claim.target_arm
+            else f"{claim.target:g}"
+        )
         return f"{claim.a} {sign} {claim.b} in {claim.cost} until {claim.metric} is {target} (log ratio)"
     if claim.kind == "trend":
-        of, rises = f" of {claim.arm}" if claim.arm else "", "rises" if claim.direction == "greater" else "falls"
+        of, rises = (
+            f" of {claim.arm}" if claim.arm else "",
+            "rises" if claim.direction == "greater" else "falls",
+        )
         return f"{claim.metric}{of} {rises} over {claim.over} (Spearman's ρ)"
     if claim.kind == "diverges":
         what = "diverges" if claim.direction == "greater" else "does not diverge"

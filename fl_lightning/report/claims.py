@@ -125,7 +125,9 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
             if read.hash in files:  # one claim over several sweeps, each with its copy
                 before = files[read.hash]
                 stated, names = (*before.stated, *read.stated), {**before.names, **read.names}
-                read = replace(read, stated=stated, names=names, folders=(*before.folders, *read.folders))
+                read = replace(
+                    read, stated=stated, names=names, folders=(*before.folders, *read.folders)
+                )
             files[read.hash] = read
     ids: dict[str, Path] = {}
     for file in files.values():
@@ -149,13 +151,17 @@ def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
         data = path.read_bytes()
         entries = parse_yaml(data.decode())
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"--claims {path}: cannot be read ({' '.join(str(error).split())}).") from None
+        raise UserError(
+            f"--claims {path}: cannot be read ({' '.join(str(error).split())})."
+        ) from None
     if not isinstance(entries, list):
         raise UserError(f"--claims {path}: a list of claims is expected, each with id and metric.")
     claims = tuple(_claim(path, number, entry) for number, entry in enumerate(entries, start=1))
     for claim in claims:
         if sum(other.id == claim.id for other in claims) > 1:
-            raise UserError(f"--claims {path}: two claims have the id {claim.id!r}. An id names one claim.")
+            raise UserError(
+                f"--claims {path}: two claims have the id {claim.id!r}. An id names one claim."
+            )
         primary = [other.id for other in claims if other.primary and other.family == claim.family]
         if len(primary) > 1:
             raise UserError(
@@ -163,7 +169,9 @@ def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
                 "A family has at most one."
             )
     stated = (run.record.get("claims_hash") for run in runs)
-    return ClaimsFile(path, claims, hashlib.sha256(data).hexdigest(), tuple(str(h) for h in stated if h), {})
+    return ClaimsFile(
+        path, claims, hashlib.sha256(data).hexdigest(), tuple(str(h) for h in stated if h), {}
+    )
 
 
 def _claim(path: Path, number: int, entry: Any) -> Claim:
@@ -172,7 +180,9 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
         raise UserError(f"{where}: a mapping is expected, with id, metric and what its kind needs.")
     for key, accepted in _CHOICES.items():
         if key in entry and entry[key] not in accepted:
-            raise UserError(f"{where}: {key} {entry[key]!r} is not known. Accepted: {', '.join(accepted)}.")
+            raise UserError(
+                f"{where}: {key} {entry[key]!r} is not known. Accepted: {', '.join(accepted)}."
+            )
     kind = entry.get("kind", "difference")
     required = ("id", *KINDS[kind][:2], "metric", *KINDS[kind][2:])
     known = (*_ANY, *KINDS[kind], *_MORE[kind])
@@ -190,7 +200,9 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
     if kind == "trend" and entry.get("over") == "layers" and not entry.get("arm"):
         missing.append("arm")
     if missing:
-        raise UserError(f"{where}: {', '.join(missing)} missing. Every claim of kind {kind} has {', '.join(required)}.")
+        raise UserError(
+            f"{where}: {', '.join(missing)} missing. Every claim of kind {kind} has {', '.join(required)}."
+        )
     given: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
     given |= {key: str(value) for key, value in entry.items() if value is not None}
     for key in _NUMBERS:
@@ -209,7 +221,11 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _NUMBERS[key] <= value < 1e300:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not _NUMBERS[key] <= value < 1e300
+    ):
         least = "" if key == "target" else " of at least 0"
         unit = ", in the metric's own unit" if key == "margin" else ""
         raise UserError(f"{where}: {key} {value!r}: a number{least} is expected{unit}.")

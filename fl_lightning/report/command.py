@@ -20,18 +20,33 @@ def parser() -> ArgumentParser:
     """What the command takes."""
     made = ArgumentParser("report", DESCRIPTION)
     made.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, of a sweep, or any full of runs"
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="of a run, of a sweep, or any full of runs",
     )
-    made.add_argument("--out", type=named, help="where to write (default: FOLDER where one is given, else ./report)")
     made.add_argument(
-        "--targets", default="", help="values of the metric, such as 0.8,0.9: rounds, bytes, seconds until"
+        "--out",
+        type=named,
+        help="where to write (default: FOLDER where one is given, else ./report)",
+    )
+    made.add_argument(
+        "--targets",
+        default="",
+        help="values of the metric, such as 0.8,0.9: rounds, bytes, seconds until",
     )
     made.add_argument("--metric", default="val/acc", help="what is scored (default: %(default)s)")
     made.add_argument(
-        "--mode", choices=("max", "min"), help="which way is better in --metric, where its name does not tell"
+        "--mode",
+        choices=("max", "min"),
+        help="which way is better in --metric, where its name does not tell",
     )
     made.add_argument(
-        "--claims", type=Path, metavar="FILE", help="claims to judge, in place of the sweeps' claims.yaml"
+        "--claims",
+        type=Path,
+        metavar="FILE",
+        help="claims to judge, in place of the sweeps' claims.yaml",
     )
     return made
 
@@ -63,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{said.claim.id}: {said.printed}")
     for note in summary.notes:
         print(f"note: {note}")
-    print(f"→ {out / 'report.html'} ({', '.join(name for name in written if '/' not in name)}, figures/)")
+    print(
+        f"→ {out / 'report.html'} ({', '.join(name for name in written if '/' not in name)}, figures/)"
+    )
     return 0
 
 
@@ -75,7 +92,9 @@ def _targets(text: str) -> list[str]:
         except ValueError:
             finite = False
         if not finite:
-            raise UserError(f"report --targets {text}: {target!r} is no number. Accepted: numbers, such as 0.8,0.9.")
+            raise UserError(
+                f"report --targets {text}: {target!r} is no number. Accepted: numbers, such as 0.8,0.9."
+            )
     return targets
 
 
@@ -86,4 +105,6 @@ def _write(out: Path, written: dict[str, bytes]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     except OSError as error:
-        raise UserError(f"report --out {out}: cannot be written to ({error.strerror}). Give another folder.") from None
+        raise UserError(
+            f"report --out {out}: cannot be written to ({error.strerror}). Give another folder."
+        ) from None

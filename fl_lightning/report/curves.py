@@ -10,7 +10,16 @@ from matplotlib.ticker import FuncFormatter
 
 from fl_lightning.report.budgets import AXES, spending
 from fl_lightning.report.claimed import unit_of
-from fl_lightning.report.drawing import INK, Drawing, figure, legend, logarithmic, look, plain, styled
+from fl_lightning.report.drawing import (
+    INK,
+    Drawing,
+    figure,
+    legend,
+    logarithmic,
+    look,
+    plain,
+    styled,
+)
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
 from fl_lightning.report.sections import windows
@@ -39,31 +48,48 @@ def curves(summary: Summary) -> list[Drawing]:
     drawings = []
     for axis, title in AXES.items():
         if any(_has(run, summary.metric, axis) for run in summary.found.runs):
-            caption = _caption(summary) if axis == "rounds" else "The same curves against the mean of what was spent."
+            caption = (
+                _caption(summary)
+                if axis == "rounds"
+                else "The same curves against the mean of what was spent."
+            )
             drawn = figure(9.2, 4.2)
             axes = drawn.add_subplot()
             handles = [
                 handle
                 for number, arm in enumerate(summary.arms.values())
-                if (handle := _arm(axes, arm.runs, summary.metric, axis, number, unit_of(summary))) is not None
+                if (handle := _arm(axes, arm.runs, summary.metric, axis, number, unit_of(summary)))
+                is not None
             ]
             shown = unit_of(summary)
             axes.set_xlabel(title)
             axes.set_ylabel(summary.metric + (", %" if shown.percent else ""))
             for target in summary.targets:
-                axes.axhline(float(target) * shown.factor, color=INK, linewidth=0.9, linestyle=(0, (1, 3)))
+                axes.axhline(
+                    float(target) * shown.factor, color=INK, linewidth=0.9, linestyle=(0, (1, 3))
+                )
             if axis == "bytes":
-                axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
+                axes.xaxis.set_major_formatter(
+                    FuncFormatter(lambda x, _: size(x) if x > 0 else "0")
+                )
             plain(axes)
             legend(drawn, handles, [str(handle.get_label()) for handle in handles])
-            drawings.append(Drawing(f"curves-{axis}", title.capitalize(), caption, drawn, group="curves"))
+            drawings.append(
+                Drawing(f"curves-{axis}", title.capitalize(), caption, drawn, group="curves")
+            )
     return drawings
 
 
 def _caption(summary: Summary) -> str:
     width = windows(summary)
-    smoothed = "curve, unsmoothed," if width == "1" else f"curve, smoothed by a Hanning window of {width} values,"
-    parts = [f"Line: mean of the {smoothed} over the runs that are done; band: ± one sample deviation."]
+    smoothed = (
+        "curve, unsmoothed,"
+        if width == "1"
+        else f"curve, smoothed by a Hanning window of {width} values,"
+    )
+    parts = [
+        f"Line: mean of the {smoothed} over the runs that are done; band: ± one sample deviation."
+    ]
     statuses = {run.status for run in summary.found.runs}
     if statuses & {"running", "stopped", "failed"}:
         parts.append("Thin: runs that are not finished, one line each.")
@@ -92,10 +118,22 @@ def _arm(axes: Axes, runs: list[Run], metric: str, axis: str, number: int, shown
     for run in having:
         if run.status != "done":
             rounds, values = measured(run, metric)
-            x, y = spending(run, axis)[np.isin(run.columns["round"], rounds)], smooth(values) * shown.factor
-            (line,) = axes.plot(x, y, linewidth=0.9, alpha=0.9, color=style["color"], linestyle=style["linestyle"])
+            x, y = (
+                spending(run, axis)[np.isin(run.columns["round"], rounds)],
+                smooth(values) * shown.factor,
+            )
+            (line,) = axes.plot(
+                x, y, linewidth=0.9, alpha=0.9, color=style["color"], linestyle=style["linestyle"]
+            )
             if run.status == "diverged":
-                axes.plot(x[-1:], y[-1:], marker="x", markersize=7, markeredgewidth=1.6, color=style["color"])
+                axes.plot(
+                    x[-1:],
+                    y[-1:],
+                    marker="x",
+                    markersize=7,
+                    markeredgewidth=1.6,
+                    color=style["color"],
+                )
             if handle is None:
                 handle = line
                 handle.set_label(f"{run.arm} ({run.status})")
@@ -143,7 +181,9 @@ def measurements(summary: Summary) -> list[Drawing]:
                 (handles[arm],) = axes.plot(x, mean, **{**look(number), "linewidth": 1.3})
                 # a band below 0 has no place on a logarithmic axis
                 low = np.maximum(mean - sd, mean / 10)
-                axes.fill_between(x, low, mean + sd, alpha=0.13, linewidth=0, color=look(number)["color"])
+                axes.fill_between(
+                    x, low, mean + sd, alpha=0.13, linewidth=0, color=look(number)["color"]
+                )
         if positive:
             logarithmic(axes)
         axes.set_title(MEASUREMENTS[name], fontsize=9.5)

@@ -70,7 +70,10 @@ def figure(width: float, height: float) -> Figure:
 
 def look(number: int) -> dict[str, Any]:
     """Colour and dashes of the arm with this number: 32 that can be told apart."""
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+    }
 
 
 def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
@@ -86,7 +89,9 @@ def logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which(FuncFormatter(lambda value, _: f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}"))
+        which(
+            FuncFormatter(lambda value, _: f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}")
+        )
     axes.tick_params(which="minor", length=2)
 
 
@@ -114,7 +119,9 @@ def svg(drawn: Figure, transparent: bool = False) -> str:
     """The figure as SVG, the same bytes for the same figure."""
     file = io.BytesIO()
     FigureCanvasSVG(drawn)
-    drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None}, transparent=transparent)
+    drawn.savefig(
+        file, format="svg", metadata={"Date": None, "Creator": None}, transparent=transparent
+    )
     return file.getvalue().decode()
 
 
@@ -122,7 +129,9 @@ def inline(drawn: Figure, key: str, label: str) -> str:
     """The figure as part of an HTML page: follows its theme, its own ids, named for who cannot see it."""
     text = svg(drawn, transparent=True)
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL
+    )
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{key}-", text)
     text = text.replace(INK, "currentColor").replace(GRID, "var(--line)")

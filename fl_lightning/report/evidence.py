@@ -22,7 +22,9 @@ def named(claim: Claim, names: Mapping[str, str]) -> Claim:
     if not names or (claim.kind == "trend" and claim.over != "layers"):
         return claim
     fields = ("a", "b", "c", "d", "arm", "against", "target_arm")
-    return replace(claim, **{key: names.get(getattr(claim, key), getattr(claim, key)) for key in fields})
+    return replace(
+        claim, **{key: names.get(getattr(claim, key), getattr(claim, key)) for key in fields}
+    )
 
 
 def logged(found: Found, metric: str) -> bool:
@@ -100,7 +102,11 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         runs = {name: arms[name][seed] for side in sides for name in side}
         values = {name: _value(claim, run, arms) for name, run in runs.items()}
         parts = [_between(claim.scale, values[one], values[other]) for one, other in sides]
-        value = None if None in parts else sum(p * s for p, s in zip(parts, (1, -1), strict=False) if p is not None)
+        value = (
+            None
+            if None in parts
+            else sum(p * s for p, s in zip(parts, (1, -1), strict=False) if p is not None)
+        )
         if value is not None:
             made.values[seed] = value
             continue
@@ -108,7 +114,11 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         diverged = any(run.status == "diverged" for run in runs.values())
         cheaper = claim.a if claim.direction == "less" else claim.b
         made.lost |= values[cheaper] is None if claim.kind == "to_target" else diverged
-        why = "never arrives" if claim.kind == "to_target" else "diverged, so it has no score to compare"
+        why = (
+            "never arrives"
+            if claim.kind == "to_target"
+            else "diverged, so it has no score to compare"
+        )
         why = why if diverged or claim.kind == "to_target" else "has no score to compare"
         add(notes, f"{' − '.join(runs)} in {claim.metric}: a run with seed {seed} {why}.")
     return made
@@ -123,8 +133,16 @@ def _value(claim: Claim, run: Run, arms: Mapping[str, Seeds]) -> float | None:
     if claim.target_arm:
         other = arms[claim.target_arm].get(run.seed)
         aimed = other is not None and other.status == "done"
-        target = score_of(other, claim.metric, claim.target_score) if other is not None and aimed else None
-    spent = None if target is None else reached(run, claim.metric, target, claim.mode or None)[claim.cost]
+        target = (
+            score_of(other, claim.metric, claim.target_score)
+            if other is not None and aimed
+            else None
+        )
+    spent = (
+        None
+        if target is None
+        else reached(run, claim.metric, target, claim.mode or None)[claim.cost]
+    )
     return None if spent is None else float(spent)
 
 
@@ -141,7 +159,10 @@ def _tell_alone(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str
     for name, partner in ((one, other), (other, one)):
         if alone := sorted(arms[name].keys() - arms[partner].keys()):
             numbers, which = ", ".join(map(str, alone)), "seed" if len(alone) == 1 else "seeds"
-            add(notes, f"{which.capitalize()} {numbers} of {name}: no finished run of {partner} to pair with.")
+            add(
+                notes,
+                f"{which.capitalize()} {numbers} of {name}: no finished run of {partner} to pair with.",
+            )
 
 
 def _refuse_other_partition(a: Run, b: Run) -> None:
@@ -182,7 +203,11 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     """Spearman's ρ of each seed between a layer's place and its consensus, averaged over rounds."""
     made = Evidence()
     for seed, run in sorted(runs.items()):
-        names = [n for n in run.columns if n.startswith(f"{claim.metric}/") and n != f"{claim.metric}/total"]
+        names = [
+            n
+            for n in run.columns
+            if n.startswith(f"{claim.metric}/") and n != f"{claim.metric}/total"
+        ]
         columns = [run.columns[name][np.isfinite(run.columns[name])] for name in names]
         means = [float(column.mean()) for column in columns if len(column)]
         rho = None if run.status == "diverged" else spearman(range(len(means)), means)
@@ -199,7 +224,10 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     ]  # fmt: skip
     if not any(claim.over in run.axes for run in found.runs):
         axes = dict.fromkeys(key for run in found.runs for key in run.axes)
-        add(notes, f"Claim {claim.id} is a trend over {claim.over}, which no sweep's grid has: {', '.join(axes)}.")
+        add(
+            notes,
+            f"Claim {claim.id} is a trend over {claim.over}, which no sweep's grid has: {', '.join(axes)}.",
+        )
         return Evidence(incomplete=True)
     if not runs:
         add(notes, f"Claim {claim.id} is about the method {claim.arm}, of which there is no run.")
@@ -221,12 +249,17 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         scored = {run.axes[claim.over]: run for run in runs if run.seed == seed and run.finished}
         diverged = any(run.status == "diverged" for run in scored.values())
         made.incomplete |= len(scored) < len(places)
-        scores = [None if r.status == "diverged" else score_of(r, claim.metric, claim.score) for r in scored.values()]
+        scores = [
+            None if r.status == "diverged" else score_of(r, claim.metric, claim.score)
+            for r in scored.values()
+        ]
         known = [score for score in scores if score is not None]
         whole = len(known) == len(places)
         _take(made, seed, spearman([places[v] for v in scored], known) if whole else None, diverged)
     # an arm without any run may be at a value that is not known here
-    made.incomplete |= not made.values or any(arm in arms or arm not in found.arms for arm, _, _ in found.waiting)
+    made.incomplete |= not made.values or any(
+        arm in arms or arm not in found.arms for arm, _, _ in found.waiting
+    )
     return made
 
 

@@ -19,7 +19,9 @@ FORMS = {
 def forms(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Prefix of a form → the layers that ``runs`` logged in it, from the input on; empty where they logged none."""
     names = dict.fromkeys(name for run in runs for name in run.columns if name != "consensus/total")
-    found = {form: [name.removeprefix(form) for name in names if name.startswith(form)] for form in FORMS}
+    found = {
+        form: [name.removeprefix(form) for name in names if name.startswith(form)] for form in FORMS
+    }
     return {form: own for form, own in found.items() if own}
 
 

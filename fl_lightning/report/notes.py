@@ -33,11 +33,17 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
     for file in files:
         own = [run for run in found.runs if not file.folders or run.folder in file.folders]
         if file.stated and (without := len(own) - len(file.stated)) > 0:
-            notes.append(f"{without} of {len(own)} runs recorded no claims, beside others that recorded theirs.")
+            notes.append(
+                f"{without} of {len(own)} runs recorded no claims, beside others that recorded theirs."
+            )
         if file.changed:
-            notes.append(f"{file.path} was edited after the runs started: its hash is none that a run recorded.")
+            notes.append(
+                f"{file.path} was edited after the runs started: its hash is none that a run recorded."
+            )
         elif others := sum(stated != file.hash for stated in file.stated):
-            notes.append(f"{others} of {len(file.stated)} runs recorded other claims than those in {file.path}.")
+            notes.append(
+                f"{others} of {len(file.stated)} runs recorded other claims than those in {file.path}."
+            )
     read = {file.hash for file in files}
     gone: dict[str, list[Run]] = {}
     for run in found.runs:
@@ -45,8 +51,14 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
         if stated and not read and stated not in read:
             gone.setdefault(str(stated), []).append(run)
     for sweep in found.sweeps if read else ():
-        stated = [run for run in found.runs if run.folder in sweep.runs and run.record.get("claims_hash")]
-        if sweep.claims is None and stated and not any(r.record["claims_hash"] in read for r in stated):
+        stated = [
+            run for run in found.runs if run.folder in sweep.runs and run.record.get("claims_hash")
+        ]
+        if (
+            sweep.claims is None
+            and stated
+            and not any(r.record["claims_hash"] in read for r in stated)
+        ):
             gone.setdefault(str(stated[0].record["claims_hash"]), []).extend(stated)
     for stated, runs in gone.items():
         notes.append(
@@ -61,19 +73,28 @@ def _on_arm(name: str, runs: Sequence[Run]) -> list[str]:
     if len({run.record.get("config_hash") for run in runs}) > 1:
         notes.append(f"Runs of {name} differ in their config by more than the seed.")
     for run in runs:
-        notes += [f"{run.folder / 'metrics.csv'} of a run that is {run.status} {fault}." for fault in run.faults]
+        notes += [
+            f"{run.folder / 'metrics.csv'} of a run that is {run.status} {fault}."
+            for fault in run.faults
+        ]
     if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
-        notes.append(f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped.")
+        notes.append(
+            f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped."
+        )
     for status in ("running", "stopped", "failed"):
         if seeds := [str(run.seed) for run in runs if run.status == status]:
-            notes.append(f"{name}, seed {', '.join(seeds)}: {status}. Shown in the curves, kept out of every score.")
+            notes.append(
+                f"{name}, seed {', '.join(seeds)}: {status}. Shown in the curves, kept out of every score."
+            )
     return notes
 
 
 def _on_candidates(sweep: Sweep) -> str | None:
     """Said where the arms of a sweep chose from unequal numbers of candidates."""
     try:
-        rows = list(csv.DictReader((sweep.folder / "select.csv").read_text(encoding="utf-8").splitlines()))
+        rows = list(
+            csv.DictReader((sweep.folder / "select.csv").read_text(encoding="utf-8").splitlines())
+        )
     except (OSError, UnicodeDecodeError, csv.Error):
         return None
     counts = Counter(sweep.names.get(row.get("arm") or "", row.get("arm") or "") for row in rows)

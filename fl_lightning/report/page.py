@@ -24,7 +24,9 @@ SHORT = {  # in the list of contents
 }  # fmt: skip
 
 
-def write(summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing], title: str) -> str:
+def write(
+    summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing], title: str
+) -> str:
     """The whole page."""
     sections = [_verdicts(summary), _notes(summary)]
     by_key: dict[str, list[Table]] = {}
@@ -38,7 +40,9 @@ def write(summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing]
         for table in by_key.get(key, []):
             if table.folded:  # below the figure that says the same
                 continue
-            contents.append((table.key, SHORT.get(key, table.title).format(table.key.partition("-")[2])))
+            contents.append(
+                (table.key, SHORT.get(key, table.title).format(table.key.partition("-")[2]))
+            )
             sections.append(_section(table.key, table.title, table_html(table)))
         if key in groups:
             name = "Curves" if len(groups[key]) > 1 else groups[key][0].title
@@ -46,7 +50,10 @@ def write(summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing]
             numbers = "".join(table_html(table) for table in by_key.get(key, []) if table.folded)
             sections.append(_section(f"figure-{key}", name, _figures(key, groups[key]) + numbers))
     links = "".join(f'<a href="#section-{key}">{html.escape(name)}</a>' for key, name in contents)
-    parts = {name: files("fl_lightning.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")}
+    parts = {
+        name: files("fl_lightning.report").joinpath(name).read_text("utf-8")
+        for name in ("page.css", "page.js")
+    }
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -86,7 +93,9 @@ def lead(summary: Summary) -> str:
 
 
 def _section(key: str, title: str, body: str) -> str:
-    return f'<section id="section-{html.escape(key)}"><h2>{html.escape(title)}</h2>{body}</section>\n'
+    return (
+        f'<section id="section-{html.escape(key)}"><h2>{html.escape(title)}</h2>{body}</section>\n'
+    )
 
 
 def _verdicts(summary: Summary) -> str:
@@ -107,7 +116,11 @@ def _card(summary: Summary, said: Verdict) -> str:
         numbers += f", 95 % interval {shown.difference(found.low)} to {shown.difference(found.high)}, n = {found.n}"
     else:
         numbers = f"{shown.difference(found.mean)}, n = {found.n}: an interval needs two pairs"
-    changed = '<p class="changed">The claims were edited after the runs started.</p>' if said.changed else ""
+    changed = (
+        '<p class="changed">The claims were edited after the runs started.</p>'
+        if said.changed
+        else ""
+    )
     return (
         f'<article class="card {said.verdict.replace(" ", "-")}"><h3><span>{html.escape(said.claim.id)}</span> '
         f"{html.escape(said.printed)}</h3><p>{html.escape(claimed)}</p><p class=numbers>{html.escape(numbers)}</p>"

@@ -27,7 +27,14 @@ class Published:
 
     def of(self, arm: str) -> tuple[float, float | None] | None:
         """What was printed for ``arm``; None where nothing was."""
-        return next((printed for pattern, printed in self.arms.items() if fnmatch.fnmatchcase(arm, pattern)), None)
+        return next(
+            (
+                printed
+                for pattern, printed in self.arms.items()
+                if fnmatch.fnmatchcase(arm, pattern)
+            ),
+            None,
+        )
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Where ``config`` is not the paper's setting, as ``key ours (theirs)``."""
@@ -42,10 +49,15 @@ class Published:
 
 def tables() -> Iterator[Published]:
     """Every published column that is packaged."""
-    for entry in sorted(files("fl_lightning.report").joinpath("published").iterdir(), key=lambda entry: entry.name):
+    for entry in sorted(
+        files("fl_lightning.report").joinpath("published").iterdir(), key=lambda entry: entry.name
+    ):
         if entry.name.endswith(".yaml"):
             for item in parse_yaml(entry.read_text(encoding="utf-8")):
-                arms = {pattern: (numbers[0], (*numbers, None)[1]) for pattern, numbers in item.pop("arms").items()}
+                arms = {
+                    pattern: (numbers[0], (*numbers, None)[1])
+                    for pattern, numbers in item.pop("arms").items()
+                }
                 yield Published(experiments=tuple(item.pop("experiments")), arms=arms, **item)
 
 
@@ -55,7 +67,9 @@ def published(found: Found) -> list[Published]:
     return [
         table
         for table in tables()
-        if any(fnmatch.fnmatchcase(name, pattern) for name in named for pattern in table.experiments)
+        if any(
+            fnmatch.fnmatchcase(name, pattern) for name in named for pattern in table.experiments
+        )
     ]
 
 
@@ -76,7 +90,9 @@ def _packaged_sweep(path: Path) -> list[str]:
     """The packaged sweep that ``path`` keeps, whatever its folder is called: what was put over it stands at its end."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     sweeps = {name: entry for name, entry in packaged().items() if name.startswith("experiment/")}
-    return [name for name, entry in sweeps.items() if text.startswith(entry.read_text(encoding="utf-8"))]
+    return [
+        name for name, entry in sweeps.items() if text.startswith(entry.read_text(encoding="utf-8"))
+    ]
 
 
 def setting(run: Run) -> str:

@@ -45,7 +45,9 @@ class Run:
     def axes(self) -> dict[str, str]:
         """Key of its sweep's grid → value as named; empty of a run that no sweep made."""
         axes = self.record.get("axes")
-        return {str(key): str(value) for key, value in axes.items()} if isinstance(axes, dict) else {}
+        return (
+            {str(key): str(value) for key, value in axes.items()} if isinstance(axes, dict) else {}
+        )
 
     @property
     def finished(self) -> bool:
@@ -95,7 +97,11 @@ class Found:
     @property
     def waiting(self) -> list[tuple[str, str, str]]:
         """(arm, seed, status) of what has not begun."""
-        return [(own.names.get(arm, arm), seed, status) for own in self.sweeps for arm, seed, status in own.waiting]
+        return [
+            (own.names.get(arm, arm), seed, status)
+            for own in self.sweeps
+            for arm, seed, status in own.waiting
+        ]
 
     @property
     def arms(self) -> dict[str, list[Run]]:
@@ -108,7 +114,9 @@ class Found:
     def within(self, folders: Collection[Path]) -> Found:
         """The runs in ``folders``, which are resolved, and their sweeps alone."""
         runs = [run for run in self.runs if run.folder.resolve() in folders]
-        sweeps = [sweep for sweep in self.sweeps if any(path.resolve() in folders for path in sweep.runs)]
+        sweeps = [
+            sweep for sweep in self.sweeps if any(path.resolve() in folders for path in sweep.runs)
+        ]
         return replace(self, runs=runs, sweeps=sweeps)
 
 
@@ -149,9 +157,16 @@ def _keep_apart(found: Found) -> None:
         of_arm.setdefault(run.arm, set()).add(keys.get(run.folder, ""))
     twice = {arm for arm, its in of_arm.items() if len(its) > 1}
     parted = {key for arm in twice for key in of_arm[arm] if key}
-    found.apart = {run.folder: labels[key] for run in found.runs if (key := keys.get(run.folder, "")) in parted}
+    found.apart = {
+        run.folder: labels[key] for run in found.runs if (key := keys.get(run.folder, "")) in parted
+    }
     found.sweeps = [
-        replace(sweep, names={arm: f"{labels[_kin(sweep)]}/{arm}" for arm in twice} if _kin(sweep) in parted else {})
+        replace(
+            sweep,
+            names={arm: f"{labels[_kin(sweep)]}/{arm}" for arm in twice}
+            if _kin(sweep) in parted
+            else {},
+        )
         for sweep in found.sweeps
     ]
     found.runs = [
@@ -182,7 +197,9 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
         raise UserError(
             f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
         ) from None
-    status, seed = (record.get("status"), record.get("seed")) if isinstance(record, dict) else (None, None)
+    status, seed = (
+        (record.get("status"), record.get("seed")) if isinstance(record, dict) else (None, None)
+    )
     if status not in STATUSES or isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(
             f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
@@ -201,17 +218,27 @@ def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
     """Refuse what a hand wrote into run.json that no run writes there."""
     for name in ("arm", "title", "partition_hash", "config_hash", "claims_hash"):
         value = record.get(name)
-        if value is not None and not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
-            raise UserError(f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
+        if value is not None and not (
+            isinstance(value, str) and len(value) <= 500 and value.isprintable()
+        ):
+            raise UserError(
+                f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. Accepted: a line of text."
+            )
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise UserError(f"report {path.parent}: {path} holds text that no file can (a lone surrogate).") from None
+        raise UserError(
+            f"report {path.parent}: {path} holds text that no file can (a lone surrogate)."
+        ) from None
     if not isinstance(record.get("command") or [], list):
-        raise UserError(f"report {path.parent}: {path} has command {record['command']!r}. Accepted: a list of words.")
+        raise UserError(
+            f"report {path.parent}: {path} has command {record['command']!r}. Accepted: a list of words."
+        )
 
 
-def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> tuple[str, ...]:
+def _faults(
+    folder: Path, status: str, record: Mapping[str, Any], rounds: Column
+) -> tuple[str, ...]:
     """What says that metrics.csv of a finished run has lost something."""
     if status not in FINISHED:
         return ()
@@ -239,7 +266,10 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
             f"report {folder}: {path} has two columns {twice[0]!r}, and which is meant is not known. Remove one."
         )
     try:
-        columns = {n: np.array([float(row[n]) if row[n] else math.nan for row in rows], dtype=float) for n in names}
+        columns = {
+            n: np.array([float(row[n]) if row[n] else math.nan for row in rows], dtype=float)
+            for n in names
+        }
     except ValueError as error:
         raise UserError(
             f"report {folder}: {path} holds what is no number ({error}). Mend or remove the file."
@@ -248,23 +278,33 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         column[np.abs(column) > HUGE] = math.inf  # no sum of them could be told
     found = {"round": np.empty(0), **columns}
     if (np.diff(found["round"]) <= 0).any() or np.isinf(found["round"]).any():
-        raise UserError(f"report {folder}: the rounds in {path} do not ascend, one row each. Mend or remove the file.")
+        raise UserError(
+            f"report {folder}: the rounds in {path} do not ascend, one row each. Mend or remove the file."
+        )
     return found
 
 
 def _sweep(folder: Path) -> Sweep:
     """The runs of a sweep in its grid's order (that of runs.csv), or of a folder of runs by name."""
     if not folder.is_dir():
-        raise UserError(f"report {folder}: there is no such folder. Give folders of runs or of sweeps, such as runs/x.")
-    paths = sorted({p.parent for pattern in ("*/run.json", "*/seed-*/run.json") for p in folder.glob(pattern)})
+        raise UserError(
+            f"report {folder}: there is no such folder. Give folders of runs or of sweeps, such as runs/x."
+        )
+    paths = sorted(
+        {p.parent for pattern in ("*/run.json", "*/seed-*/run.json") for p in folder.glob(pattern)}
+    )
     order = _grid_order(folder)
-    by_place = {path: (order.get(_place(path, folder), len(order)), _natural(path)) for path in paths}
+    by_place = {
+        path: (order.get(_place(path, folder), len(order)), _natural(path)) for path in paths
+    }
     there = {_place(path, folder) for path in paths}
     states = _states(folder)
     waiting = [(a, s, status) for (a, s), status in states.items() if f"{a}/seed-{s}" not in there]
     if not paths:
         begun = (
-            f"none of its {len(states)} runs has begun" if states else "neither it nor its subfolders have a run.json"
+            f"none of its {len(states)} runs has begun"
+            if states
+            else "neither it nor its subfolders have a run.json"
         )
         raise UserError(
             f"report {folder}: no run is here: {begun}. Give the folder of a run that `fl-lightning fit` made, or of a "
@@ -287,7 +327,11 @@ def _place(path: Path, folder: Path) -> str:
 def _natural(path: Path) -> tuple[tuple[str, ...], str, int]:
     """seed-2 before seed-10."""
     stem, _, number = path.name.rpartition("-")
-    return (path.parent.parts, stem, int(number)) if number.isdecimal() else (path.parent.parts, path.name, -1)
+    return (
+        (path.parent.parts, stem, int(number))
+        if number.isdecimal()
+        else (path.parent.parts, path.name, -1)
+    )
 
 
 def _states(folder: Path) -> dict[tuple[str, str], str]:

@@ -29,7 +29,9 @@ def smooth(values: Column) -> Column:
     if width < 3:
         return values
     weights = np.hanning(width + 2)[1:-1]  # its ends are 0: three values would be one
-    smoothed: Column = np.convolve(values, weights, "same") / np.convolve(np.ones_like(values), weights, "same")
+    smoothed: Column = np.convolve(values, weights, "same") / np.convolve(
+        np.ones_like(values), weights, "same"
+    )
     return smoothed
 
 
@@ -51,7 +53,11 @@ def tail(run: Run, metric: str) -> float | None:
 
     Evaluations of which none lies there: the last one. Without the column of gradients it is the last third of rounds.
     """
-    spent = summed(run, "cost/gradients") if "cost/gradients" in run.columns else run.columns["round"] + 1
+    spent = (
+        summed(run, "cost/gradients")
+        if "cost/gradients" in run.columns
+        else run.columns["round"] + 1
+    )
     return tail_of(run, metric, spent, float(spent[-1]) if len(spent) else 0.0)
 
 
@@ -102,7 +108,9 @@ def reached(run: Run, metric: str, target: float, mode: str | None = None) -> di
     curve = smooth(values)
     if run.status != "done" or not len(curve):
         return never
-    hits = np.flatnonzero(curve >= target if run.directions.greater(metric, mode) else curve <= target)
+    hits = np.flatnonzero(
+        curve >= target if run.directions.greater(metric, mode) else curve <= target
+    )
     if not len(hits):
         return never
     last = rounds[hits[0]]

@@ -37,12 +37,16 @@ def pivot(summary: Summary) -> Table:
     for method in methods if len(summary.settings) > 1 else ():
         cells = []
         for own in summary.settings.values():
-            mean, sd = summary.arms[own[method]].mean_sd(SCORES[0]) if method in own else (None, None)
+            mean, sd = (
+                summary.arms[own[method]].mean_sd(SCORES[0]) if method in own else (None, None)
+            )
             cells.append(Cell(shown.value(mean, sd), mean))
         table.add(method, *cells)
     for column in range(1, 1 + len(summary.settings)):
         mark_best(table, column, lambda: summary.greater)
-    table.note = "Mean ± sample deviation over seeds. Arms are compared within a setting, with its first."
+    table.note = (
+        "Mean ± sample deviation over seeds. Arms are compared within a setting, with its first."
+    )
     return table
 
 
@@ -56,7 +60,10 @@ def scores(summary: Summary) -> Table:
         table.add(
             arm.name,
             *(Cell(shown.value(mean, sd), mean) for mean, sd in means),
-            *(Cell(str(count), count) for count in (len(arm.finished), arm.diverged, arm.unfinished)),
+            *(
+                Cell(str(count), count)
+                for count in (len(arm.finished), arm.diverged, arm.unfinished)
+            ),
         )
     for column in range(1, 1 + len(SCORES)):
         mark_best(table, column, lambda: summary.greater)
@@ -84,7 +91,9 @@ def _lost(summary: Summary) -> str:
 
 def windows(summary: Summary) -> str:
     """How many values the smoothing is over, in the runs that are done."""
-    lengths = {len(measured(run, summary.metric)[0]) for run in summary.found.runs if run.status == "done"}
+    lengths = {
+        len(measured(run, summary.metric)[0]) for run in summary.found.runs if run.status == "done"
+    }
     widths = sorted({max(1, window(length)) for length in lengths if length})
     return " or ".join(map(str, widths)) or NONE
 
@@ -99,7 +108,9 @@ def pairs(summary: Summary) -> Table:
             f"{pair.a} − {pair.b}" if pair.scale == "difference" else f"log {pair.a} / {pair.b}",
             f"{pair.metric}, {SCORE_TITLES[pair.score]}",
             Cell(
-                shown.difference(found.mean) + (f" {shown.of_difference}" if found.mean is not None else ""), found.mean
+                shown.difference(found.mean)
+                + (f" {shown.of_difference}" if found.mean is not None else ""),
+                found.mean,
             ),
             interval(shown, pair),
             Cell(NONE if found.sd is None else shown.difference(found.sd).lstrip("+"), found.sd),
@@ -119,7 +130,15 @@ def targets(summary: Summary) -> list[Table]:
     made = []
     for target in summary.targets if summary.scored else ():
         sign = "≥" if summary.greater else "≤"
-        columns = ["arm", "rounds", "sent", "time", "reached by", "sent, × first arm", "as papers count, × first arm"]
+        columns = [
+            "arm",
+            "rounds",
+            "sent",
+            "time",
+            "reached by",
+            "sent, × first arm",
+            "as papers count, × first arm",
+        ]
         table = Table(f"target-{target}", f"Until {summary.metric} {sign} {target}", columns)
         first = next(iter(summary.arms.values()))
         for arm in summary.arms.values():
@@ -127,11 +146,17 @@ def targets(summary: Summary) -> list[Table]:
             hits = [each for each in at if each["rounds"] is not None]
             table.add(
                 arm.name,
-                _mean_cell([each["rounds"] for each in hits], lambda value: f"{value:.1f}".removesuffix(".0")),
+                _mean_cell(
+                    [each["rounds"] for each in hits],
+                    lambda value: f"{value:.1f}".removesuffix(".0"),
+                ),
                 _mean_cell([each["bytes"] for each in hits], size),
                 _mean_cell([each["seconds"] for each in hits], seconds),
                 Cell(f"{len(hits)} of {len(at)}", len(hits)),
-                *(Cell(times(r), r) for r in (_ratio_sent(arm, first, target), _ratio_papers(arm, first, target))),
+                *(
+                    Cell(times(r), r)
+                    for r in (_ratio_sent(arm, first, target), _ratio_papers(arm, first, target))
+                ),
             )
         for column in (1, 2, 3):
             mark_best(table, column, lambda: False)
@@ -235,7 +260,9 @@ def consensus(summary: Summary) -> list[Table]:
         table = Table(f"consensus-{form.strip('/')}", title, ["layer", *summary.arms], folded=True)
         for layer in layers:
             means = [over_time(arm.runs, form + layer) for arm in summary.arms.values()]
-            table.add(layer, *(Cell(NONE if mean is None else f"{mean:.3g}", mean) for mean in means))
+            table.add(
+                layer, *(Cell(NONE if mean is None else f"{mean:.3g}", mean) for mean in means)
+            )
         table.note = "Averaged over all rounds and seeds; layers from the input on."
         made.append(table)
     return made
@@ -246,7 +273,12 @@ def beside_published(summary: Summary) -> list[Table]:
     made = []
     for number, printed in enumerate(published(summary.found), start=1):
         shown = unit_of(summary)
-        columns = ["arm", "published", f"ours ({SCORE_TITLES[printed.score]})", "what differs: ours (published)"]
+        columns = [
+            "arm",
+            "published",
+            f"ours ({SCORE_TITLES[printed.score]})",
+            "what differs: ours (published)",
+        ]
         table = Table(f"published-{number}", f"Beside {printed.source}", columns)
         for arm in summary.arms.values():
             theirs = printed.of(arm.name)
@@ -256,7 +288,10 @@ def beside_published(summary: Summary) -> list[Table]:
             apart = printed.differences(arm.runs[0].config)
             differs = "; ".join(apart) if arm.runs[0].config else "no config.yaml to compare"
             table.add(
-                arm.name, Cell(shown.value(*theirs), theirs[0]), Cell(shown.value(mean, sd), mean), differs or "nothing"
+                arm.name,
+                Cell(shown.value(*theirs), theirs[0]),
+                Cell(shown.value(mean, sd), mean),
+                differs or "nothing",
             )
         table.note = f"{printed.note} A smaller twin says nothing of the published number."
         made.append(table)
@@ -266,7 +301,9 @@ def beside_published(summary: Summary) -> list[Table]:
 def runs(summary: Summary) -> Table:
     """Every run and where it is."""
     shown = unit_of(summary)
-    table = Table("runs", "Runs", ["arm", "seed", "status", "rounds", SCORE_TITLES[SCORES[0]], "folder"])
+    table = Table(
+        "runs", "Runs", ["arm", "seed", "status", "rounds", SCORE_TITLES[SCORES[0]], "folder"]
+    )
     for arm in summary.arms.values():
         for run in arm.runs:
             score = arm.scores[SCORES[0]].get(run.seed)
@@ -276,7 +313,8 @@ def runs(summary: Summary) -> Table:
                 Cell(str(run.seed), run.seed),
                 Cell(run.status, mark=f"status {run.status}"),
                 Cell(
-                    f"{run.rounds_done}" + (f" of {asked}" if asked and asked != run.rounds_done else ""),
+                    f"{run.rounds_done}"
+                    + (f" of {asked}" if asked and asked != run.rounds_done else ""),
                     run.rounds_done,
                 ),
                 Cell(shown.value(score), score),

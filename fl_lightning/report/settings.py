@@ -16,7 +16,11 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     groups: dict[str, dict[str, Run]] = {}  # sweeps whose arms had to be kept apart, and all others
     for run in found.runs:
         groups.setdefault(found.apart.get(run.folder, ""), {}).setdefault(run.arm, run)
-    placed = [(group, *_place(run, _axes(group_runs))) for group, group_runs in _each(groups) for run in group_runs]
+    placed = [
+        (group, *_place(run, _axes(group_runs)))
+        for group, group_runs in _each(groups)
+        for run in group_runs
+    ]
     of_setting: dict[str, set[str]] = {}
     for group, setting, _, _ in placed:
         of_setting.setdefault(setting, set()).add(group)

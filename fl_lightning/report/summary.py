@@ -52,7 +52,8 @@ class Arm:
             scores[score] = {"mean": mean, "sd": sd, "values": values}
         costs = {
             f"{what}_to": {
-                target: {seed: at[what] for seed, at in seeds.items()} for target, seeds in self.reached.items()
+                target: {seed: at[what] for seed, at in seeds.items()}
+                for target, seeds in self.reached.items()
             }
             for what in ("rounds", "bytes", "seconds")
         }
@@ -173,7 +174,10 @@ def summarise(
         UserError: a file of claims that is none, or runs that cannot be paired because they saw other partitions.
     """
     files = gather(found, claims)
-    arms = {name: _arm(name, runs, metric, targets, logged(found, metric)) for name, runs in found.arms.items()}
+    arms = {
+        name: _arm(name, runs, metric, targets, logged(found, metric))
+        for name, runs in found.arms.items()
+    }
     notes, by_setting = notes_on(found, metric, files), settings(found)
     verdicts = [said for file in files for said in _judged(file, found, notes)]
     if files:
@@ -192,12 +196,23 @@ def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
     for family in dict.fromkeys(claim.family for claim in claims):
         places = [place for place, claim in enumerate(claims) if claim.family == family]
         provisional = any(measured[place].incomplete for place in places)
-        for place, said in zip(places, judge([(claims[p], measured[p]) for p in places]), strict=True):
+        for place, said in zip(
+            places, judge([(claims[p], measured[p]) for p in places]), strict=True
+        ):
             claim, seen = claims[place], measured[place]
             pair = Pair(
-                claim.a, claim.b, claim.metric, claim.score, said.interval, seen.values, claim.unit, said.p_holm
+                claim.a,
+                claim.b,
+                claim.metric,
+                claim.score,
+                said.interval,
+                seen.values,
+                claim.unit,
+                said.p_holm,
             )
-            judged[place] = Verdict(claim, said.verdict, pair, file.changed, seen.left_out, provisional)
+            judged[place] = Verdict(
+                claim, said.verdict, pair, file.changed, seen.left_out, provisional
+            )
     return [judged[place] for place in range(len(claims))]
 
 
@@ -211,7 +226,16 @@ def _within_settings(
         for name in others:
             claim = Claim("", name, first, metric, "", 0.0)  # nothing is claimed
             seen = evidence(claim, found, notes)
-            pairs.append(Pair(name, first, metric, claim.score, paired(list(seen.values.values())), seen.values))
+            pairs.append(
+                Pair(
+                    name,
+                    first,
+                    metric,
+                    claim.score,
+                    paired(list(seen.values.values())),
+                    seen.values,
+                )
+            )
     for pair, corrected in zip(pairs, holm([pair.interval.p for pair in pairs]), strict=True):
         pair.p_holm = corrected
     return pairs
@@ -224,6 +248,12 @@ def _score(run: Run, metric: str, score: str, any_logged: bool) -> float | None:
 
 def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_logged: bool) -> Arm:
     finished = [run for run in runs if run.finished]
-    scores = {score: {run.seed: _score(run, metric, score, any_logged) for run in finished} for score in SCORES}
-    costs = {target: {run.seed: reached(run, metric, float(target)) for run in finished} for target in targets}
+    scores = {
+        score: {run.seed: _score(run, metric, score, any_logged) for run in finished}
+        for score in SCORES
+    }
+    costs = {
+        target: {run.seed: reached(run, metric, float(target)) for run in finished}
+        for target in targets
+    }
     return Arm(name, runs, scores, costs)

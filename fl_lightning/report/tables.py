@@ -58,7 +58,9 @@ def markdown(table: Table) -> str:
 
     head = [f"| {' | '.join(map(cell, table.columns))} |", "|---" * len(table.columns) + "|"]
     body = [
-        "| " + " | ".join(f"**{cell(c.text)}**" if c.mark == "best" else cell(c.text) for c in row) + " |"
+        "| "
+        + " | ".join(f"**{cell(c.text)}**" if c.mark == "best" else cell(c.text) for c in row)
+        + " |"
         for row in table.rows
     ]
     note = ["", table.note] if table.note else []
@@ -90,7 +92,10 @@ def latex(table: Table) -> str:
     def line(cells: Iterable[str]) -> str:
         return " & ".join(cells) + r" \\"
 
-    body = [line(rf"\textbf{{{tex(c.text)}}}" if c.mark == "best" else tex(c.text) for c in row) for row in table.rows]
+    body = [
+        line(rf"\textbf{{{tex(c.text)}}}" if c.mark == "best" else tex(c.text) for c in row)
+        for row in table.rows
+    ]
     lines = [
         r"\begin{table}[htb]",
         r"\centering",
@@ -111,7 +116,10 @@ def latex(table: Table) -> str:
 
 def page(table: Table) -> str:
     """An HTML table whose head sorts it by what cells are worth."""
-    head = "".join(f'<th scope="col"><button type="button">{html.escape(c)}</button></th>' for c in table.columns)
+    head = "".join(
+        f'<th scope="col"><button type="button">{html.escape(c)}</button></th>'
+        for c in table.columns
+    )
     body = []
     for row in table.rows:
         cells = [f'<th scope="row"{_attributes(row[0])}>{html.escape(row[0].text)}</th>']
@@ -122,7 +130,11 @@ def page(table: Table) -> str:
         f'<div class="table"><table id="{html.escape(table.key)}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>{note}"
     )
-    return f"<details><summary>{html.escape(table.title)}</summary>{whole}</details>" if table.folded else whole
+    return (
+        f"<details><summary>{html.escape(table.title)}</summary>{whole}</details>"
+        if table.folded
+        else whole
+    )
 
 
 def _attributes(cell: Cell) -> str:

@@ -54,7 +54,9 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
         return Interval(len(values), fmean(values) if values else None)
     found = paired(values)
     if claim.kind == "equivalence":
-        return Interval(found.n, found.mean, found.sd, found.low, found.high, equivalent(found, claim.margin))
+        return Interval(
+            found.n, found.mean, found.sd, found.low, found.high, equivalent(found, claim.margin)
+        )
     return found
 
 

@@ -27,15 +27,23 @@ class ClientSchedule:
     """
 
     def __init__(
-        self, optimizer: Optimizer, schedulers: list[tuple[Any, int]], unit: str, given: list[dict[str, Any]]
+        self,
+        optimizer: Optimizer,
+        schedulers: list[tuple[Any, int]],
+        unit: str,
+        given: list[dict[str, Any]],
     ) -> None:
         self.unit, self.schedulers = unit, schedulers
         self._optimizer, self._groups = optimizer, optimizer.param_groups
-        self.account = f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
+        self.account = (
+            f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
+        )
         self._table = [self._now()]
         # momentum of a cycle, say
         others = [{k: v for k, v in group.items() if k != "lr"} for group in self._table[0]]
-        optimizer.param_groups = [{**group, **own} for group, own in zip(given, others, strict=True)]
+        optimizer.param_groups = [
+            {**group, **own} for group, own in zip(given, others, strict=True)
+        ]
 
     @property
     def by_step(self) -> bool:
@@ -113,8 +121,14 @@ def written(scheduler: Any) -> dict[str, Any]:
     """Its numbers that steps leave alone."""
     changing = ("last_epoch", "last_batch_iteration")
     kinds = (bool, int, float, str, list, tuple)
-    return {k: v for k, v in vars(scheduler).items() if k[0] != "_" and k not in changing and plainly(v, kinds)}
+    return {
+        k: v
+        for k, v in vars(scheduler).items()
+        if k[0] != "_" and k not in changing and plainly(v, kinds)
+    }
 
 
 def plainly(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and (not isinstance(value, (list, tuple)) or all(plainly(v, kinds) for v in value))
+    return isinstance(value, kinds) and (
+        not isinstance(value, (list, tuple)) or all(plainly(v, kinds) for v in value)
+    )

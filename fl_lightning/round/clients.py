@@ -105,7 +105,9 @@ class Clients:
     def start(self) -> Tensor:
         """x_{i,0} ``(n, D)``, from the first step on."""
         if self._start is None:
-            raise RuntimeError("clients.start is known from the first local step on, not in on_local_start")
+            raise RuntimeError(
+                "clients.start is known from the first local step on, not in on_local_start"
+            )
         return self._start
 
     @property
@@ -145,7 +147,9 @@ class Clients:
         name = f"steps of {epochs}"
         if name not in self._columns:
             assert self._round.steps_of is not None
-            self._columns[name] = self._column({i: self._round.steps_of(i, epochs) for i in self._ids})
+            self._columns[name] = self._column(
+                {i: self._round.steps_of(i, epochs) for i in self._ids}
+            )
         return self._columns[name]
 
     @property
@@ -166,7 +170,9 @@ class Clients:
 
     def _in_step(self, what: str) -> InStep:
         if self.local_step is None:
-            raise RuntimeError(f"{what} is there in the hooks of a local step, not before or after a client's steps")
+            raise RuntimeError(
+                f"{what} is there in the hooks of a local step, not before or after a client's steps"
+            )
         return self.local_step
 
     def step_done(self) -> None:
@@ -178,7 +184,9 @@ class Clients:
         """How many gradients of a batch's loss were evaluated for a client, its whole objective's by their batches."""
         steps = self._round.steps[client]
         whole = self.full_gradients + steps * self.full_gradients_a_step
-        batches = self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0
+        batches = (
+            self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0
+        )
         return steps * self.gradients_a_step + whole * batches
 
     @cached_property
@@ -220,7 +228,9 @@ class Clients:
     def loss(self) -> Tensor:
         """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``; of methods with ``reads_loss = True``."""
         if LOSS not in self.logs:
-            raise RuntimeError("clients.loss is there in on_local_end, where a method's class says reads_loss = True")
+            raise RuntimeError(
+                "clients.loss is there in on_local_end, where a method's class says reads_loss = True"
+            )
         return self.logs[LOSS].reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:
@@ -256,7 +266,9 @@ class Clients:
     def rows(self, key: str, declaration: PerClient) -> Tensor:
         """The round's staged rows of a state, loaded at first access."""
         if key not in self._rows:
-            self._keep(key, declaration, torch.stack([self._load(key, declaration, i) for i in self._ids]))
+            self._keep(
+                key, declaration, torch.stack([self._load(key, declaration, i) for i in self._ids])
+            )
         return self._rows[key]
 
     def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
@@ -266,7 +278,9 @@ class Clients:
         row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
         if row is None and declaration.initial == "zeros":
             like = self._x[0] if declaration.shape is None else self._x.new_empty(declaration.shape)
-            return torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device).expand_as(like)
+            return torch.zeros(
+                (), dtype=declaration.dtype or like.dtype, device=like.device
+            ).expand_as(like)
         if row is None:
             return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
         return to_device(row, self._x.device)
@@ -288,7 +302,11 @@ class Clients:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a local step may read or change besides x, by name: columns, starts and rows of states."""
-        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "_x"}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "_x"
+        }
         return {**own, **self._rows, **self._columns}
 
     def given(self) -> list[Tensor]:
@@ -325,12 +343,19 @@ class Clients:
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Rows of states that outlive the round, where they were assigned or changed in place."""
         for key, rows in self._rows.items():
-            if isinstance(self._declared[key], ClientState) and rows._version != self._versions[key]:
+            if (
+                isinstance(self._declared[key], ClientState)
+                and rows._version != self._versions[key]
+            ):
                 yield key, rows
 
     def drop_scratch(self) -> None:
         """Forget the rows that nobody reads any more."""
-        self._rows = {key: rows for key, rows in self._rows.items() if isinstance(self._declared[key], ClientState)}
+        self._rows = {
+            key: rows
+            for key, rows in self._rows.items()
+            if isinstance(self._declared[key], ClientState)
+        }
 
     def _column(self, values: dict[int, int] | dict[int, float]) -> Tensor:
         column = [[values[i]] for i in self._ids]

@@ -68,7 +68,11 @@ class Cohort:
             return tuple(range(m))
         draw = drawn_from(self.coins, "participants", t)
         n = self._number(draw)
-        return tuple(range(m)) if n == m else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
+        return (
+            tuple(range(m))
+            if n == m
+            else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
+        )
 
     def tried(self, t: int) -> tuple[int, ...]:
         """Clients to try the steps of round t on, before the first: those that are sampled, but never nobody."""
@@ -82,7 +86,9 @@ class Cohort:
         n, m = self.n, self.m
         if self.sampling == "uniform":
             return n
-        heads = int(draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m))
+        heads = int(
+            draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)
+        )
         return heads if self.sampling == "poisson" else max(1, heads)
 
     def steps(self, i: int) -> int:
@@ -108,7 +114,9 @@ class Cohort:
         steps: Any = self.local_steps
         # of no client a whole epoch
         if steps is None and self.local_epochs is not None and self.local_epochs < 1:
-            _, first, of = np.unique(self.data.client_sizes(), return_index=True, return_inverse=True)
+            _, first, of = np.unique(
+                self.data.client_sizes(), return_index=True, return_inverse=True
+            )
             steps = np.array([self.steps(int(i)) for i in first])[of]
         found: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
         return found
@@ -122,5 +130,9 @@ class Cohort:
         """Such as ``10 of 100 clients · 5 epochs``."""
         if self.quick:
             return f"1 of {self.m} clients · {self.quick} steps at most (fast_dev_run)"
-        work = f"{self.local_steps} steps" if self.local_steps else f"{self.local_epochs or 5:g} epochs"
+        work = (
+            f"{self.local_steps} steps"
+            if self.local_steps
+            else f"{self.local_epochs or 5:g} epochs"
+        )
         return f"{self.n} of {self.m} clients · {work}"

@@ -60,7 +60,9 @@ class ClientRates:
         groups = schedule[t]
         lr = torch.tensor(groups[0]["lr"] * factor, dtype=torch.float64, device=self.lr.device)
         momentum = float(groups[0].get("momentum", self.momentum))
-        return replace(self, factor=factor, lr=lr, momentum=momentum, several=several_in(groups), entry=t)
+        return replace(
+            self, factor=factor, lr=lr, momentum=momentum, several=several_in(groups), entry=t
+        )
 
     def groups(self, step: int) -> Groups | None:
         """What each parameter group is set to at a local step, before ``factor``; None: what it was made with."""
@@ -178,8 +180,15 @@ class Round:
         """What a client's buffers start from: the server's, or its own where it keeps them and has some."""
         if not self.own_buffers:
             return self.buffers
-        kept = {name: self.read(BUFFER + name, client) for name in self.buffers if name in self.own_buffers}
-        return {**self.buffers, **{name: row.to(self.buffers[name]) for name, row in kept.items() if row is not None}}
+        kept = {
+            name: self.read(BUFFER + name, client)
+            for name in self.buffers
+            if name in self.own_buffers
+        }
+        return {
+            **self.buffers,
+            **{name: row.to(self.buffers[name]) for name, row in kept.items() if row is not None},
+        }
 
     @property
     def wide(self) -> torch.dtype:
@@ -191,11 +200,19 @@ class Round:
         """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
         return None if self.parts is None else self.parts.averaged(self.t)
 
-    def initial(self, initial: Initial, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Tensor:
+    def initial(
+        self, initial: Initial, shape: tuple[int, ...] | None, dtype: torch.dtype | None
+    ) -> Tensor:
         """A state's value before it was ever written."""
         size = self.w.shape if shape is None else torch.Size(shape)
         kind = self.w.dtype if dtype is None else dtype
         if initial == "zeros":
             return torch.zeros(size, dtype=kind, device=self.w.device)
-        value = initial(self.w) if callable(initial) else self.w0 if initial == "initial_model" else self.w
+        value = (
+            initial(self.w)
+            if callable(initial)
+            else self.w0
+            if initial == "initial_model"
+            else self.w
+        )
         return torch.as_tensor(value, device=self.w.device).to(kind).expand(size)

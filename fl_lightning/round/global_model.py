@@ -24,7 +24,12 @@ from fl_lightning.learner import (
     trainable,
     without_graphs,
 )
-from fl_lightning.parameters import Slots, check_learner_parameters, check_same_parameters, slots_of_parameters
+from fl_lightning.parameters import (
+    Slots,
+    check_learner_parameters,
+    check_same_parameters,
+    slots_of_parameters,
+)
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 
@@ -96,15 +101,28 @@ class GlobalModel:
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
-        if self._layout is None or [s for _, s in self._layout.values()] != [p.shape for p in parameters]:
+        if self._layout is None or [s for _, s in self._layout.values()] != [
+            p.shape for p in parameters
+        ]:
             check_learner_parameters(self.learner)
             self._layout, self._w, self._evaluated = Layout(self.learner), None, None
         first = parameters[0]
         views = [] if self._w is None else self._layout.views(self.evaluated.detach())
-        tied = bool(views) and all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
-        if not tied or self._w is None or self._w.device != first.device or self._w.dtype != first.dtype:
+        tied = bool(views) and all(
+            p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True)
+        )
+        if (
+            not tied
+            or self._w is None
+            or self._w.device != first.device
+            or self._w.dtype != first.dtype
+        ):
             flat = flatten([p.detach() for p in parameters])
-            if self._w is not None and self._evaluated is not None and torch.equal(flat, self._evaluated.to(flat)):
+            if (
+                self._w is not None
+                and self._evaluated is not None
+                and torch.equal(flat, self._evaluated.to(flat))
+            ):
                 # moved, to a GPU or from it
                 self._w.data, self._evaluated = self._w.detach().to(flat), flat
             elif self._w is not None:
@@ -142,7 +160,11 @@ class GlobalModel:
         if self.config:
             return {"hyper_parameters": dict(self.config)}
         hparams = learner.hparams
-        kept = {"hyper_parameters": dict(hparams)} if isinstance(hparams, dict) else _of_omegaconf(hparams)
+        kept = (
+            {"hyper_parameters": dict(hparams)}
+            if isinstance(hparams, dict)
+            else _of_omegaconf(hparams)
+        )
         name = getattr(learner, "_hparams_name", None)
         return kept if name is None else {"hparams_name": name, **kept}
 
@@ -166,7 +188,11 @@ class GlobalModel:
         )
         set_buffers(learner, buffers, self.written)
         if path is not None:
-            done = {} if trainer is None else {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+            done = (
+                {}
+                if trainer is None
+                else {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+            )
             saved = {
                 **done,
                 "pytorch-lightning_version": version("pytorch-lightning"),
@@ -187,7 +213,10 @@ class GlobalModel:
             "learner": self.copied_learner(),
             "config": self.config,
             "buffers": {} if self.found is None else dict(self.found.buffers),
-            **{name: None if vector is None else vector.detach().clone() for name, vector in vectors.items()},
+            **{
+                name: None if vector is None else vector.detach().clone()
+                for name, vector in vectors.items()
+            },
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,7 +227,11 @@ class GlobalModel:
 
     def copied_learner(self) -> Any:
         """A copy that knows no Trainer and shares no memory."""
-        trainers = {id(part._trainer): None for part in lightning_modules(self.learner) if part._trainer is not None}
+        trainers = {
+            id(part._trainer): None
+            for part in lightning_modules(self.learner)
+            if part._trainer is not None
+        }
         lent = lent_logs(self.learner)
         learner = copy.deepcopy(self.learner, {**trainers, **without_graphs(self.learner), **lent})
         for part in learner.modules() if lent else ():

@@ -68,7 +68,9 @@ class Ledger:
 
     def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None:
         if not self._at_server:
-            raise RuntimeError(f"{key} was assigned in a hook that takes clients; the server's state changes in others")
+            raise RuntimeError(
+                f"{key} was assigned in a hook that takes clients; the server's state changes in others"
+            )
         current = self.server_state(key, declaration)
         if value is not current:
             current.copy_(torch.as_tensor(value))
@@ -101,7 +103,9 @@ class Ledger:
             assert isinstance(declaration, ServerState)
             if averaged is not None and declaration.synchronised and value.shape == averaged.shape:
                 old = self.round.server_states.get(key)
-                settled[key] = torch.where(averaged, value, self._unwritten(declaration) if old is None else old)
+                settled[key] = torch.where(
+                    averaged, value, self._unwritten(declaration) if old is None else old
+                )
         return settled
 
     def settled_rows(self, declared: Mapping[str, Declaration]) -> Rows:
@@ -112,7 +116,11 @@ class Ledger:
         for key, by_client in self.rows.items():
             declaration = declared.get(key)
             settled[key] = dict(by_client)
-            if mask is None or not isinstance(declaration, ClientState) or not declaration.synchronised:
+            if (
+                mask is None
+                or not isinstance(declaration, ClientState)
+                or not declaration.synchronised
+            ):
                 continue
             for client, row in by_client.items():
                 old = self.round.read(key, client)

@@ -23,18 +23,28 @@ class Parts:
         UserError: a period below 1, or masks that overlap or have another shape.
     """
 
-    def __init__(self, parts: list[tuple[Tensor, int | None]], size: int, device: torch.device) -> None:
+    def __init__(
+        self, parts: list[tuple[Tensor, int | None]], size: int, device: torch.device
+    ) -> None:
         self.size = size
         covered = torch.zeros(size, dtype=torch.bool)
         self.masks: list[Tensor] = []
         self.periods: list[int | None] = []
         for mask, period in parts:
-            if period is not None and (isinstance(period, bool) or int(period) != period or period < 1):
+            if period is not None and (
+                isinstance(period, bool) or int(period) != period or period < 1
+            ):
                 raise UserError(
                     f"periods: {period!r} is no number of rounds; accepted are integers from 1, or 'never'."
                 )
-            if mask.shape != (size,) or mask.dtype != torch.bool or bool((covered & mask.cpu()).any()):
-                raise UserError("parts: each part is a (D,) bool mask, and no coordinate lies in two of them.")
+            if (
+                mask.shape != (size,)
+                or mask.dtype != torch.bool
+                or bool((covered & mask.cpu()).any())
+            ):
+                raise UserError(
+                    "parts: each part is a (D,) bool mask, and no coordinate lies in two of them."
+                )
             covered |= mask.cpu()
             if period != 1 and bool(mask.any()):
                 self.masks.append(mask.to(device))
@@ -62,7 +72,12 @@ class Parts:
         return written > last_averaged
 
     def taken(
-        self, t: int, read: Callable[[str, int], Tensor | None], ids: list[int], x: Tensor, wide: torch.dtype
+        self,
+        t: int,
+        read: Callable[[str, int], Tensor | None],
+        ids: list[int],
+        x: Tensor,
+        wide: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Put the clients' own copies into ``x`` ``(n, D)``, where newer than the last average.
 

@@ -85,7 +85,9 @@ class Server:
     def updates(self, value: Tensor) -> None:
         held = self.updates
         if value.shape != held.shape:
-            raise ValueError(f"server.updates has shape {tuple(held.shape)}, and was given {tuple(value.shape)}")
+            raise ValueError(
+                f"server.updates has shape {tuple(held.shape)}, and was given {tuple(value.shape)}"
+            )
         if value is not held:
             held.copy_(value)
 
@@ -120,7 +122,9 @@ class Server:
             onto: all that the noise goes onto, the same in every process.
         """
         if self._round.noise is None:
-            raise RuntimeError("server.private_generator is for methods that say what they draw from: draws_from")
+            raise RuntimeError(
+                "server.private_generator is for methods that say what they draw from: draws_from"
+            )
         held = onto.detach().cpu().contiguous().numpy().tobytes()
         return drawn_from(self._round.noise, "method: " + purpose, self.round, held)
 
@@ -131,7 +135,9 @@ class Server:
     def sizes(self, ids: Tensor) -> Tensor:
         """Numbers of samples N_i of these clients ``(k,)``, float64."""
         assert self._round.all_sizes is not None
-        return torch.as_tensor(self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device)
+        return torch.as_tensor(
+            self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device
+        )
 
     def note(self, text: str) -> None:
         """Say something to the user: a warning, once, repeated in the run's card."""

@@ -13,8 +13,26 @@ from torch import Tensor, nn
 from torch.serialization import safe_globals
 from torch.storage import _load_from_bytes
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.Size, torch.dtype)
-_CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RecursionError)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Tensor,
+    nn.Parameter,
+    torch.Size,
+    torch.dtype,
+)
+_CANNOT_PICKLE = (
+    pickle.PicklingError,
+    AttributeError,
+    TypeError,
+    NotImplementedError,
+    RecursionError,
+)
 
 
 class Apart:
@@ -75,7 +93,9 @@ def set_apart(value: Any, where: str, moved: list[str]) -> Any:
         apart = Apart.of(value)
     except _CANNOT_PICKLE as error:
         why = " ".join(str(error).split())[:100]
-        raise CannotPickle(f"{where} is a {kind.__name__}, which cannot be pickled ({why})") from error
+        raise CannotPickle(
+            f"{where} is a {kind.__name__}, which cannot be pickled ({why})"
+        ) from error
     moved.append(f"{where} is a {kind.__name__}")
     return apart
 

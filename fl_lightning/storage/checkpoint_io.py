@@ -20,7 +20,12 @@ from fl_lightning.storage import lock
 from fl_lightning.storage.apart import CannotPickle, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
 
-HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters")
+HYPER_PARAMETERS = (
+    "hyper_parameters",
+    "hparams_name",
+    "hparams_type",
+    "datamodule_hyper_parameters",
+)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -33,7 +38,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     _told = False
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Any | None = None,
     ) -> None:
         """Write ``checkpoint``, with what is no plain data apart (:mod:`fl_lightning.storage.apart`).
 
@@ -71,18 +79,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             else:
                 checkpoint = read_plain(source, map_location=map_location)
         except pickle.UnpicklingError as error:
-            reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
-            raise _error(source, f"it holds more than plain data: {reason.strip()[:160]}") from error
+            reason = next(
+                (line for line in str(error).splitlines() if "GLOBAL" in line), str(error)
+            )
+            raise _error(
+                source, f"it holds more than plain data: {reason.strip()[:160]}"
+            ) from error
         except PermissionError as error:
             raise _error(source, "permission denied") from error
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise _error(source, f"it is damaged ({str(error)[:100]})") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
-        version = checkpoint.get("pytorch-lightning_version", None if "loops" in checkpoint else "0")
+        version = checkpoint.get(
+            "pytorch-lightning_version", None if "loops" in checkpoint else "0"
+        )
         if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
             raise _error(
-                source, f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, and no version"
+                source,
+                f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, and no version",
             )
         return checkpoint
 
@@ -119,7 +134,9 @@ def _hyper_parameters(key: str, given: Any) -> Any:
         try:
             kept[name] = set_apart(value, f"the hyper-parameter {name!r}", [])
         except CannotPickle as error:
-            rank_zero_warn(f"{error}: checkpoints lack it, so load_from_checkpoint has to be given it")
+            rank_zero_warn(
+                f"{error}: checkpoints lack it, so load_from_checkpoint has to be given it"
+            )
     return kept
 
 
@@ -143,7 +160,9 @@ def _error(path: Path, what: str) -> UserError:
         (p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.is_file()),
         key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime),
     )
-    way_out = f"Another one is there: --ckpt_path {others[0]}." if others else "No other lies beside it."
+    way_out = (
+        f"Another one is there: --ckpt_path {others[0]}." if others else "No other lies beside it."
+    )
     return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
 
 

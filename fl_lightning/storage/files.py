@@ -62,10 +62,16 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
-        failed = error if isinstance(error, OSError) or not isinstance(error, Exception) else raw and raw.failed
+        failed = (
+            error
+            if isinstance(error, OSError) or not isinstance(error, Exception)
+            else raw and raw.failed
+        )
         if isinstance(failed, OSError):
             why = failed.strerror or failed
-            raise UserError(f"Cannot write {path}: {why}. Give a folder that can be written to.") from error
+            raise UserError(
+                f"Cannot write {path}: {why}. Give a folder that can be written to."
+            ) from error
         raise
 
 
@@ -79,9 +85,15 @@ def writable_as_file(path: Path) -> Path:
         place = Path(os.path.realpath(path)) if path.is_symlink() else path
         held = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
     except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror or error}. Give another file.") from error
+        raise UserError(
+            f"Cannot write {path}: {error.strerror or error}. Give another file."
+        ) from error
     if not stat.S_ISREG(held):
-        kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link that leads to itself", stat.S_IFIFO: "a pipe"}
+        kinds = {
+            stat.S_IFDIR: "a folder",
+            stat.S_IFLNK: "a link that leads to itself",
+            stat.S_IFIFO: "a pipe",
+        }
         what = kinds.get(stat.S_IFMT(held), "a device or socket")
         raise UserError(f"Cannot write {path}: it is {what}, and no file. Give the name of a file.")
     return place

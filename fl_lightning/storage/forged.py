@@ -25,7 +25,11 @@ def _count(value: Any) -> bool:
 
 def _size(value: Any) -> bool:
     """Of an engine; older checkpoints had text."""
-    return value is None or _count(value) or (isinstance(value, str) and (not value or value.isdecimal()))
+    return (
+        value is None
+        or _count(value)
+        or (isinstance(value, str) and (not value or value.isdecimal()))
+    )
 
 
 def _number(value: Any) -> bool:
@@ -41,11 +45,18 @@ def _tensor(value: Any) -> bool:
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1 and bool((value >= 0).all())
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.int64
+        and value.ndim == 1
+        and bool((value >= 0).all())
+    )
 
 
 def _each(check: Check) -> Check:
-    return lambda value: isinstance(value, Mapping) and all(_text(key) and check(of) for key, of in value.items())
+    return lambda value: (
+        isinstance(value, Mapping) and all(_text(key) and check(of) for key, of in value.items())
+    )
 
 
 def _or_none(check: Check) -> Check:
@@ -79,7 +90,9 @@ def _engine(value: Any) -> bool:
     if not all(map(_text, value.get("written") or ())):
         return False
     sizes = ("workers", "threads", "server_threads", "clients", "at_once")
-    return value.get("engine", "") in ("", *_ENGINES) and all(_size(value.get(name)) for name in sizes)
+    return value.get("engine", "") in ("", *_ENGINES) and all(
+        _size(value.get(name)) for name in sizes
+    )
 
 
 _OURS: dict[str, tuple[Check, bool]] = {  # what it has to be, and whether it has to be there
@@ -92,7 +105,10 @@ _OURS: dict[str, tuple[Check, bool]] = {  # what it has to be, and whether it ha
     "buffers": (_each(_tensor), True),
     "server": (_each(_tensor), True),
     "clients": (_rows, True),
-    "folders": (lambda value: isinstance(value, list) and bool(value) and all(map(_text, value)), True),
+    "folders": (
+        lambda value: isinstance(value, list) and bool(value) and all(map(_text, value)),
+        True,
+    ),
     "arguments": (_each(_text), True),
     "methods": (_each(_text), True),
     "partition": (_or_none(_text), True),
@@ -127,7 +143,9 @@ def check_callbacks(held: Any, callbacks: Sequence[Any]) -> None:
     """
     for callback in callbacks:
         home = type(callback).__module__.split(".")[0]
-        state = held.get(getattr(callback, "state_key", None)) if isinstance(held, Mapping) else None
+        state = (
+            held.get(getattr(callback, "state_key", None)) if isinstance(held, Mapping) else None
+        )
         if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
             continue
         try:
@@ -146,7 +164,9 @@ def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
     """
     base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
     own = type(learner).on_load_checkpoint is not base.on_load_checkpoint
-    restored = ("callbacks", type(trainer.datamodule).__qualname__) if trainer.state.fn == "fit" else ()
+    restored = (
+        ("callbacks", type(trainer.datamodule).__qualname__) if trainer.state.fn == "fit" else ()
+    )
     for key, part in saved.items():
         needed = key in restored or (own and key not in HYPER_PARAMETERS)
         place = next(places(part, f"checkpoint[{key!r}]"), None) if needed else None
@@ -221,7 +241,9 @@ def check_optimizer(held: Any, optimizer: Optimizer) -> None:
     if not isinstance(held, list) or len(held) != 1 or not isinstance(held[0], Mapping):
         raise _damaged(place)
     state, groups = held[0].get("state"), held[0].get("param_groups")
-    if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(each, Mapping) for each in state.values()
+    ):
         raise _damaged(f"{place}.state")
     like = optimizer.state_dict()["param_groups"]
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
@@ -251,7 +273,11 @@ def _as_loops(held: Any, own: Any) -> bool:
 def _as_options(held: Any, own: Any) -> bool:
     """A number may be one of another kind."""
     number = type(own) in (int, float)
-    return (_number(held) and abs(held) < 2**63) or _tensor(held) if number else type(held) is type(own)
+    return (
+        (_number(held) and abs(held) < 2**63) or _tensor(held)
+        if number
+        else type(held) is type(own)
+    )
 
 
 def _like(held: Any, own: Any, place: str, fits: Callable[[Any, Any], bool]) -> None:

@@ -36,7 +36,9 @@ class TakenUp(UserError):
 class RunLock:
     """A folder that this process writes in; :func:`hold` and :func:`join` make them."""
 
-    def __init__(self, folder: Path, descriptor: int | None, mark: str, before: bytes | None) -> None:
+    def __init__(
+        self, folder: Path, descriptor: int | None, mark: str, before: bytes | None
+    ) -> None:
         self.folder, self.mark = folder, mark
         self._descriptor, self._before = descriptor, before
         self.used = descriptor is None
@@ -140,7 +142,9 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
             os.close(descriptor)  # it was removed meanwhile: what we locked is nobody's
     except OSError as error:
         why = error.strerror or error
-        raise UserError(f"Cannot write {path}: {why}. Give a folder that can be written to.") from error
+        raise UserError(
+            f"Cannot write {path}: {why}. Give a folder that can be written to."
+        ) from error
 
 
 def _about(mark: str) -> bytes:

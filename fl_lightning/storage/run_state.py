@@ -72,7 +72,9 @@ class RunState:
         """
         now = str(getattr(data, "partition_hash", ""))
         if self.partition is not None and self.partition != now:
-            kept = ", ".join(sorted({name for names in gathered(self.rows.names()) for name in names}))
+            kept = ", ".join(
+                sorted({name for names in gathered(self.rows.names()) for name in names})
+            )
             if kept:
                 raise UserError(
                     f"data: the last fit by this Trainer kept {kept} for each client, and these data have other "
@@ -114,7 +116,11 @@ class RunState:
 def packed(chosen: dict[int, tuple[int, ...]]) -> dict[str, Tensor]:
     """Choices as three tensors for a checkpoint: rounds, how many, and who."""
     who = [client for ids in chosen.values() for client in ids]
-    columns = {"rounds": list(chosen), "numbers": [len(ids) for ids in chosen.values()], "clients": who}
+    columns = {
+        "rounds": list(chosen),
+        "numbers": [len(ids) for ids in chosen.values()],
+        "clients": who,
+    }
     return {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
 
 

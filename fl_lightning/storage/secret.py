@@ -33,7 +33,9 @@ class Secret:
         return f"Secret({self.name})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a run's secret is not pickled: its file in the run's state/ is the only one that has it")
+        raise TypeError(
+            "a run's secret is not pickled: its file in the run's state/ is the only one that has it"
+        )
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy has none."""
@@ -104,7 +106,9 @@ def of_fit(trainer: Any, held: dict[str, Any] | None, note: Any) -> Secret:
 
 def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes, str]:
     """Name and bytes, and what there is to say."""
-    paths = [_path(folder, wanted) for folder in folders] if wanted and _NAME.fullmatch(wanted) else []
+    paths = (
+        [_path(folder, wanted) for folder in folders] if wanted and _NAME.fullmatch(wanted) else []
+    )
     for path in paths:
         value = _read(path)
         if value is not None and wanted is not None:

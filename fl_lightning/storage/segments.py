@@ -76,7 +76,9 @@ def copy(source: Path, target: Path) -> None:
         with open(source, "rb") as file, written_aside(target) as out:
             shutil.copyfileobj(file, out, 1 << 20)
     except OSError as error:
-        raise UserError(f"Cannot read the client state file {source}: {error.strerror}. {WAY_OUT}") from error
+        raise UserError(
+            f"Cannot read the client state file {source}: {error.strerror}. {WAY_OUT}"
+        ) from error
 
 
 def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = True) -> None:
@@ -95,13 +97,22 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
         blocks = [row.reshape(-1).view(torch.uint8).numpy().data for _, row in members]
         clients = [client for client, _ in members]
         key = name if name not in header else f"{name}#{len(header)}"
-        sums = [_checksum(name, c, dtype, shape, block) for c, block in zip(clients, blocks, strict=True)]
+        sums = [
+            _checksum(name, c, dtype, shape, block)
+            for c, block in zip(clients, blocks, strict=True)
+        ]
         about[key] = {"name": name, "clients": clients, "crc32": sums}
         end = offset + sum(block.nbytes for block in blocks)
-        header[key] = {"dtype": dtype, "shape": [len(members), *shape], "data_offsets": [offset, end]}
+        header[key] = {
+            "dtype": dtype,
+            "shape": [len(members), *shape],
+            "data_offsets": [offset, end],
+        }
         payload += blocks
         offset = end
-    text = json.dumps({"__metadata__": {"rows": json.dumps(about)}, **header}, separators=(",", ":")).encode()
+    text = json.dumps(
+        {"__metadata__": {"rows": json.dumps(about)}, **header}, separators=(",", ":")
+    ).encode()
     text += b" " * (-len(text) % 8)
     with written_aside(path, durable) as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -136,8 +147,18 @@ def read_header(path: Path) -> Header:
         return header
     except FileNotFoundError:
         raise UserError(f"The client state file {path} is missing. {WAY_OUT}") from None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise UserError(f"The client state file {path} is damaged: {str(error)[:100]}. {WAY_OUT}") from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+    ) as error:
+        raise UserError(
+            f"The client state file {path} is damaged: {str(error)[:100]}. {WAY_OUT}"
+        ) from error
 
 
 def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
@@ -200,5 +221,8 @@ def merge_indices(indices: Iterable[Index]) -> Index:
         order = np.lexsort((where, clients))
         clients, where = clients[order], where[order]
         last = np.append(clients[1:] != clients[:-1], True)[: len(clients)]
-        merged[name] = {"clients": torch.from_numpy(clients[last]), "segments": torch.from_numpy(where[last])}
+        merged[name] = {
+            "clients": torch.from_numpy(clients[last]),
+            "segments": torch.from_numpy(where[last]),
+        }
     return merged

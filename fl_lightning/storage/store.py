@@ -77,12 +77,25 @@ class ClientStore:
                 for key in ((name, int(client)) for client in clients[aside]):
                     if key not in rows and (row := self.read(*key)) is not None:
                         rows[key] = row
-            own = {"budget_bytes": self.budget_bytes, "rank": self.rank, "world_size": self.world_size}
-            return {**own, "rows": rows, "placed": placed, "home": self._home, "number": self._number}
+            own = {
+                "budget_bytes": self.budget_bytes,
+                "rank": self.rank,
+                "world_size": self.world_size,
+            }
+            return {
+                **own,
+                "rows": rows,
+                "placed": placed,
+                "home": self._home,
+                "number": self._number,
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ClientStore.__init__(self, state["budget_bytes"], state["rank"], state["world_size"])
-        self._dirty, self._where = state["rows"], {name: of for name, of in state["placed"].items() if len(of[0])}
+        self._dirty, self._where = (
+            state["rows"],
+            {name: of for name, of in state["placed"].items() if len(of[0])},
+        )
         self._dirty_bytes = sum(row.nbytes for row in self._dirty.values())
         self._home, self._number = state["home"], state["number"]
 
@@ -127,7 +140,11 @@ class ClientStore:
         A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written
         to disk, so that nothing can fail, until :meth:`make_room` is called.
         """
-        new = {(name, int(client)): row for name, of in self.owned(rows).items() for client, row in of.items()}
+        new = {
+            (name, int(client)): row
+            for name, of in self.owned(rows).items()
+            for client, row in of.items()
+        }
         with self._lock:
             before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
             self._dirty.update(new)  # one step: nothing can interrupt it half-way
@@ -140,7 +157,10 @@ class ClientStore:
     @staticmethod
     def owned(rows: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
         """The rows as they can be committed: on the CPU, each with memory of its own, copied where it is not so."""
-        return {name: {i: _owned(name, int(i), row) for i, row in of.items()} for name, of in rows.items()}
+        return {
+            name: {i: _owned(name, int(i), row) for i, row in of.items()}
+            for name, of in rows.items()
+        }
 
     def make_room(self) -> None:
         """Write what exceeds the budget to disk."""
@@ -168,7 +188,9 @@ class ClientStore:
         with self._lock:
             elsewhere = self._home is not None and self._home.resolve() != folder.resolve()
             if elsewhere or self._spilled:
-                self._bring(self._segments() if elsewhere else self._segments() & self._spilled, folder)
+                self._bring(
+                    self._segments() if elsewhere else self._segments() & self._spilled, folder
+                )
             self._home, self._flushed = folder, True
             for name, (clients, where) in self._where.items():
                 for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
@@ -226,14 +248,21 @@ class ClientStore:
                     return
             needed: dict[int, int] = {}  # segment -> the most rows that one index needs of it
             own = [where for _, where in self._where.values()]
-            for placed in [own, *([e["segments"].numpy() for e in index.values()] for index in keep)]:
+            for placed in [
+                own,
+                *([e["segments"].numpy() for e in index.values()] for index in keep),
+            ]:
                 found = np.unique(np.concatenate(placed), return_counts=True) if placed else ()
                 for segment, count in zip(*found, strict=True):
                     needed[int(segment)] = max(needed.get(int(segment), 0), int(count))
             for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
                 number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
                 aside = path.name.endswith(".tmp")
-                if number is not None and self._may_delete(number) and (aside or number not in needed):
+                if (
+                    number is not None
+                    and self._may_delete(number)
+                    and (aside or number not in needed)
+                ):
                     path.unlink(missing_ok=True)
             for segment in self._segments() - self._spilled:
                 if segment not in self._rows:
@@ -252,7 +281,11 @@ class ClientStore:
         if clients is None or where is None:
             return None
         position = int(np.searchsorted(clients, key[1]))
-        return int(where[position]) if position < len(clients) and clients[position] == key[1] else None
+        return (
+            int(where[position])
+            if position < len(clients) and clients[position] == key[1]
+            else None
+        )
 
     def _path(self, segment: int) -> Path:
         folder = self._temporary_folder() if segment in self._spilled else self._home
@@ -316,7 +349,9 @@ class ClientStore:
             for name, (clients, where) in self._where.items():
                 at = np.minimum(np.searchsorted(old, where), len(old) - 1)
                 self._where[name] = clients, np.where(old[at] == where, new[at], where)
-            self._rows = {renamed.get(segment, segment): count for segment, count in self._rows.items()}
+            self._rows = {
+                renamed.get(segment, segment): count for segment, count in self._rows.items()
+            }
             self._sparse = {renamed.get(segment, segment) for segment in self._sparse}
         self._spilled = set()
         if self._temporary is not None:

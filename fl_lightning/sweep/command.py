@@ -30,15 +30,33 @@ def parser() -> ArgumentParser:
     made = ArgumentParser("sweep", DESCRIPTION, hint)
     made.add_argument("file", metavar="FILE", help="the sweep, a YAML file or a packaged name")
     made.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="over what is fixed, or the values of an axis of the grid"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="over what is fixed, or the values of an axis of the grid",
     )
     made.add_argument(
-        "--jobs", type=int, metavar="N", help="runs at once (default: one a GPU, without GPUs one a core)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at once (default: one a GPU, without GPUs one a core)",
     )
-    made.add_argument("--out", type=named, metavar="DIR", help="the sweep's folder (default: runs/<FILE's name>)")
-    made.add_argument("--dry_run", action="store_true", help="list what would run, as commands, and do nothing")
-    made.add_argument("--slurm", metavar="SCRIPT", help="write a SLURM array script instead of running; -: print it")
-    made.add_argument("--run", metavar="PLACE", help="do one run here, such as fedavg/seed-0 (what the script does)")
+    made.add_argument(
+        "--out", type=named, metavar="DIR", help="the sweep's folder (default: runs/<FILE's name>)"
+    )
+    made.add_argument(
+        "--dry_run", action="store_true", help="list what would run, as commands, and do nothing"
+    )
+    made.add_argument(
+        "--slurm",
+        metavar="SCRIPT",
+        help="write a SLURM array script instead of running; -: print it",
+    )
+    made.add_argument(
+        "--run",
+        metavar="PLACE",
+        help="do one run here, such as fedavg/seed-0 (what the script does)",
+    )
     return made
 
 
@@ -65,7 +83,14 @@ def main(argv: Sequence[str]) -> int:
     if given.run is not None:
         return sweep.run_one(given.run)
     if given.slurm is not None:
-        command = ["fl-lightning", "sweep", given.file, *given.overrides, "--out", str(sweep.folder)]
+        command = [
+            "fl-lightning",
+            "sweep",
+            given.file,
+            *given.overrides,
+            "--out",
+            str(sweep.folder),
+        ]
         _write_script(given.slurm, sweep.slurm(command), sweep)
         return 0
     stopped = sweep.run(given.jobs)
@@ -82,7 +107,10 @@ def _list(sweep: Sweep) -> None:
     before = read_states(sweep.folder)
     groups: list[tuple[str, list[Run]]] = [("", sweep.listed())]
     if sweep.candidates:
-        groups.insert(0, (" to select from", [run for candidate in sweep.candidates for run in candidate.runs]))
+        groups.insert(
+            0,
+            (" to select from", [run for candidate in sweep.candidates for run in candidate.runs]),
+        )
     for what, its_runs in groups:
         states = {run: standing(run, before) for run in its_runs}
         told = ", ".join(f"{number} {status}" for status, number in counts(states).items())
@@ -115,7 +143,9 @@ def _write_script(target: str, text: str, sweep: Sweep) -> None:
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"sweep --slurm {target}: cannot be written ({error.strerror}). Give another file.") from None
+        raise UserError(
+            f"sweep --slurm {target}: cannot be written ({error.strerror}). Give another file."
+        ) from None
     print(f"→ {target}: sbatch {target}")
     if sweep.selecting:
         print("it selects; the same command afterwards writes the script of the sweep's own runs")

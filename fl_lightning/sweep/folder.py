@@ -34,7 +34,9 @@ def make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or error
-        raise UserError(f"sweep --out: the folder {folder} cannot be made ({why}). Give another folder.") from None
+        raise UserError(
+            f"sweep --out: the folder {folder} cannot be made ({why}). Give another folder."
+        ) from None
 
 
 @contextmanager
@@ -149,7 +151,11 @@ def set_status(run: Run, status: str) -> None:
     """Mend run.json of a run whose process did not come to write it."""
     if found := record(run):
         with written_aside(run.folder / "run.json") as file:
-            file.write((json.dumps({**found, "status": status}, indent=1, ensure_ascii=False) + "\n").encode())
+            file.write(
+                (
+                    json.dumps({**found, "status": status}, indent=1, ensure_ascii=False) + "\n"
+                ).encode()
+            )
 
 
 def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> str:
@@ -161,7 +167,12 @@ def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> 
     """
     found = record(run)
     status = found.get("status")
-    if status == DONE and rounds is not None and isinstance(found.get("rounds"), int) and 0 <= found["rounds"] < rounds:
+    if (
+        status == DONE
+        and rounds is not None
+        and isinstance(found.get("rounds"), int)
+        and 0 <= found["rounds"] < rounds
+    ):
         return WAITING
     if status in (DONE, DIVERGED, FAILED):
         return str(status)
@@ -174,7 +185,12 @@ def read_states(folder: Path) -> dict[str, str]:
         text = (folder / "runs.csv").read_text(encoding="utf-8")
         rows = list(csv.DictReader(io.StringIO(text)))
         return {f"{row['arm']}/seed-{row['seed']}": row["status"] or "" for row in rows}
-    except (OSError, UnicodeDecodeError, csv.Error, KeyError):  # it is written anew, from the runs' own files
+    except (
+        OSError,
+        UnicodeDecodeError,
+        csv.Error,
+        KeyError,
+    ):  # it is written anew, from the runs' own files
         return {}
 
 

@@ -60,7 +60,9 @@ def arms(spec: Spec) -> list[Arm]:
     """
     axes = [[_item(spec, axis, value) for value in values] for axis, values in spec.grid.items()]
     names = [_names(items) for items in axes]
-    differ = [number for number, items in enumerate(axes) if len(items) > 1] or list(range(len(axes)))
+    differ = [number for number, items in enumerate(axes) if len(items) > 1] or list(
+        range(len(axes))
+    )
     found: dict[str, Arm] = {}
     for choice in itertools.product(*(range(len(items)) for items in axes)):
         name = "_".join(names[axis][choice[axis]] for axis in differ) or spec.stem
@@ -110,7 +112,9 @@ def runs(sweep: Path, prefix: str, arm: Arm, its_seeds: Sequence[int]) -> list[R
     for seed in its_seeds:
         place = f"{prefix}{arm.name}/seed-{seed}"
         own = {SEEDS: seed, "trainer.default_root_dir": str(sweep / place), "ckpt_path": "last"}
-        found.append(Run(sweep, place, arm.name, seed, tuple(arm.argv(**own)), tuple(arm.axes.items())))
+        found.append(
+            Run(sweep, place, arm.name, seed, tuple(arm.argv(**own)), tuple(arm.axes.items()))
+        )
     return found
 
 
@@ -157,13 +161,19 @@ class _Item:
     @property
     def parts(self) -> list[tuple[str, str]]:
         """(what it is of, how it reads) of everything in the item, the configs first."""
-        named = [(config, value_name(Path(config).name.removesuffix(".yaml"))) for config in self.configs]
-        return named + [(f"{key}={value!r}", value_name(value)) for key, value in self.options.items()]
+        named = [
+            (config, value_name(Path(config).name.removesuffix(".yaml"))) for config in self.configs
+        ]
+        return named + [
+            (f"{key}={value!r}", value_name(value)) for key, value in self.options.items()
+        ]
 
 
 def _item(spec: Spec, axis: str, value: Any) -> _Item:
     where = f"sweep {spec.name}: grid.{axis}"
-    bundle = isinstance(value, dict) and all(key in ("configs", "name") or "." in str(key) for key in value)
+    bundle = isinstance(value, dict) and all(
+        key in ("configs", "name") or "." in str(key) for key in value
+    )
     if isinstance(value, dict) and (bundle or axis in TOP_LEVEL) and "class_path" not in value:
         configs = value.get("configs", [])
         configs = configs if isinstance(configs, list) else [configs]
@@ -180,7 +190,9 @@ def _item(spec: Spec, axis: str, value: Any) -> _Item:
     if named_by_config and isinstance(value, str | list):
         configs = value if isinstance(value, list) else [value]
         if not all(isinstance(config, str) for config in configs):
-            raise UserError(f"{where}: {str(value)[:80]!r}: give names of configs, such as method/fedavg.")
+            raise UserError(
+                f"{where}: {str(value)[:80]!r}: give names of configs, such as method/fedavg."
+            )
         return _Item(tuple(configs), {})
     if axis.split(".")[0].rstrip("+") not in TOP_LEVEL:
         raise UserError(

@@ -51,7 +51,9 @@ class Queue:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if signal.getsignal(number) is not signal.SIG_IGN  # nohup stays nohup
         }
-        waiting = [run for run, status in self.states.items() if status == WAITING and run.arm not in hold]
+        waiting = [
+            run for run, status in self.states.items() if status == WAITING and run.arm not in hold
+        ]
         waiting.reverse()
         try:
             self._write()
@@ -86,7 +88,11 @@ class Queue:
                     os.killpg(pid, signal.SIGKILL)  # processes that a killed run has left
                 self._free.append(place)
                 code = os.waitstatus_to_exitcode(status)
-                before_rounds = self.stopped is not None and -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+                before_rounds = self.stopped is not None and -code in (
+                    signal.SIGTERM,
+                    signal.SIGINT,
+                    signal.SIGHUP,
+                )
                 # nothing was lost
                 self.states[run] = WAITING if before_rounds else outcome(run, code)
                 self.table.tell(run, self.states)
@@ -103,7 +109,9 @@ class Queue:
         if self.stopped is not None and number == signal.SIGINT:  # a second Ctrl-C
             self._signal(signal.SIGKILL)
         elif self.stopped is None:
-            os.write(2, f"\n{signal.Signals(number).name}: stopping each run after its round\n".encode())
+            os.write(
+                2, f"\n{signal.Signals(number).name}: stopping each run after its round\n".encode()
+            )
         self.stopped = self.stopped or number
 
     def _signal(self, number: int) -> None:

@@ -48,11 +48,15 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Cand
     names = [arm.name for arm in arms]
     for name in select.arms:
         if name not in names:
-            raise UserError(f"select.arms.{name}: no arm of the grid.{suggest(name, names)} Arms: {', '.join(names)}.")
+            raise UserError(
+                f"select.arms.{name}: no arm of the grid.{suggest(name, names)} Arms: {', '.join(names)}."
+            )
     options = {arm.name: [key for key in select.over if _has(arm, key)] for arm in arms}
     for key in select.over:
         if not any(key in own for own in options.values()):
-            raise UserError(f"select.over.{key}: no method of any arm has it. Give an option of one, or leave it out.")
+            raise UserError(
+                f"select.over.{key}: no method of any arm has it. Give an option of one, or leave it out."
+            )
     for arm in arms:
         over = select.arms.get(arm.name, {key: select.over[key] for key in options[arm.name]})
         for values in itertools.product(*over.values()) if over else ():
@@ -61,7 +65,9 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Cand
             measured = arm.with_options(
                 name, {**choice, **_shorter(arm, select), "data.val_fraction": select.val_fraction}
             )
-            found.append(Candidate(arm.name, choice, tuple(runs(sweep, "select/", measured, select.seeds))))
+            found.append(
+                Candidate(arm.name, choice, tuple(runs(sweep, "select/", measured, select.seeds)))
+            )
     return found
 
 
@@ -91,12 +97,18 @@ def stored(path: Path, arms: Sequence[Arm]) -> dict[str, Mapping[str, Any]]:
         document = plain_yaml(path.read_text(encoding="utf-8"), f"select.from {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"select.from {path}: cannot be read ({error}).") from None
-    if not isinstance(document, dict) or not all(isinstance(choice, dict) for choice in document.values()):
-        raise UserError(f"select.from {path}: a mapping is expected, arm: {{option: value}}, as a sweep writes it.")
+    if not isinstance(document, dict) or not all(
+        isinstance(choice, dict) for choice in document.values()
+    ):
+        raise UserError(
+            f"select.from {path}: a mapping is expected, arm: {{option: value}}, as a sweep writes it."
+        )
     for arm in arms:
         if arm.name not in document:
             there = ", ".join(map(str, document))
-            raise UserError(f"select.from {path}: it has no choice of {arm.name}. It has: {there or 'none'}.")
+            raise UserError(
+                f"select.from {path}: it has no choice of {arm.name}. It has: {there or 'none'}."
+            )
     return {arm.name: document[arm.name] for arm in arms}
 
 
@@ -118,7 +130,9 @@ def choose(
         UserError: a run that is done did not log the metric, or nobody says which way it is better.
     """
     directions = which_way(select)
-    ended = [run for candidate in found for run in candidate.runs if states[run] in (DONE, DIVERGED)]
+    ended = [
+        run for candidate in found for run in candidate.runs if states[run] in (DONE, DIVERGED)
+    ]
     # all, before the first is scored
     read = {run: reading.read_run(run.folder, directions) for run in ended}
     means = [_mean(candidate, select, states, read) for candidate in found]
@@ -140,7 +154,9 @@ def choose(
     for mean, c in zip(means, found, strict=True):
         value = "" if mean is None or math.isnan(mean) else repr(mean)
         values = [c.choice.get(key, "") for key in keys]
-        writer.writerow([c.arm, *values, value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""])
+        writer.writerow(
+            [c.arm, *values, value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""]
+        )
     with written_aside(sweep / "select.csv") as file:
         file.write(text.getvalue().encode())
     return best
@@ -177,7 +193,10 @@ def _has(arm: Arm, key: str) -> bool:
 
 
 def _mean(
-    candidate: Candidate, select: Selection, states: Mapping[Run, str], ended: Mapping[Run, reading.Run]
+    candidate: Candidate,
+    select: Selection,
+    states: Mapping[Run, str],
+    ended: Mapping[Run, reading.Run],
 ) -> float | None:
     """The mean score; NaN where a run diverged and less is better; None where a run has not ended."""
     if any(states[run] not in (DONE, DIVERGED) for run in candidate.runs):

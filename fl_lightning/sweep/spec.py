@@ -67,7 +67,10 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
             )
     configs = _texts(name, "configs", document.get("configs") or [])
     fixed = dict(_mapping(name, "fixed", document))
-    grid = {str(key): _values(name, f"grid.{key}", value) for key, value in _mapping(name, "grid", document).items()}
+    grid = {
+        str(key): _values(name, f"grid.{key}", value)
+        for key, value in _mapping(name, "grid", document).items()
+    }
     select = dict(_mapping(name, "select", document))
     own_rounds = fixed.get(ROUNDS)
     for override in overrides:
@@ -76,13 +79,19 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
         grid.setdefault(SEEDS, [fixed.pop(SEEDS)])
     for key in (*fixed, *grid, *select.get("over", {})):
         if key in OWN:
-            raise UserError(f"sweep {name}: {key} is set by the sweep, one folder a run. --out says where they lie.")
+            raise UserError(
+                f"sweep {name}: {key} is set by the sweep, one folder a run. --out says where they lie."
+            )
         if key in fixed and key in grid:
-            raise UserError(f"sweep {name}: {key} is both fixed and in the grid. Leave one of them out.")
+            raise UserError(
+                f"sweep {name}: {key} is both fixed and in the grid. Leave one of them out."
+            )
     seeds = _seeds(name, f"grid.{SEEDS}", grid.pop(SEEDS)) if SEEDS in grid else None
     claims = document.get("claims")
     if claims is not None and not is_file(folder / str(claims)):
-        raise UserError(f"sweep {name}: claims {claims}: there is no such file in {folder}, where the sweep's file is.")
+        raise UserError(
+            f"sweep {name}: claims {claims}: there is no such file in {folder}, where the sweep's file is."
+        )
     return Spec(
         name=name,
         stem=Path(name).name.removesuffix(".yaml").removesuffix(".yml"),
@@ -117,7 +126,9 @@ def _text(name: str) -> tuple[str, Path]:
 def _mapping(name: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]:
     value = document.get(key)
     if value is not None and not isinstance(value, dict):
-        raise UserError(f"sweep {name}: {key} is {type(value).__name__} {str(value)[:60]!r}: give a mapping.")
+        raise UserError(
+            f"sweep {name}: {key} is {type(value).__name__} {str(value)[:60]!r}: give a mapping."
+        )
     return value or {}
 
 
@@ -132,7 +143,9 @@ def _texts(name: str, key: str, value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     for item in values:
         if not isinstance(item, str):
-            raise UserError(f"sweep {name}: {key}: {str(item)[:60]!r} is no name of a config. Give text, such as base.")
+            raise UserError(
+                f"sweep {name}: {key}: {str(item)[:60]!r} is no name of a config. Give text, such as base."
+            )
     return list(values)
 
 
@@ -140,21 +153,31 @@ def _seeds(name: str, key: str, value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
     for seed in values:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-            raise UserError(f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one a run.")
+            raise UserError(
+                f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one a run."
+            )
         if values.count(seed) > 1:
-            raise UserError(f"sweep {name}: {key}: {seed} is given twice. A seed gives one run of an arm.")
+            raise UserError(
+                f"sweep {name}: {key}: {seed} is given twice. A seed gives one run of an arm."
+            )
     if not values:
         raise UserError(f"sweep {name}: {key} is empty. Give integers, one a run.")
     return list(values)
 
 
 def _override(
-    name: str, override: str, fixed: dict[str, Any], grid: dict[str, list[Any]], select: dict[str, Any]
+    name: str,
+    override: str,
+    fixed: dict[str, Any],
+    grid: dict[str, list[Any]],
+    select: dict[str, Any],
 ) -> None:
     """``trainer.max_epochs=3`` fixes it; of an axis of the grid it gives the values; ``select.seeds=[7]``."""
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key:
-        raise UserError(f"sweep {name} {override}: give overrides as key=value, such as trainer.max_epochs=3.")
+        raise UserError(
+            f"sweep {name} {override}: give overrides as key=value, such as trainer.max_epochs=3."
+        )
     value = plain_yaml(text, f"sweep {name} {key}")
     if key.startswith("select."):
         if key in ("select.over", "select.arms"):
@@ -178,11 +201,15 @@ def _override(
         fixed[key] = value
 
 
-def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None, folder: Path) -> Selection:
+def _selection(
+    name: str, given: Mapping[str, Any], seeds: Sequence[int] | None, folder: Path
+) -> Selection:
     for key in given:
         if key not in SELECT_KEYS:
             accepted = f"Accepted: {', '.join(SELECT_KEYS)}."
-            raise UserError(f"sweep {name}: select.{key} is not known.{suggest(key, SELECT_KEYS)} {accepted}")
+            raise UserError(
+                f"sweep {name}: select.{key} is not known.{suggest(key, SELECT_KEYS)} {accepted}"
+            )
     metric = str(given.get("metric", "val/acc"))
     if "from" in given:
         if both := [key for key in ("over", "arms", "seeds", "rounds") if key in given]:
@@ -192,9 +219,13 @@ def _selection(name: str, given: Mapping[str, Any], seeds: Sequence[int] | None,
         return Selection({}, metric, 0.0, (), stored=_stored(name, str(given["from"]), folder))
     over, of_arms = _mapping(name, "over", given), _mapping(name, "arms", given)
     if not (over or of_arms) or "seeds" not in given:
-        raise UserError(f"sweep {name}: select needs over, a mapping of options to their values, and seeds of its own.")
+        raise UserError(
+            f"sweep {name}: select needs over, a mapping of options to their values, and seeds of its own."
+        )
     rounds = given.get("rounds")
-    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
+    if rounds is not None and (
+        isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1
+    ):
         raise UserError(
             f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, at least 1."
         )

@@ -91,9 +91,13 @@ class Sweep:
         known = {run.place: run for run in [*every, *self.listed()]}
         run = known.get(place)
         if run is None:
-            raise UserError(f"sweep --run {place}: no run of this sweep.{suggest(place, known)} --dry_run lists them.")
+            raise UserError(
+                f"sweep --run {place}: no run of this sweep.{suggest(place, known)} --dry_run lists them."
+            )
         if run.arm in self.undecided:
-            raise UserError(f"sweep --run {place}: {run.arm} has chosen nothing yet: its runs under select come first.")
+            raise UserError(
+                f"sweep --run {place}: {run.arm} has chosen nothing yet: its runs under select come first."
+            )
         claims = self.folder / "claims.yaml"
         claims_hash = hashlib.sha256(claims.read_bytes()).hexdigest() if claims.is_file() else None
         with (
@@ -151,17 +155,23 @@ class Sweep:
         trainers = [config.get("trainer") or {} for config in configs]
         if all(trainer.get("accelerator") == "cpu" for trainer in trainers):
             gpus = []
-        devices = max((d for t in trainers if isinstance(d := t.get("devices"), int) and d > 0), default=1)
+        devices = max(
+            (d for t in trainers if isinstance(d := t.get("devices"), int) and d > 0), default=1
+        )
         most = max(len(self.listed()), sum(len(candidate.runs) for candidate in self.candidates))
         return workers.places(jobs, devices, cores, gpus, most)
 
     def _ask_which_way(self, first: Sequence[Run]) -> None:
         """Before hours of runs, not after them, unless their learners may tell by a torchmetrics metric."""
-        if self.spec.select is None or len(self.candidates) == len({each.arm for each in self.candidates}):
+        if self.spec.select is None or len(self.candidates) == len(
+            {each.arm for each in self.candidates}
+        ):
             return
         directions, metric = which_way(self.spec.select), self.spec.select.metric
         if directions.known(metric) is None and not workers.may_tell_modes(first):
-            raise UserError(f"sweep {self.spec.name}: select.metric: {directions.question([metric])}")
+            raise UserError(
+                f"sweep {self.spec.name}: select.metric: {directions.question([metric])}"
+            )
 
     def _select(self, places: list[workers.Place]) -> int | None:
         every = by_seed([candidate.runs for candidate in self.candidates])
@@ -176,7 +186,10 @@ class Sweep:
         self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
         for arm, choice in self.chosen.items():
             own = [candidate.choice for candidate in self.candidates if candidate.arm == arm]
-            told = (f"{key} {value}{at_the_end([c[key] for c in own], value)}" for key, value in choice.items())
+            told = (
+                f"{key} {value}{at_the_end([c[key] for c in own], value)}"
+                for key, value in choice.items()
+            )
             print(f"{arm} chose {', '.join(told)}")
         if note := unequal(self.candidates):
             print(f"note: {note}")
@@ -206,10 +219,15 @@ class Sweep:
     def _runs(self, arm: Arm, guess: bool = False) -> list[Run]:
         choice = self.chosen.get(arm.name)
         if choice is None and guess:
-            choice = next((candidate.choice for candidate in self.candidates if candidate.arm == arm.name), None)
+            choice = next(
+                (candidate.choice for candidate in self.candidates if candidate.arm == arm.name),
+                None,
+            )
         return runs(self.folder, "", arm.with_options(arm.name, choice or {}), self.seeds[arm.name])
 
-    def _states(self, its_runs: Sequence[Run], rounds: Mapping[str, int | None] | None = None) -> dict[Run, str]:
+    def _states(
+        self, its_runs: Sequence[Run], rounds: Mapping[str, int | None] | None = None
+    ) -> dict[Run, str]:
         before = files.read_states(self.folder)
         return {run: files.standing(run, before, (rounds or {}).get(run.place)) for run in its_runs}
 
@@ -217,7 +235,9 @@ class Sweep:
         """How the sweep's own runs stand; with ``rounds``, for a start: what failed is to be taken up again."""
         states = self._states(self.listed(), rounds)
         if rounds is not None:
-            states = {run: WAITING if status == FAILED else status for run, status in states.items()}
+            states = {
+                run: WAITING if status == FAILED else status for run, status in states.items()
+            }
         self.states = states
 
     def _note(self, run: Run, status: str) -> None:
@@ -259,7 +279,9 @@ class Sweep:
                 f"({' '.join(str(error).split())[:200]}). Put the file back, give --out, or remove this run."
             ) from None
         now, then = _flat(config), _flat(before if isinstance(before, dict) else {})
-        differ = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in _FREE]
+        differ = [
+            key for key in {**then, **now} if then.get(key) != now.get(key) and key not in _FREE
+        ]
         rounds, asked = then.get("trainer.max_epochs"), now.get("trainer.max_epochs")
         if isinstance(rounds, int) and isinstance(asked, int) and 0 < asked < rounds:
             differ.append("trainer.max_epochs")

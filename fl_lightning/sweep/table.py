@@ -7,7 +7,16 @@ import sys
 import time
 from collections.abc import Mapping
 
-from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING, progress, shown_of, why_failed
+from fl_lightning.sweep.folder import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    RUNNING,
+    WAITING,
+    progress,
+    shown_of,
+    why_failed,
+)
 from fl_lightning.sweep.grid import Run
 
 _EVERY = 1.0  # seconds between two looks at the runs' files
@@ -50,11 +59,18 @@ class Table:
         if self._live and status not in (FAILED,):
             return
         over = sum(state not in (WAITING, RUNNING) for state in states.values())
-        values = ", ".join(f"{name} {value}" for name, value in self._told(run).items()) if status == DONE else ""
+        values = (
+            ", ".join(f"{name} {value}" for name, value in self._told(run).items())
+            if status == DONE
+            else ""
+        )
         text = why_failed(run) if status == FAILED else values
         self._clear()
         self._drawn = 0
-        print(f"{run.place}: {status}{', ' if text else ''}{text} ({over} of {len(states)})", flush=True)
+        print(
+            f"{run.place}: {status}{', ' if text else ''}{text} ({over} of {len(states)})",
+            flush=True,
+        )
 
     def _clear(self) -> None:
         if self._drawn:
@@ -65,16 +81,26 @@ class Table:
         seconds = int(time.monotonic() - self._began)
         told = ", ".join(f"{number} {status}" for status, number in counts(states).items())
         rows: dict[str, dict[int, str]] = {}
-        names = dict.fromkeys(name for run, status in states.items() if status == DONE for name in self._told(run))
+        names = dict.fromkeys(
+            name for run, status in states.items() if status == DONE for name in self._told(run)
+        )
         for run, status in states.items():
-            rows.setdefault(run.place.rpartition("/")[0], {})[run.seed] = self._cell(run, status, list(names))
+            rows.setdefault(run.place.rpartition("/")[0], {})[run.seed] = self._cell(
+                run, status, list(names)
+            )
         seeds = list(dict.fromkeys(run.seed for run in states))
         head = [", ".join(names) or self.metric or "val/acc", *(f"seed {seed}" for seed in seeds)]
-        grid = [head, *([arm, *(cells.get(seed, "") for seed in seeds)] for arm, cells in rows.items())]
+        grid = [
+            head,
+            *([arm, *(cells.get(seed, "") for seed in seeds)] for arm, cells in rows.items()),
+        ]
         widths = [max(len(row[column]) for row in grid) for column in range(len(head))]
         body = [
             "  ".join(
-                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+                [
+                    row[0].ljust(widths[0]),
+                    *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+                ]
             ).rstrip()
             for row in grid
         ]
@@ -91,7 +117,9 @@ class Table:
             first = [self.metric] if self.metric else []
             names = dict.fromkeys([*first, *shown_of(run)] or ["val/acc"])
             found = {name: progress(run, name)[1] for name in names}
-            self._values[run] = {name: f"{value:.4f}" for name, value in found.items() if value is not None}
+            self._values[run] = {
+                name: f"{value:.4f}" for name, value in found.items() if value is not None
+            }
         return self._values[run]
 
     def _cell(self, run: Run, status: str, names: list[str]) -> str:

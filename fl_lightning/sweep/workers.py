@@ -61,12 +61,20 @@ def usable_gpus() -> list[str]:
         return torch.cuda.device_count()
 
     number = int(_answers([count])[0])
-    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(number)]
+    names = (
+        [name.strip() for name in visible.split(",")]
+        if visible
+        else [str(n) for n in range(number)]
+    )
     return names[:number]
 
 
 def places(
-    jobs: int | None, devices: int, cores: Sequence[int], gpus: Sequence[str], most: int | None = None
+    jobs: int | None,
+    devices: int,
+    cores: Sequence[int],
+    gpus: Sequence[str],
+    most: int | None = None,
 ) -> list[Place]:
     """A place for each worker: GPUs where there are any, shares of the cores always.
 
@@ -136,7 +144,13 @@ def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
                 said.append({"config": parse_yaml(cli._config_text())})
             except Exception as error:
                 known = isinstance(error, UserError)
-                said.append({"error": str(error) if known else traceback.format_exc().strip().split("\n")[-1]})
+                said.append(
+                    {
+                        "error": str(error)
+                        if known
+                        else traceback.format_exc().strip().split("\n")[-1]
+                    }
+                )
         return said
 
     number = max(1, min(at_once, len(runs)))
@@ -215,7 +229,9 @@ def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> int:
     _end_with(parent)
     os.setsid()  # a Ctrl-C is for the sweep, which tells its workers
     for number in _SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     nothing = os.open(os.devnull, os.O_RDONLY)
     log = os.open(run.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target, descriptor in ((nothing, 0), (log, 1), (log, 2)):
@@ -257,7 +273,9 @@ def _answers(questions: Sequence[Callable[[], Any]]) -> list[Any]:
             text = file.read()
         _, status = os.waitpid(pid, 0)
         if not text:
-            raise UserError(f"sweep: a helper process ended with status {os.waitstatus_to_exitcode(status)}.")
+            raise UserError(
+                f"sweep: a helper process ended with status {os.waitstatus_to_exitcode(status)}."
+            )
         answers.append(json.loads(text))
     return answers
 

@@ -25,7 +25,9 @@ def test_buffers_are_averaged_or_kept() -> None:
     trainer(1).fit(kept, blobs())
     assert averaged.learner.net[1].num_batches_tracked == 3  # the maximum over clients
     assert averaged.learner.net[1].running_mean.abs().sum() > 0
-    assert kept.learner.net[1].num_batches_tracked == 0 and not kept.learner.net[1].running_mean.any()
+    assert (
+        kept.learner.net[1].num_batches_tracked == 0 and not kept.learner.net[1].running_mean.any()
+    )
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
@@ -43,7 +45,9 @@ def test_clients_that_diverge_stop_the_run_or_are_left_out(policy: str) -> None:
             trainer(2).fit(module, blobs())
     else:
         trainer(2).fit(module, blobs())
-        assert torch.isfinite(module.global_vector).all() and any("left out" in note for note in module.notes)
+        assert torch.isfinite(module.global_vector).all() and any(
+            "left out" in note for note in module.notes
+        )
 
 
 def test_a_buffer_of_another_shape_has_no_average() -> None:
@@ -51,7 +55,9 @@ def test_a_buffer_of_another_shape_has_no_average() -> None:
         def move(self, x: Tensor) -> None:
             self.running_mean = x.expand(2, -1).mean(0, keepdim=True)
 
-    with pytest.raises(UserError, match=r"buffer running_mean has shape \(20,\).*\(1, 20\).*buffers='keep'"):
+    with pytest.raises(
+        UserError, match=r"buffer running_mean has shape \(20,\).*\(1, 20\).*buffers='keep'"
+    ):
         fitted(Growing, engine="sequential")
     fitted(Growing, engine="sequential", buffers="keep")
 
@@ -73,11 +79,15 @@ def test_a_client_whose_buffer_is_not_finite_has_diverged(policy: str) -> None:
             fitted(Overflowing, engine="sequential")
         with pytest.warns(UserWarning, match=r"clients \[1, 6\] were left out"):
             module, _ = fitted(Overflowing, 1, engine="sequential", on_nonfinite="skip")
-        assert bool(module.learner.running_mean.isfinite().all()) and bool((module.learner.running_mean >= 2).all())
+        assert bool(module.learner.running_mean.isfinite().all()) and bool(
+            (module.learner.running_mean >= 2).all()
+        )
     else:
         module, _ = fitted(Overflowing, engine="sequential", buffers=policy)
         assert not bool(module.learner.running_mean.any())
-    torch.testing.assert_close(module.learner.mask, torch.tensor([0.0, -torch.inf, torch.nan]).double(), equal_nan=True)
+    torch.testing.assert_close(
+        module.learner.mask, torch.tensor([0.0, -torch.inf, torch.nan]).double(), equal_nan=True
+    )
 
 
 def test_bool_and_complex_buffers() -> None:
@@ -131,7 +141,9 @@ class Together(FederatedCallback):
 def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributions, Leaf]:
     """What two clients that took a step of 1 contribute; ``marks``: set on the second."""
     ledger = Ledger(a_round(weights={3: 1.0, 5: 1.0}, buffers={"running_mean": torch.zeros(3)}))
-    contributions = Contributions(ledger, Methods(list(methods)), 2, BufferPolicy(nn.Identity(), "average"))
+    contributions = Contributions(
+        ledger, Methods(list(methods)), 2, BufferPolicy(nn.Identity(), "average")
+    )
     for leaf, client in enumerate((3, 5)):
         clients = some_clients(ledger.round, [client])
         clients.x += 1
@@ -146,7 +158,10 @@ def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributio
 def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
     contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_read="SCAFFOLD")
     assert float(total["log:seen"]) == 8.0 and float(total["num:seen"]) == 2.0
-    assert contributions.ledger.metrics == {5: {"seen": 2}} and contributions.ledger.mean_gradient_read == "SCAFFOLD"
+    assert (
+        contributions.ledger.metrics == {5: {"seen": 2}}
+        and contributions.ledger.mean_gradient_read == "SCAFFOLD"
+    )
     assert total["buffer:running_mean"].tolist() == [8.0] * 3 and contributions.diverged == []
 
 
@@ -173,4 +188,7 @@ def test_the_latest_round_of_a_client_is_kept_where_a_method_has_personal_models
 
     assert brought_home()[0].ledger.rows == {}
     rows = brought_home(Own())[0].ledger.rows
-    assert rows.keys() == {FINISHED} and {i: int(t) for i, t in rows[FINISHED].items()} == {3: 0, 5: 0}
+    assert rows.keys() == {FINISHED} and {i: int(t) for i, t in rows[FINISHED].items()} == {
+        3: 0,
+        5: 0,
+    }

@@ -11,7 +11,14 @@ from torch import Tensor
 from fl_lightning.aggregation.gathering import memory
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
-from fl_lightning.contracts.federation import Outcome, fit, in_processes, outcome, quiet, require_same
+from fl_lightning.contracts.federation import (
+    Outcome,
+    fit,
+    in_processes,
+    outcome,
+    quiet,
+    require_same,
+)
 from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -31,13 +38,21 @@ class Median(FederatedCallback):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"weighting": "samples"}, {"participation": "all", "weighting": "samples"}, {"participation": 5}]
+    "arguments",
+    [
+        {},
+        {"weighting": "samples"},
+        {"participation": "all", "weighting": "samples"},
+        {"participation": 5},
+    ],
 )
 def test_the_mean_of_updates_that_nobody_changed_has_the_bits_of_the_mean(arguments: Any) -> None:
     plain = tiny_run(ControlVariates(), **arguments)
     looked = tiny_run(ControlVariates(), Looking(), **arguments)
     assert torch.equal(plain.global_vector, looked.global_vector)
-    assert torch.equal(plain.server_states["ControlVariates.c"], looked.server_states["ControlVariates.c"])
+    assert torch.equal(
+        plain.server_states["ControlVariates.c"], looked.server_states["ControlVariates.c"]
+    )
 
 
 def test_rows_are_what_each_client_transmitted_in_ascending_order() -> None:
@@ -56,7 +71,9 @@ def test_rows_are_what_each_client_transmitted_in_ascending_order() -> None:
     for engine in ("sequential", "concurrent", "stacked"):
         tiny_run(Marked(), rounds=1, participation=5, engine=engine)
         assert seen["ids"] == sorted(seen["ids"]) and len(seen["ids"]) == 5
-        assert torch.equal(seen["rows"], (1.0 + torch.tensor(seen["ids"]))[:, None].expand_as(seen["rows"]))
+        assert torch.equal(
+            seen["rows"], (1.0 + torch.tensor(seen["ids"]))[:, None].expand_as(seen["rows"])
+        )
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
@@ -86,28 +103,42 @@ def test_one_two_and_four_processes_have_the_same_rows() -> None:
     with quiet():
         alone = outcome(fit([Median(), Looking()], participation=5))
         for world in (2, 4):
-            require_same(alone, in_processes(world, lambda world=world: job(world)), 0.0, f"{world} processes", "")
+            require_same(
+                alone,
+                in_processes(world, lambda world=world: job(world)),
+                0.0,
+                f"{world} processes",
+                "",
+            )
 
 
 def test_who_diverged_has_no_row() -> None:
     class Bad(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (float("nan") if len(batch[1]) == 2 else 1.0)
+            return super().training_step(batch, batch_idx) * (
+                float("nan") if len(batch[1]) == 2 else 1.0
+            )
 
     shapes: list[Any] = []
 
     class Told(FederatedCallback):
         def on_updates(self, server: Any) -> None:
-            shapes.append((len(server.updates), server.ids.tolist(), bool(server.updates.isfinite().all())))
+            shapes.append(
+                (len(server.updates), server.ids.tolist(), bool(server.updates.isfinite().all()))
+            )
 
-    trainer(1, [Told()]).fit(federated(Bad(), participation="all", on_nonfinite="skip"), blobs(clients=5))
+    trainer(1, [Told()]).fit(
+        federated(Bad(), participation="all", on_nonfinite="skip"), blobs(clients=5)
+    )
     assert shapes == [(4, [0, 1, 2, 4], True)]
 
 
 def test_parts_that_are_not_averaged_stay_whatever_the_rule() -> None:
     run = tiny_run(Median(), PartialAveraging({"first.*": "never"}), rounds=2)
     first = run.layout["first.weight"][0]
-    assert torch.equal(run.global_vector[first], type(run.learner)().first.weight.detach().flatten())
+    assert torch.equal(
+        run.global_vector[first], type(run.learner)().first.weight.detach().flatten()
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,13 +152,18 @@ def test_parts_that_are_not_averaged_stay_whatever_the_rule() -> None:
         (2**10, 2**18, torch.float32, "1 GiB of"),
     ],
 )
-def test_the_memory_is_told_in_units_of_its_size(most: int, numbers: int, kind: torch.dtype, says: str) -> None:
+def test_the_memory_is_told_in_units_of_its_size(
+    most: int, numbers: int, kind: torch.dtype, says: str
+) -> None:
     assert says in memory("Median", most, torch.empty(numbers, dtype=kind, device="meta"))
 
 
 def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error() -> None:
     module = federated()
-    with pytest.warns(UserWarning, match="Median: the updates of all participants are held at once, 3 × 204 numbers"):
+    with pytest.warns(
+        UserWarning,
+        match="Median: the updates of all participants are held at once, 3 × 204 numbers",
+    ):
         trainer(1, [Median()]).fit(module, blobs())
     assert not tiny_run(ControlVariates()).notes
 
@@ -150,7 +186,10 @@ def test_what_stands_for_clients_comes_before_what_the_server_does() -> None:
     order: list[str] = []
 
     def hook(name: str, of_clients: bool) -> FederatedCallback:
-        body = {"stands_for_clients": of_clients, "on_updates": lambda self, server: order.append(name)}
+        body = {
+            "stands_for_clients": of_clients,
+            "on_updates": lambda self, server: order.append(name),
+        }
         made: FederatedCallback = type(name, (FederatedCallback,), body)()
         return made
 

@@ -56,7 +56,9 @@ def test_the_update_is_the_mean_of_what_clients_moved(weighting: str) -> None:
         lambda p: FedAdam(p, 0.1),
     ],
 )
-def test_the_server_optimizer_steps_against_the_update(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_the_server_optimizer_steps_against_the_update(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     watching = Watching()
     module = federated(server_optimizer=make)
     trainer(4, [watching]).fit(module, blobs())
@@ -83,8 +85,12 @@ def test_a_method_may_combine_updates_itself_and_others_may_change_the_result() 
         watching = Watching()
         trainer(1, [*methods, watching]).fit(federated(), blobs())
         found.append(watching.seen[0])
-    torch.testing.assert_close(found[1]["update"], 0.5 * found[0]["update"] + 0.25, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found[1]["w"], found[1]["w_before"] + found[1]["update"], rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        found[1]["update"], 0.5 * found[0]["update"] + 0.25, rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(
+        found[1]["w"], found[1]["w_before"] + found[1]["update"], rtol=0, atol=1e-15
+    )
 
 
 def test_an_update_of_the_server_that_is_not_finite_ends_the_run_before_its_step() -> None:
@@ -104,7 +110,9 @@ def test_the_servers_rate_decays_and_its_gradient_is_given_back() -> None:
     run = trainer(2, [watching])
     run.fit(federated(server_lr_decay=0.25), blobs())
     for seen, rate in zip(watching.seen, (1.0, 0.25), strict=True):
-        torch.testing.assert_close(seen["w"], seen["w_before"] + rate * seen["update"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            seen["w"], seen["w_before"] + rate * seen["update"], rtol=1e-12, atol=1e-12
+        )
     assert run.optimizers[0].param_groups[0]["params"][0].grad is None
 
 
@@ -147,7 +155,9 @@ def test_a_first_round_that_fails_at_its_end_leaves_an_optimizer_without_state()
 
     run = trainer(1, [Failing()])
     with pytest.raises(RuntimeError, match="at the end"):
-        run.fit(federated(server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)), blobs())
+        run.fit(
+            federated(server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)), blobs()
+        )
     assert not run.optimizers[0].state
 
 
@@ -157,26 +167,36 @@ def test_a_part_that_is_not_averaged_has_no_state_at_the_server() -> None:
     run.fit(module, blobs())
     (state,) = run.optimizers[0].state.values()
     own = module.layout["net.2.weight"][0]
-    assert not state["exp_avg"][own].any() and state["exp_avg"][: own.start].all() and int(state["step"]) == 2
+    assert (
+        not state["exp_avg"][own].any()
+        and state["exp_avg"][: own.start].all()
+        and int(state["step"]) == 2
+    )
 
 
 def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:
     class Diverging(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (float("nan") if self.current_epoch == 1 else 1.0)
+            return super().training_step(batch, batch_idx) * (
+                float("nan") if self.current_epoch == 1 else 1.0
+            )
 
     found = []
     for rounds in (1, 2):
         watching = Watching()
         torch.manual_seed(3)
         module = federated(
-            Diverging(), on_nonfinite="skip", server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)
+            Diverging(),
+            on_nonfinite="skip",
+            server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9),
         )
         run = trainer(rounds, [ControlVariates(), watching])
         run.fit(module, blobs())
         (state,) = run.optimizers[0].state.values()
         optimizer = {"momentum": state["momentum_buffer"]}
-        found.append({"w": module.global_vector, **optimizer, **module.server_states, **client_rows(module)})
+        found.append(
+            {"w": module.global_vector, **optimizer, **module.server_states, **client_rows(module)}
+        )
         # hooks of the server's side find no clients, so they are not called
         assert len(watching.seen) == 1
     assert found[0].keys() == found[1].keys() and len(found[0]) > 3
@@ -200,7 +220,9 @@ def test_without_any_client_the_mean_update_is_zero_where_a_method_steps_all_the
     torch.testing.assert_close(module.global_vector, start + 2)
 
 
-def test_a_part_that_is_not_averaged_stays_at_the_server_and_is_evaluated_as_the_clients_mean() -> None:
+def test_a_part_that_is_not_averaged_stays_at_the_server_and_is_evaluated_as_the_clients_mean() -> (
+    None
+):
     watching = Watching()
     module = federated(server_optimizer=lambda p: torch.optim.SGD(p, 0.5, momentum=0.9))
     run = trainer(3, [PartialAveraging(periods={"net.2.*": "never"}), watching])
@@ -229,19 +251,29 @@ def test_buffers_are_the_clients_weighted_mean_and_of_integers_the_maximum() -> 
             self.count += 1
             return super().training_step(batch, batch_idx)
 
-    module, data = federated(Counting(), participation="all", weighting="samples"), blobs(clients=5, batch_size=4)
+    module, data = (
+        federated(Counting(), participation="all", weighting="samples"),
+        blobs(clients=5, batch_size=4),
+    )
     trainer(2).fit(module, data)
     sizes, steps = [24, 22, 20, 18, 16], [6, 6, 5, 5, 4]
     mean = sum(n * k for n, k in zip(sizes, steps, strict=True)) / sum(sizes)
     assert (
-        float(module.learner.running_mean) == pytest.approx(1 + 2 * mean, rel=1e-12) and int(module.learner.count) == 12
+        float(module.learner.running_mean) == pytest.approx(1 + 2 * mean, rel=1e-12)
+        and int(module.learner.count) == 12
     )
 
 
 def test_state_of_the_server_is_kept_however_it_was_changed() -> None:
     class Kept(FederatedCallback):
-        assigned, in_place = ServerState(synchronised=False, shape=()), ServerState(synchronised=False, shape=(2,))
-        untouched, sent = ServerState(synchronised=False, shape=()), Upload(shape=(), dtype=torch.int64)
+        assigned, in_place = (
+            ServerState(synchronised=False, shape=()),
+            ServerState(synchronised=False, shape=(2,)),
+        )
+        untouched, sent = (
+            ServerState(synchronised=False, shape=()),
+            Upload(shape=(), dtype=torch.int64),
+        )
 
         def on_local_end(self, clients: Any) -> None:
             self.sent[clients] = clients.ids

@@ -16,7 +16,9 @@ BUFFERS = {"mean": torch.zeros(3, dtype=torch.float64), "seen": torch.zeros((), 
 UPLOADS = {"M.whole": Upload(), "M.two": Upload(shape=(2,))}
 
 
-def counts(uploads: dict[str, Any] | None = None, sent: tuple[Any, Any] = (None, None), **given: Any) -> list[int]:
+def counts(
+    uploads: dict[str, Any] | None = None, sent: tuple[Any, Any] = (None, None), **given: Any
+) -> list[int]:
     clients = some_clients(a_round(**given), [3])
     clients.sent(*sent)
     for key, value in (uploads or {}).items():
@@ -31,7 +33,11 @@ def test_a_client_is_sent_the_model_and_buffers_and_sends_its_update() -> None:
 
 
 def test_uploads_that_are_counted_add_to_it() -> None:
-    given = {"M.whole": torch.ones(1, D, dtype=torch.float64), "M.two": torch.ones(1, 2), "M.derived": torch.ones(1, 3)}
+    given = {
+        "M.whole": torch.ones(1, D, dtype=torch.float64),
+        "M.two": torch.ones(1, 2),
+        "M.derived": torch.ones(1, 3),
+    }
     assert counts(given) == [D, 1, D + D + 2, 8 * (D + D + 2), 32, 2]
 
 
@@ -43,7 +49,11 @@ def test_a_method_says_how_much_it_sends_in_place_of_its_update() -> None:
 def test_a_part_that_is_kept_is_neither_sent_nor_received() -> None:
     """In round 0 it is received, since nobody has a copy, and not sent."""
     assert counts(parts=parts((LAST, 2)))[:4] == [D, 1, 2, 16]
-    values = {"parts.x": torch.zeros(2), "parts.origin": torch.zeros(2), "parts.elapsed": torch.zeros(1)}
+    values = {
+        "parts.x": torch.zeros(2),
+        "parts.origin": torch.zeros(2),
+        "parts.elapsed": torch.zeros(1),
+    }
     rows = {(name, 3): value for name, value in {**values, "parts.round": torch.tensor(0)}.items()}
     whole = {"M.whole": torch.ones(1, D, dtype=torch.float64)}
     assert counts(t=1, parts=parts((LAST, 3)), rows=rows)[:4] == [2, 1, 2, 16]
@@ -51,12 +61,19 @@ def test_a_part_that_is_kept_is_neither_sent_nor_received() -> None:
 
 
 class M(FederatedCallback):
-    whole, two, never = ServerState(sent=True), ServerState(sent=True, shape=(2,)), ServerState(sent=True)
+    whole, two, never = (
+        ServerState(sent=True),
+        ServerState(sent=True, shape=(2,)),
+        ServerState(sent=True),
+    )
     own = ServerState()
 
 
 def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
-    states = {"M.whole": torch.zeros(D, dtype=torch.float64), "M.own": torch.zeros(D, dtype=torch.float64)}
+    states = {
+        "M.whole": torch.zeros(D, dtype=torch.float64),
+        "M.own": torch.zeros(D, dtype=torch.float64),
+    }
     ledger = Ledger(a_round(server_states=states))
     ledger.server["M.two"] = torch.zeros(2)  # made in this round: four bytes a number
     ledger.total = {"traffic": torch.tensor([2 * D, 2, 11, 90, 64])}

@@ -41,7 +41,8 @@ def reference(of: list[Leaf | None]) -> Leaf | None:
     if even is None or odd is None:
         return odd if even is None else even
     both = {
-        k: torch.maximum(even[k], odd[k]) if k[:4] == "max:" else even[k] + odd[k] for k in even.keys() & odd.keys()
+        k: torch.maximum(even[k], odd[k]) if k[:4] == "max:" else even[k] + odd[k]
+        for k in even.keys() & odd.keys()
     }
     return {**even, **odd, **both}
 
@@ -62,7 +63,9 @@ takes_part = st.lists(st.sampled_from([True, True, True, False]), max_size=40)
 
 @given(takes_part, st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_any_order_of_adding_gives_the_bits_of_the_definition(parts: list[bool], draw: random.Random) -> None:
+def test_any_order_of_adding_gives_the_bits_of_the_definition(
+    parts: list[bool], draw: random.Random
+) -> None:
     order = list(range(len(parts)))
     draw.shuffle(order)
     assert bits(summed(leaves(parts), order)) == bits(reference(leaves(parts)))
@@ -81,7 +84,8 @@ def test_processes_own_subtrees_of_it(parts: list[bool], world: int, draw: rando
 
 
 @pytest.mark.parametrize(
-    ("n", "absent"), [(0, []), (1, []), (3, []), (10, [0, 4, 7]), (9, [1, 3, 5, 7]), (6, [0, 1, 2, 3, 4, 5])]
+    ("n", "absent"),
+    [(0, []), (1, []), (3, []), (10, [0, 4, 7]), (9, [1, 3, 5, 7]), (6, [0, 1, 2, 3, 4, 5])],
 )
 def test_no_leaf_or_leaves_that_take_no_part(n: int, absent: list[int]) -> None:
     total = summed(leaves([j not in absent for j in range(n)]), list(range(n)))
@@ -129,7 +133,9 @@ def of_one_process(folder: Path, parts: list[bool], rank: int, world: int) -> No
     torch.save(bits(total), folder / f"{world}-{rank}.pt")
 
 
-@pytest.mark.parametrize("parts", [[True] * 11, [True, False] * 5, [False, False, True], [False] * 4, []], ids=len)
+@pytest.mark.parametrize(
+    "parts", [[True] * 11, [True, False] * 5, [False, False, True], [False] * 4, []], ids=len
+)
 def test_real_processes_come_to_the_bits_of_one(tmp_path: Path, parts: list[bool]) -> None:
     of_one_process(tmp_path, parts, 0, 1)
     expected = torch.load(tmp_path / "1-0.pt", weights_only=False)

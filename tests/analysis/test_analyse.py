@@ -16,8 +16,26 @@ from fl_lightning.learner import Layout
 from fl_lightning.models import ResNet20
 from tests.helpers.zygote import Cli
 
-FIT = ("fit", "-c", "base", "-c", "data/digits", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")
-FIT = (*FIT, "--model.engine", "sequential", "--trainer.max_epochs", "2", "--model.local_epochs", "1")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "data/digits",
+    "-c",
+    "trainer/cpu",
+    "--trainer.enable_progress_bar",
+    "false",
+)
+FIT = (
+    *FIT,
+    "--model.engine",
+    "sequential",
+    "--trainer.max_epochs",
+    "2",
+    "--model.local_epochs",
+    "1",
+)
 MEASURED = ("--method+", "GlobalLossLogger", "--method+", "HessianLogger", "--method.probes", "5")
 
 
@@ -34,18 +52,27 @@ def fitted(cli: Cli, name: str, *argv: str) -> Path:
 
 @pytest.mark.slow
 def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> None:
-    folder = fitted(cli, "x", "--method", "PartialAveraging", "--method.periods", '{"network.layers.2.*": 5}')
+    folder = fitted(
+        cli, "x", "--method", "PartialAveraging", "--method.periods", '{"network.layers.2.*": 5}'
+    )
     found = cli("analyse", "hessian", "x", "--probes", "5")
-    assert found.returncode == 0 and "largest eigenvalue" in found.stdout and not found.stderr, found.stderr
+    assert found.returncode == 0 and "largest eigenvalue" in found.stdout and not found.stderr, (
+        found.stderr
+    )
     ours = read(folder / "hessian.json")
     with open(folder / "metrics.csv") as file:
         logged = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
     for name in ("top_eigenvalue", "trace", "trace_stderr", "norm"):
         assert ours[name] == pytest.approx(logged[f"hessian/{name}"], rel=1e-6)
-    assert ours["samples"] == 1438 and ours["loss"] == pytest.approx(logged["global/train_loss"], rel=1e-6)
+    assert ours["samples"] == 1438 and ours["loss"] == pytest.approx(
+        logged["global/train_loss"], rel=1e-6
+    )
     with open(folder / "hessian.csv") as file:
         (row,) = csv.DictReader(file)
-    assert float(row["top_eigenvalue"]) == ours["top_eigenvalue"] and (folder / "hessian.png").stat().st_size > 10_000
+    assert (
+        float(row["top_eigenvalue"]) == ours["top_eigenvalue"]
+        and (folder / "hessian.png").stat().st_size > 10_000
+    )
     slice_ = ours["slice"]
     assert slice_["losses"][20] == ours["loss"] and slice_["steps"][20] == 0
 
@@ -54,7 +81,16 @@ def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> Non
 def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> None:
     folders = [fitted(cli, "a"), fitted(cli, "b", "-c", "method/fedprox")]
     result = cli(
-        "analyse", "landscape", "a", "b/checkpoints/last.ckpt", "--points", "5", "--samples", "all", "--out", "o"
+        "analyse",
+        "landscape",
+        "a",
+        "b/checkpoints/last.ckpt",
+        "--points",
+        "5",
+        "--samples",
+        "all",
+        "--out",
+        "o",
     )
     assert result.returncode == 0, result.stderr
     found = read(cli.folder / "o/landscape.json")
@@ -70,11 +106,19 @@ def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> Non
     torch.nn.utils.vector_to_parameters(
         w + found["steps"][1] * first + found["steps"][4] * second, run.learner.parameters()
     )
-    losses = [run.learner.training_step(batch, 0) * n for i in range(10) for batch, n in run.data.full_batches(i)]
+    losses = [
+        run.learner.training_step(batch, 0) * n
+        for i in range(10)
+        for batch, n in run.data.full_batches(i)
+    ]
     assert float(sum(losses)) / 1438 == pytest.approx(found["runs"][0]["losses"][1][4], rel=1e-5)
     with open(cli.folder / "o/landscape.csv") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 50 and {row["run"] for row in rows} != {"a"} and (cli.folder / "o/landscape.png").exists()
+    assert (
+        len(rows) == 50
+        and {row["run"] for row in rows} != {"a"}
+        and (cli.folder / "o/landscape.png").exists()
+    )
 
 
 def test_directions_have_the_filters_norms() -> None:
@@ -87,12 +131,16 @@ def test_directions_have_the_filters_norms() -> None:
         for direction in (first, second):
             d, own = direction[where].view(shape), w[where].view(shape)
             if len(shape) > 1:
-                assert torch.allclose(d.flatten(1).norm(dim=1), own.flatten(1).norm(dim=1), rtol=1e-5)
+                assert torch.allclose(
+                    d.flatten(1).norm(dim=1), own.flatten(1).norm(dim=1), rtol=1e-5
+                )
             else:
                 assert not d.any()
     assert abs(float(torch.cosine_similarity(first, second, dim=0))) < 0.1
     twice, _ = directions(layout, 2 * w, seed=3)
-    assert torch.allclose(twice, 2 * first) and not torch.equal(directions(layout, w, seed=4)[0], first)
+    assert torch.allclose(twice, 2 * first) and not torch.equal(
+        directions(layout, w, seed=4)[0], first
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,12 +149,17 @@ def test_directions_have_the_filters_norms() -> None:
         (("hessian", "none"), "analyse none: neither a run's folder nor a checkpoint"),
         (("landscape", "none", "--points", "4"), "--points 4: give an odd number"),
         (("hessian", "a", "b"), "2 runs were given"),
-        (("hessian", "a", "--samples", "few"), "--samples few: give a whole number of at least 1 or all"),
+        (
+            ("hessian", "a", "--samples", "few"),
+            "--samples few: give a whole number of at least 1 or all",
+        ),
         (("curvature", "a"), "invalid choice: 'curvature'"),
         (("hessian", "empty"), "this run has no checkpoint yet"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_paragraph(cli: Cli, argv: tuple[str, ...], said: str) -> None:
+def test_what_cannot_work_is_said_in_one_paragraph(
+    cli: Cli, argv: tuple[str, ...], said: str
+) -> None:
     (cli.folder / "empty").mkdir()
     (cli.folder / "empty/config.yaml").write_text("data: {}\n")
     result = cli("analyse", *argv)

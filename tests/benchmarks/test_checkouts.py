@@ -30,24 +30,49 @@ pytestmark = pytest.mark.slow
 
 def compared(old: Path, new: Path, arguments: str, out: Path) -> tuple[int, str, Any]:
     """Exit status, what is printed, and the file."""
-    command = [sys.executable, "-m", "benchmarks.checkouts", str(old), str(new), *arguments.split(), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.checkouts",
+        str(old),
+        str(new),
+        *arguments.split(),
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert out.exists(), done.stderr[-2000:]
     return done.returncode, done.stdout, json.loads(out.read_text())
 
 
 def test_a_planted_factor_is_found_and_nothing_else(tmp_path: Path) -> None:
     new = tmp_path / "new"
-    shutil.copytree(ROOT / "fl_lightning", new / "fl_lightning", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "fl_lightning", new / "fl_lightning", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (new / "fl_lightning" / "callbacks" / "control_variates.py").open("a") as method:
         method.write(PLANTED)
     names = "FedAvg SCAFFOLD FedALS+top-k"
-    status, printed, found = compared(ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json")
-    assert status == 1 and "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
+    status, printed, found = compared(
+        ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json"
+    )
+    assert (
+        status == 1
+        and "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
+    )
     for table in ("bits", "cross"):
         words = {name: set(row.values()) for name, row in found["verdicts"][table].items()}
         assert words == {"FedAvg": {"same"}, "SCAFFOLD": {"DIFFERENT"}, "FedALS+top-k": {"refused"}}
-    assert len(found["verdicts"]["bits"]["FedAvg"]) == 9 and len(found["verdicts"]["cross"]["FedAvg"]) == 3
+    assert (
+        len(found["verdicts"]["bits"]["FedAvg"]) == 9
+        and len(found["verdicts"]["cross"]["FedAvg"]) == 3
+    )
     assert found["sha256"]["old"]["FedAvg"] == found["sha256"]["new"]["FedAvg"]
     for kind in ("concurrent, captured", "stacked"):
         assert f"2 {kind}" in printed  # they were not handed over to another engine

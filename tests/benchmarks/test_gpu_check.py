@@ -14,7 +14,19 @@ COMMAND = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 
 def test_it_compares_times_and_profiles(tmp_path: Path) -> None:
-    few = ["--check", "W1", "--methods", "FedSMOO", "--speed", "W1", "--profile", "W1", "--repetitions", "1", "--small"]
+    few = [
+        "--check",
+        "W1",
+        "--methods",
+        "FedSMOO",
+        "--speed",
+        "W1",
+        "--profile",
+        "W1",
+        "--repetitions",
+        "1",
+        "--small",
+    ]
     where = ["--accelerator", "cpu", "--json", str(tmp_path / "seconds.json")]
     done = subprocess.run([*COMMAND, *few, *where], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

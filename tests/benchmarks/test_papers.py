@@ -41,27 +41,41 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machine(ran: Path) -> None:
+def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machine(
+    ran: Path,
+) -> None:
     assert papers.keep(papers.OUT / "all", papers.RESULTS) == 0
     kept = sorted(path.parent.name for path in papers.RESULTS.glob("x-small/new/*/run.json"))
-    assert kept == [f"seed-{seed}" for seed in range(20, 25)], "the one that runs still is not there"
+    assert kept == [f"seed-{seed}" for seed in range(20, 25)], (
+        "the one that runs still is not there"
+    )
     assert not list(papers.RESULTS.rglob("*.ckpt"))
-    assert len(list(papers.RESULTS.glob("x-small/select/*/0.1/*/run.json"))) == 12, "a copy goes on from its selection"
+    assert len(list(papers.RESULTS.glob("x-small/select/*/0.1/*/run.json"))) == 12, (
+        "a copy goes on from its selection"
+    )
     assert "root: data}" in (papers.RESULTS / "x-small/new/seed-20/config.yaml").read_text()
-    assert (papers.RESULTS / "x-small/claims.yaml").read_text() == CLAIM, "whose hash the runs recorded"
+    assert (papers.RESULTS / "x-small/claims.yaml").read_text() == CLAIM, (
+        "whose hash the runs recorded"
+    )
 
 
-def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_missing(ran: Path) -> None:
+def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_missing(
+    ran: Path,
+) -> None:
     papers.keep(papers.OUT / "all", papers.RESULTS)
     (papers.RESULTS / "findings.md").write_text("The new one is {X-a.verdict}, by {X-a.mean}.\n")
     assert papers.page(papers.RESULTS, papers.PAGE) == 0
     text = papers.PAGE.read_text()
     assert "The new one is reproduced, by +0.1." in text
     assert "(results/figures/" in text and (papers.RESULTS / "figures").is_dir()
-    assert "| P1-helps | +3.4 points (NeurIPS, Table 3) | at least +1 point |" in text, "a claim without runs"
+    assert "| P1-helps | +3.4 points (NeurIPS, Table 3) | at least +1 point |" in text, (
+        "a claim without runs"
+    )
 
 
-def test_the_committed_page_is_what_the_committed_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_page_is_what_the_committed_runs_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(papers.__file__).parents[1]
     if (root / papers.RESULTS).is_dir():
         shutil.copytree(root / papers.RESULTS, tmp_path / papers.RESULTS)
@@ -71,7 +85,9 @@ def test_the_committed_page_is_what_the_committed_runs_give(tmp_path: Path, monk
     assert papers.page(papers.RESULTS, papers.PAGE) == 0
     assert papers.PAGE.read_bytes() == (root / papers.PAGE).read_bytes()
     report = root / papers.RESULTS / "report.json"
-    assert not report.is_file() or (papers.RESULTS / "report.json").read_bytes() == report.read_bytes()
+    assert (
+        not report.is_file() or (papers.RESULTS / "report.json").read_bytes() == report.read_bytes()
+    )
 
 
 def test_the_rows_come_in_the_protocols_order(tmp_path: Path) -> None:
@@ -141,7 +157,9 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     make_arm(folder, "another", {20: 0.5}, **good)
     found = papers.objections(papers.RESULTS)
     assert len(found) == 5
-    for place, why in zip(every[:4], ("began before", "-dirty", "other claims", "absent and not listed"), strict=True):
+    for place, why in zip(
+        every[:4], ("began before", "-dirty", "other claims", "absent and not listed"), strict=True
+    ):
         assert any(place in said and why in said for said in found), (place, found)
     assert any("another/seed-20: is no run" in said for said in found)
 
@@ -159,15 +177,22 @@ def test_every_claim_of_the_protocol_can_be_judged(name: str, tmp_path: Path) ->
     for arm in arms(spec):
         for seed in spec.seeds or []:
             noise = 0.5 + random.normal(0, 0.01, (len(logged) + len(layers), 12))
-            columns = {metric: list(map(float, own)) for metric, own in zip([*logged, *layers], noise, strict=True)}
+            columns = {
+                metric: list(map(float, own))
+                for metric, own in zip([*logged, *layers], noise, strict=True)
+            }
             columns["val/acc"] = list(map(float, rising + random.normal(0.5, 0.01, 12)))
             columns["communication/total_bytes"] = [1e6 * (done + 1) for done in range(12)]
             columns["cost/gradients"] = [24.0] * 12
-            make_run(folder / arm.name / f"seed-{seed}", arm.name, seed, columns, axes=dict(arm.axes))
+            make_run(
+                folder / arm.name / f"seed-{seed}", arm.name, seed, columns, axes=dict(arm.axes)
+            )
     (folder / "sweep.yaml").write_text(spec.text)
     assert spec.claims is not None
     shutil.copy(spec.claims, folder / "claims.yaml")
     found = summarise(find([folder]), "val/acc", [], None).to_json()["claims"]
-    assert [claim["id"] for claim in found] == [claim.id for claim in read_claims(spec.claims, []).claims]
+    assert [claim["id"] for claim in found] == [
+        claim.id for claim in read_claims(spec.claims, []).claims
+    ]
     for claim in found:
         assert claim["n"] == len(spec.seeds or []), claim

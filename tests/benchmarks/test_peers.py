@@ -34,7 +34,9 @@ def losses(
 
 
 @pytest.mark.parametrize(("module", "processes"), ROWS)
-def test_peers_train_as_the_bare_loop_does(module: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_train_as_the_bare_loop_does(
+    module: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs, bare = losses(monkeypatch, module, processes, "W1")
     assert theirs == pytest.approx(bare, rel=0.02)
 

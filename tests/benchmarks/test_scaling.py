@@ -16,11 +16,32 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_one_table_with_json_and_plot_beside_it(tmp_path: Path) -> None:
     tiny = "--axis clients --values 400 --returning 20 --rounds 6 --checkpoint-every 2 --rows-in-memory 2"
-    command = [sys.executable, "-m", "benchmarks.scaling", *tiny.split(), "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.scaling",
+        *tiny.split(),
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     heading = next(line for line in done.stdout.splitlines() if "returning" in line)
-    for column in ("round s", "last 1/10", "with ckpt s", "cpu s", "peak MB", "disk MB", "segments"):
+    for column in (
+        "round s",
+        "last 1/10",
+        "with ckpt s",
+        "cpu s",
+        "peak MB",
+        "disk MB",
+        "segments",
+    ):
         assert column in heading
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[3:4] == ["9,985"]]
     assert [row[:3] for row in rows] == [["400", "0", "10"], ["400", "20", "10"]]

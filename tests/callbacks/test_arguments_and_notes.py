@@ -17,7 +17,9 @@ from tests.helpers.federation import network
 
 def test_bias_correction_is_adams() -> None:
     """With v from 0 the first step is lr · d/(|d| + τ), whatever the betas."""
-    start = network([], 1, server_optimizer=lambda w: FedAdam(w, 0.1, tau=1e-12, bias_correction=True))
+    start = network(
+        [], 1, server_optimizer=lambda w: FedAdam(w, 0.1, tau=1e-12, bias_correction=True)
+    )
     moved = start.record.w[0] - start.start
     assert np.abs(np.abs(moved) - 0.1).max() < 1e-9
 
@@ -43,13 +45,22 @@ def test_a_mean_gradient_that_is_none_is_said_once() -> None:
     clipped = network([c.ControlVariates()], 3, clip_norm=0.5).module.notes
     momentum = network([c.ClientMomentum()], 3, momentum=0.9).module.notes
     unread = network([c.ControlVariates("gradient")], 3, clip_norm=0.5, momentum=0.9).module.notes
-    weighted = network([c.ControlVariates("gradient"), c.DynamicRegularization()], 1, weighting="samples").module.notes
+    weighted = network(
+        [c.ControlVariates("gradient"), c.DynamicRegularization()], 1, weighting="samples"
+    ).module.notes
     assert calm == [] and unread == []
     assert len(clipped) == 1 and "clipping is active" in clipped[0]
-    assert len(momentum) == 1 and "ClientMomentum takes" in momentum[0] and "10 times" in momentum[0]
+    assert (
+        len(momentum) == 1 and "ClientMomentum takes" in momentum[0] and "10 times" in momentum[0]
+    )
     assert len(weighted) == 2 and all("uniform mean over clients" in note for note in weighted)
 
 
 def test_a_checkpoint_of_before_an_argument_was_there_is_of_the_same_method() -> None:
-    assert "offset" not in Methods([c.RelaxedInitialization()]).fingerprint()["RelaxedInitialization"]
-    assert "offset='mean'" in Methods([c.RelaxedInitialization(offset="mean")]).fingerprint()["RelaxedInitialization"]
+    assert (
+        "offset" not in Methods([c.RelaxedInitialization()]).fingerprint()["RelaxedInitialization"]
+    )
+    assert (
+        "offset='mean'"
+        in Methods([c.RelaxedInitialization(offset="mean")]).fingerprint()["RelaxedInitialization"]
+    )

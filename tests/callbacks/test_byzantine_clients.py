@@ -13,7 +13,14 @@ from torch import Tensor
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning.callbacks import ByzantineClients, ControlVariates, RunCard
 from fl_lightning.callbacks.byzantine_clients import hiding
-from fl_lightning.contracts.federation import Outcome, fit, in_processes, outcome, quiet, require_same
+from fl_lightning.contracts.federation import (
+    Outcome,
+    fit,
+    in_processes,
+    outcome,
+    quiet,
+    require_same,
+)
 from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
@@ -25,7 +32,9 @@ def test_every_contract_holds(attack: str) -> None:
     assert report.ok and report["order of clients"].verdict == "n/a", f"{report}"
 
 
-def test_attackers_follow_from_the_seed_are_counted_among_participants_and_stand_in_the_card(tmp_path: Path) -> None:
+def test_attackers_follow_from_the_seed_are_counted_among_participants_and_stand_in_the_card(
+    tmp_path: Path,
+) -> None:
     who = set()
     for seed in (1, 1, 2):
         attack = ByzantineClients(fraction=0.29)  # of ten: exactly 2
@@ -42,7 +51,9 @@ def test_attackers_follow_from_the_seed_are_counted_among_participants_and_stand
 def test_four_processes_leave_the_same_bits(attack: Any) -> None:
     def job() -> Outcome:
         methods = [ByzantineClients(attack, 0.5), ControlVariates()]
-        return outcome(fit(methods, participation=5, trainer={"strategy": "federated", "devices": 4}))
+        return outcome(
+            fit(methods, participation=5, trainer={"strategy": "federated", "devices": 4})
+        )
 
     with quiet():
         alone = outcome(fit([ByzantineClients(attack, 0.5), ControlVariates()], participation=5))
@@ -59,7 +70,11 @@ def test_flipped_labels_are_flipped_in_full_gradients_too_and_honest_clients_kee
     tiny_run(Whole(), attack, rounds=1, participation="all")
     attacked, found = found, {}
     tiny_run(Whole(), rounds=1, participation="all")
-    assert {i for i in found if not torch.equal(found[i], attacked[i])} == set(attack.attackers) != set()
+    assert (
+        {i for i in found if not torch.equal(found[i], attacked[i])}
+        == set(attack.attackers)
+        != set()
+    )
 
 
 def test_labels_are_the_last_of_a_batch_and_the_data_have_to_have_them() -> None:
@@ -68,7 +83,9 @@ def test_labels_are_the_last_of_a_batch_and_the_data_have_to_have_them() -> None
     x, groups, y = torch.rand(3, 2), torch.tensor([7, 8, 9]), torch.tensor([0, 1, 3])
     for batch in ((x, groups, y), [x, y]):
         *others, flipped = attack.flipped(2, batch)
-        assert flipped.tolist() == [3, 2, 0] and all(a is b for a, b in zip(others, batch, strict=False))
+        assert flipped.tolist() == [3, 2, 0] and all(
+            a is b for a, b in zip(others, batch, strict=False)
+        )
         assert attack.flipped(1, batch) is batch
     for wrong in ((x, y, x), (y, None), x):
         with pytest.raises(UserError, match=r"batches \(x, y\) with integer labels y.*client 2"):

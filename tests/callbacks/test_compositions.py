@@ -22,7 +22,11 @@ def test_order_of_callbacks_does_not_matter() -> None:
     ends = []
     for order in permutations(range(3)):
         adding = [c.ControlVariates(), c.DynamicRegularization(0.2), c.ProximalTerm(0.1)]
-        owning = [c.RelaxedInitialization(0.1), c.SharpnessAwareMinimization(0.05), c.ClientMomentum(0.3)]
+        owning = [
+            c.RelaxedInitialization(0.1),
+            c.SharpnessAwareMinimization(0.05),
+            c.ClientMomentum(0.3),
+        ]
         methods = [method for j in order for method in (owning[j], adding[-j])]
         ends.append(network(methods, 4, clip_norm=0.9).record.w[-1])
     assert max(np.abs(end - ends[0]).max() for end in ends) < 1e-13
@@ -43,16 +47,24 @@ def test_order_of_callbacks_does_not_matter() -> None:
     ],
 )
 @pytest.mark.parametrize("swapped", [False, True])
-def test_what_cannot_run_together_is_refused_with_both_names_and_the_reason(a: Any, b: Any, swapped: bool) -> None:
+def test_what_cannot_run_together_is_refused_with_both_names_and_the_reason(
+    a: Any, b: Any, swapped: bool
+) -> None:
     pair = [a(), b()][:: -1 if swapped else 1]
     with pytest.raises(UserError) as refused:
         network(pair, 1)
     assert all(type(callback).__name__ in str(refused.value) for callback in pair)
-    assert "both decide" in str(refused.value) or "cannot run together" in str(refused.value) or "once" in str(refused)
+    assert (
+        "both decide" in str(refused.value)
+        or "cannot run together" in str(refused.value)
+        or "once" in str(refused)
+    )
 
 
 RI, UPDATES = c.RelaxedInitialization, lambda: c.RelaxedInitialization(aggregate="updates")
-MEAN, CENTRED = (lambda offset=offset: c.RelaxedInitialization(offset=offset) for offset in ("mean", "centred"))
+MEAN, CENTRED = (
+    lambda offset=offset: c.RelaxedInitialization(offset=offset) for offset in ("mean", "centred")
+)
 VECTORS: list[tuple[list[Any], int, int, int]] = [
     ([], 1, 1, 0),
     ([c.ProximalTerm], 1, 1, 0),
@@ -79,14 +91,19 @@ VECTORS: list[tuple[list[Any], int, int, int]] = [
 
 
 @pytest.mark.parametrize("makers, down, up, kept", VECTORS)
-def test_a_round_costs_what_the_table_says(makers: list[Any], down: int, up: int, kept: int) -> None:
+def test_a_round_costs_what_the_table_says(
+    makers: list[Any], down: int, up: int, kept: int
+) -> None:
     rounds, n = 2, 3
     ours = network([*[make() for make in makers], c.CommunicationLogger()], rounds)
     last = ours.record.metrics[-1]
     assert last["communication/down_parameters"] == rounds * n * down * D
     assert last["communication/up_parameters"] == rounds * n * up * D
     assert last["communication/up_bytes"] == 8 * last["communication/up_parameters"]
-    assert last["communication/total_bytes"] == last["communication/up_bytes"] + last["communication/down_bytes"]
+    assert (
+        last["communication/total_bytes"]
+        == last["communication/up_bytes"] + last["communication/down_bytes"]
+    )
     rows = [row for by_client in ours.record.rows[-1].values() for row in by_client.items()]
     clients = {i for table in ours.schedule.rounds for i in table}
     assert sum(row.size for _, row in rows) == kept * D * len(clients), "what clients keep"
@@ -95,9 +112,13 @@ def test_a_round_costs_what_the_table_says(makers: list[Any], down: int, up: int
 
 
 def test_what_loggers_let_clients_keep_is_not_counted_their_optimizer_is() -> None:
-    last = network([c.DivergenceLogger(), c.CommunicationLogger()], 2, momentum=0.5, keep_optimizer_state=True)
+    last = network(
+        [c.DivergenceLogger(), c.CommunicationLogger()], 2, momentum=0.5, keep_optimizer_state=True
+    )
     assert last.record.metrics[-1]["cost/kept_vectors"] == 1
-    parts = network([c.PartialAveraging(periods={"net.0.*": 5}), c.CommunicationLogger()], 2).record.metrics[-1]
+    parts = network(
+        [c.PartialAveraging(periods={"net.0.*": 5}), c.CommunicationLogger()], 2
+    ).record.metrics[-1]
     # copy and origin; since when, and how far
     assert parts["cost/kept_vectors"] == pytest.approx((2 * 16 + 2) / D)
 
@@ -106,7 +127,9 @@ def test_compression_is_counted_with_its_indices_and_hides_what_could_be_derived
     sent = network([c.TopKCompression(0.1), c.CommunicationLogger()], 1).record.metrics[-1]
     assert sent["communication/up_parameters"] == 3 * 4
     assert sent["communication/up_bytes"] == 3 * 4 * (8 + 4)
-    both = network([c.TopKCompression(0.1), c.ClientMomentum(), c.CommunicationLogger()], 1).record.metrics[-1]
+    both = network(
+        [c.TopKCompression(0.1), c.ClientMomentum(), c.CommunicationLogger()], 1
+    ).record.metrics[-1]
     assert both["communication/up_parameters"] == 3 * (4 + D)
 
 
@@ -114,9 +137,24 @@ def test_largest_entries_are_sent_ties_by_lowest_index_and_the_rest_is_remembere
     """One client whose step leads from anywhere to b."""
     b = np.array([1.0, -2.0, 1.0, 0.0, 0.5, -1.0])
     problem = Quadratic(np.eye(6)[None], b[None])
-    record = quadratics(problem, np.zeros(6), [c.TopKCompression(0.5)], 2, participation="all", lr=1.0, local_steps=1)
+    record = quadratics(
+        problem,
+        np.zeros(6),
+        [c.TopKCompression(0.5)],
+        2,
+        participation="all",
+        lr=1.0,
+        local_steps=1,
+    )
     assert record.record.w[0].tolist() == [1.0, -2.0, 1.0, 0.0, 0.0, 0.0]
-    assert record.record.rows[0]["TopKCompression.error"][0].tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, -1.0]
+    assert record.record.rows[0]["TopKCompression.error"][0].tolist() == [
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.5,
+        -1.0,
+    ]
     assert record.record.w[1].tolist() == [1.0, -2.0, 1.0, 0.0, 1.0, -2.0]
 
 
@@ -149,7 +187,11 @@ def test_sent_parameters_of_fedals_on_resnet20(alpha: int) -> None:
 def test_compositions_with_fedals_are_counted_by_part() -> None:
     """SCAFFOLD's c and c_i count as the model: down where no valid copy is kept, up where averaged."""
     rounds, n, extractor = 4, 8, 16
-    methods = [c.PartialAveraging(periods={"net.0.*": 2}), c.ControlVariates(), c.CommunicationLogger()]
+    methods = [
+        c.PartialAveraging(periods={"net.0.*": 2}),
+        c.ControlVariates(),
+        c.CommunicationLogger(),
+    ]
     last = network(methods, rounds, participation="all").record.metrics[-1]
     assert last["communication/up_parameters"] == n * 2 * (rounds * D - 2 * extractor)
     assert last["communication/down_parameters"] == n * 2 * (rounds * D - 2 * extractor)

@@ -57,7 +57,9 @@ def test_no_transmitted_norm_exceeds_c(dtype, size, exponent, clip, seed):
     clipped = DifferentialPrivacy(clip, 1.0).clipped(update)
     norms, before = clipped.double().norm(dim=1), update.double().norm(dim=1)
     assert (norms <= clip).all()
-    assert torch.equal(clipped[before <= clip], update[before <= clip]), "what is short enough stays as it is"
+    assert torch.equal(clipped[before <= clip], update[before <= clip]), (
+        "what is short enough stays as it is"
+    )
     far = (before > clip) & before.isfinite()
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * size**0.5
     least = clip * (1 - torch.finfo(dtype).eps - 1e-13) - smallest
@@ -73,7 +75,12 @@ def test_nor_does_that_of_many_alike_whose_rounding_goes_one_way(size):
 
 
 def test_what_a_client_s_tensor_holds_is_not_changed_in_place():
-    for rows in (torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(1, 8).expand(6, 8), torch.zeros(0, 8)):
+    for rows in (
+        torch.randn(6, 8),
+        torch.randn(8, 6).t(),
+        torch.randn(1, 8).expand(6, 8),
+        torch.zeros(0, 8),
+    ):
         update = rows.double()
         before = update.clone()
         DifferentialPrivacy(0.1, 0.0).clipped(update)
@@ -116,7 +123,9 @@ def test_a_round_without_clients_takes_its_noise():
         noise = generator(1, "method: differential privacy", t).standard_normal(len(w))
         w = w + 0.5 * torch.from_numpy(noise) / (1e-9 * M)
     assert torch.allclose(module.global_vector, w, rtol=1e-12)
-    assert torch.equal(run(rounds=3, **empty).global_vector, fit_start()), "other methods stay where they are"
+    assert torch.equal(run(rounds=3, **empty).global_vector, fit_start()), (
+        "other methods stay where they are"
+    )
 
 
 def test_poisson_sampling_is_a_coin_for_each_client():
@@ -158,7 +167,11 @@ def test_what_is_spent_agrees_with_two_accountants():
     dp = pytest.importorskip("dp_accounting")
     from dp_accounting.pld import PLDAccountant
 
-    for sigma, share, rounds, delta in [(1.0, 0.1, 40, 1e-5), (0.7, 0.4, 3, 1e-3), (2.0, 1.0, 7, 1e-6)]:
+    for sigma, share, rounds, delta in [
+        (1.0, 0.1, 40, 1e-5),
+        (0.7, 0.4, 3, 1e-3),
+        (2.0, 1.0, 7, 1e-6),
+    ]:
         accountant = PLDAccountant()
         accountant.compose(dp.PoissonSampledDpEvent(share, dp.GaussianDpEvent(sigma)), rounds)
         assert abs(epsilon(sigma, share, rounds, delta) - accountant.get_epsilon(delta)) < 1e-6
@@ -180,7 +193,10 @@ def test_it_is_logged_each_round_and_the_run_stops_at_the_target():
     method = DifferentialPrivacy(0.5, 1.0, target_epsilon=5.0)
     with quiet():
         module = fit(
-            [method], 12, **COINS, ended=lambda m: logged.append(float(m.trainer.callback_metrics["privacy/epsilon"]))
+            [method],
+            12,
+            **COINS,
+            ended=lambda m: logged.append(float(m.trainer.callback_metrics["privacy/epsilon"])),
         )
     expected = [epsilon(1.0, 0.4, t + 1, 1e-5) for t in range(12)]
     assert logged == pytest.approx(expected[: len(logged)], abs=1e-6)
@@ -197,7 +213,11 @@ def test_the_share_is_the_coin_of_each_client(participation):
 
 def test_a_target_without_an_end_of_the_run_is_refused():
     with pytest.raises(UserError, match="needs max_epochs, to share it"):
-        run(DifferentialPrivacy(0.5, target_epsilon=2.0), rounds=-1, trainer={"max_time": "00:01:00:00"})
+        run(
+            DifferentialPrivacy(0.5, target_epsilon=2.0),
+            rounds=-1,
+            trainer={"max_time": "00:01:00:00"},
+        )
 
 
 def test_the_least_noise_is_found_to_1_part_in_ten_thousand():
@@ -232,7 +252,10 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 def test_what_attackers_send_is_clipped_too():
     attack = callbacks.ByzantineClients("noise", fraction=0.99, scale=1e6)
     w0 = fit_start()
-    for methods in ([attack, DifferentialPrivacy(0.1, 0.0)], [DifferentialPrivacy(0.1, 0.0), attack]):
+    for methods in (
+        [attack, DifferentialPrivacy(0.1, 0.0)],
+        [DifferentialPrivacy(0.1, 0.0), attack],
+    ):
         module = run(*methods, rounds=1, participation=1.0)
         assert 0.01 < float((module.global_vector - w0).norm()) <= 0.1
 
@@ -325,7 +348,14 @@ def test_rounds_of_less_privacy_are_not_counted_as_of_more(tmp_path, first, then
     """``strict_resume=False`` goes on with other settings; ε would tell of the present ones alone."""
     run(*first, rounds=2, folder=str(tmp_path))
     with pytest.raises(UserError, match=said):
-        run(DifferentialPrivacy(0.5, 5.0), rounds=3, folder=str(tmp_path), resume=True, strict_resume=False, **then)
+        run(
+            DifferentialPrivacy(0.5, 5.0),
+            rounds=3,
+            folder=str(tmp_path),
+            resume=True,
+            strict_resume=False,
+            **then,
+        )
 
 
 @pytest.mark.parametrize("policy", ["average", "own"])
@@ -342,4 +372,6 @@ def test_a_target_that_the_first_round_exceeds_is_refused_before_training():
 def test_loggers_are_named_as_outside_the_guarantee():
     module = run(DifferentialPrivacy(1.0, 1.0), callbacks.DivergenceLogger(), rounds=1)
     outside = "who takes part, what is logged of the training, and what DivergenceLogger measures"
-    assert f"outside its guarantee: {outside}." in [note.partition(": ")[2] for note in module.notes]
+    assert f"outside its guarantee: {outside}." in [
+        note.partition(": ")[2] for note in module.notes
+    ]

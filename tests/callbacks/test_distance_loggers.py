@@ -42,8 +42,12 @@ def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any
         for layer, where in {"net.0": slice(0, 16), "net.2": slice(16, 31)}.items():
             raw, centre = squared[where].sum(), x.mean(0)[where]
             assert metrics[f"consensus/{layer}"] == pytest.approx(raw, rel=1e-6)
-            assert metrics[f"consensus_per_coordinate/{layer}"] == pytest.approx(squared[where].mean(), rel=1e-6)
-            assert metrics[f"consensus_relative/{layer}"] == pytest.approx(raw / (centre @ centre), rel=1e-6)
+            assert metrics[f"consensus_per_coordinate/{layer}"] == pytest.approx(
+                squared[where].mean(), rel=1e-6
+            )
+            assert metrics[f"consensus_relative/{layer}"] == pytest.approx(
+                raw / (centre @ centre), rel=1e-6
+            )
         u = x - evaluated[t]
         norms = np.linalg.norm(u, axis=1)
         cosines = [u[i] @ u[j] / norms[i] / norms[j] for i in range(3) for j in range(3) if i != j]
@@ -60,7 +64,10 @@ def test_a_norm_is_counted_with_the_layer_before_it() -> None:
 
 
 def test_total_alone_costs_less_and_is_the_same() -> None:
-    both = [network([c.ConsensusDistanceLogger(per_layer=p)], 3).record.metrics[-1] for p in (True, False)]
+    both = [
+        network([c.ConsensusDistanceLogger(per_layer=p)], 3).record.metrics[-1]
+        for p in (True, False)
+    ]
     assert both[0]["consensus/total"] == pytest.approx(both[1]["consensus/total"], rel=1e-6)
     assert [k for k in both[1] if k.startswith("consensus/")] == ["consensus/total"]
 

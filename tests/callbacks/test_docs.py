@@ -11,8 +11,12 @@ from fl_lightning.testing import check_method
 from tests.helpers import clipped_median
 
 ROOT = Path(__file__).parents[2]
-PAGES = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("methods.md", "personal.md")]
-BLOCKS = [block for page in PAGES for block in re.findall(r"```python (\S+)\n(.*?)```", page, re.DOTALL)]
+PAGES = [
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("methods.md", "personal.md")
+]
+BLOCKS = [
+    block for page in PAGES for block in re.findall(r"```python (\S+)\n(.*?)```", page, re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("path, code", BLOCKS, ids=[path for path, _ in BLOCKS])

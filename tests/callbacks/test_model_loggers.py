@@ -21,7 +21,13 @@ from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, t
 from tests.helpers.processes import launched
 
 FRACTION: Any = 2.5
-LOGGERS = (c.GlobalLossLogger, c.HessianLogger, c.ConsensusDistanceLogger, c.DriftLogger, c.CommunicationLogger)
+LOGGERS = (
+    c.GlobalLossLogger,
+    c.HessianLogger,
+    c.ConsensusDistanceLogger,
+    c.DriftLogger,
+    c.CommunicationLogger,
+)
 
 
 class Drawing(Normed):
@@ -44,7 +50,9 @@ class Rounds(pl.Callback):
         self.w.append(pl_module.global_vector.detach().clone())
 
 
-def run(*callbacks: Any, learner: type[Lit] = Drawing, rounds: int = 3, **arguments: Any) -> tuple[Any, Rounds]:
+def run(
+    *callbacks: Any, learner: type[Lit] = Drawing, rounds: int = 3, **arguments: Any
+) -> tuple[Any, Rounds]:
     torch.manual_seed(3)
     module, seen = federated(learner(), **arguments), Rounds()
     trainer(rounds, [*callbacks, seen]).fit(module, blobs())
@@ -67,7 +75,9 @@ def test_no_bit_of_the_training_changes(arguments: Any) -> None:
     for name, buffer in plain.learner.named_buffers():
         assert torch.equal(buffer, module.learner.get_buffer(name))
     for a, b in zip(ours.logged, seen.logged, strict=True):
-        assert {k: v for k, v in a.items() if "time/" not in k} == {k: b[k] for k in a if "time/" not in k}
+        assert {k: v for k, v in a.items() if "time/" not in k} == {
+            k: b[k] for k in a if "time/" not in k
+        }
         assert {"global/train_loss", "hessian/trace", "consensus/total"} <= b.keys() - a.keys()
 
 
@@ -82,8 +92,12 @@ def test_global_loss_is_that_of_the_exported_model_on_all_clients_samples() -> N
     x, y, clients = images(0)
     biases = [ClientBias(0.5), CategoryBias(0.2)]
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    data = InMemoryDataModule((x, y), test=(x[:30], y[:30]), clients=clients, biases=biases, batch_size=7)
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+    )
+    data = InMemoryDataModule(
+        (x, y), test=(x[:30], y[:30]), clients=clients, biases=biases, batch_size=7
+    )
     module = FederatedModule(ImageClassifier(network, 3), participation=2, local_epochs=1, seed=5)
     seen, parts = Rounds(), c.PartialAveraging({"network.1.*": 3, "network.4.*": "never"})
     trainer(5, [parts, c.GlobalLossLogger(1), seen]).fit(module, data)
@@ -98,22 +112,32 @@ def test_global_loss_is_that_of_the_exported_model_on_all_clients_samples() -> N
         losses.append(cross_entropy(out, y[own], reduction="none"))
         right.append(out.argmax(1) == y[own])
     loss = torch.cat(losses).mean()
-    gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))])
+    gradient = torch.cat(
+        [g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))]
+    )
     logged = seen.logged[-1]
     assert logged["global/train_loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert logged["global/train_acc"] == pytest.approx(float(torch.cat(right).double().mean()), abs=1e-6)
+    assert logged["global/train_acc"] == pytest.approx(
+        float(torch.cat(right).double().mean()), abs=1e-6
+    )
     assert logged["global/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
-    assert logged["global/gap"] == pytest.approx(logged["val/loss"] - logged["global/train_loss"], rel=1e-9)
+    assert logged["global/gap"] == pytest.approx(
+        logged["val/loss"] - logged["global/train_loss"], rel=1e-9
+    )
 
 
 def test_it_is_measured_where_asked_and_after_the_last_round() -> None:
-    def where(logger: Any, rounds: int, *others: Any, name: str = "global/train_loss", **settings: Any) -> list[int]:
+    def where(
+        logger: Any, rounds: int, *others: Any, name: str = "global/train_loss", **settings: Any
+    ) -> list[int]:
         seen = Rows()
         every: Any = {"logger": seen, **settings}
         trainer(rounds, [logger, *others], **every).fit(federated(), blobs())
         return [t for t, row in sorted(seen.rows.items()) if name in row]
 
-    assert where(c.GlobalLossLogger(2), 5) == [1, 3, 4] and where(c.GlobalLossLogger(None), 3) == [2]
+    assert where(c.GlobalLossLogger(2), 5) == [1, 3, 4] and where(c.GlobalLossLogger(None), 3) == [
+        2
+    ]
     assert where(c.GlobalLossLogger(1), 4, name="global/gap", check_val_every_n_epoch=2) == [1, 3]
     bored = EarlyStopping("val/loss", patience=1, min_delta=10.0)
     assert where(c.GlobalLossLogger(None), 9, bored) == [1]
@@ -143,12 +167,18 @@ class Rows(pl.loggers.Logger):
 
 def test_a_fixed_subset_and_an_accuracy_that_validation_alone_logs() -> None:
     _, seen = run(c.GlobalLossLogger(1, samples=30), learner=Lit)
-    every, _ = run(c.GlobalLossLogger(1, samples=10**6), c.HessianLogger(1, 50, probes=4), learner=Lit)
-    assert seen.logged[-1]["global/train_loss"] != float(every.trainer.callback_metrics["global/train_loss"])
+    every, _ = run(
+        c.GlobalLossLogger(1, samples=10**6), c.HessianLogger(1, 50, probes=4), learner=Lit
+    )
+    assert seen.logged[-1]["global/train_loss"] != float(
+        every.trainer.callback_metrics["global/train_loss"]
+    )
     x, y = blobs()._given_sets["train"]
     own = np.concatenate([blobs().client_indices(i) for i in range(10)])
     right = (every.export().net(x[own]).argmax(1) == y[own]).double().mean()
-    assert float(every.trainer.callback_metrics["global/train_acc"]) == pytest.approx(float(right), abs=1e-6)
+    assert float(every.trainer.callback_metrics["global/train_acc"]) == pytest.approx(
+        float(right), abs=1e-6
+    )
 
 
 def _on_ranks(folder: Path, rank: int, world: int) -> None:
@@ -160,7 +190,11 @@ def _on_ranks(folder: Path, rank: int, world: int) -> None:
     run = trainer(2, callbacks, **several)
     run.fit(module, blobs())
     if rank == 0:
-        logged = {k: float(v) for k, v in run.callback_metrics.items() if k.startswith(("global", "hessian"))}
+        logged = {
+            k: float(v)
+            for k, v in run.callback_metrics.items()
+            if k.startswith(("global", "hessian"))
+        }
         torch.save(logged, folder / f"{world}.pt")
 
 
@@ -187,6 +221,7 @@ def test_two_processes_log_the_same(tmp_path: Path) -> None:
 )
 def test_arguments_that_cannot_work_are_refused_by_name(made: Any) -> None:
     with pytest.raises(
-        UserError, match=r"(Global|Hessian).*Logger: (every_n_rounds|samples|tolerance|probes)=.*accepted"
+        UserError,
+        match=r"(Global|Hessian).*Logger: (every_n_rounds|samples|tolerance|probes)=.*accepted",
     ):
         made()

@@ -51,7 +51,11 @@ def both(config: Config, **options: Any) -> tuple[Run, list[Round]]:
         **options,
     )
     if config.attack is not None:  # who attacks, and what is drawn, is given, as the batches are
-        (attack,) = (method for method in ours.module.trainer.callbacks if isinstance(method, ByzantineClients))
+        (attack,) = (
+            method
+            for method in ours.module.trainer.callbacks
+            if isinstance(method, ByzantineClients)
+        )
         assert len(attack.attackers) == 3
         config = replace(config, attackers=attack.attackers, noise=noise)
     return ours, run(TwoLayer(3, 4, 3), config, ROUNDS, ours.start, ours.schedule)
@@ -63,7 +67,10 @@ def noise(t: int, client: int, size: int) -> Any:
 
 def agree(ours: Run, theirs: list[Round]) -> None:
     """Every round, every quantity that both have."""
-    record, callbacks = ours.record, [c for c in ours.module.trainer.callbacks if isinstance(c, FederatedCallback)]
+    record, callbacks = (
+        ours.record,
+        [c for c in ours.module.trainer.callbacks if isinstance(c, FederatedCallback)],
+    )
     declared = {d.key(method) for method in callbacks for d in method.declarations().values()}
     for t, expected in enumerate(theirs):
         near(record.w[t], expected.w, f"w in round {t}")
@@ -83,7 +90,9 @@ def agree(ours: Run, theirs: list[Round]) -> None:
                 near(value, expected.server[name], f"server optimizer's {name} in round {t}")
         for name, number in expected.metrics.items():
             if name in record.metrics[t]:
-                assert record.metrics[t][name] == pytest.approx(number, rel=1e-6, abs=1e-9), f"{name} in round {t}"
+                assert record.metrics[t][name] == pytest.approx(number, rel=1e-6, abs=1e-9), (
+                    f"{name} in round {t}"
+                )
 
 
 def near(ours: Any, theirs: Any, what: str) -> None:

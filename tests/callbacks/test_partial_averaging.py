@@ -33,11 +33,14 @@ class Mixed(nn.Module):
 
 def test_a_norm_belongs_to_the_layer_before_it_and_an_attention_block_is_one_layer() -> None:
     layers = layers_of(Mixed())
-    assert list(layers) == ["embedding", "attention", "body.0", "head"], "by the paths of their modules"
+    assert list(layers) == ["embedding", "attention", "body.0", "head"], (
+        "by the paths of their modules"
+    )
     embedding, attention, convolution, head = layers.values()
     assert embedding == ["scale", "first_norm.weight", "first_norm.bias", "embedding.weight"]
     assert attention == [
-        f"attention.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        f"attention.{n}"
+        for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
     ] + [
         "norm.weight",
         "norm.bias",
@@ -46,7 +49,9 @@ def test_a_norm_belongs_to_the_layer_before_it_and_an_attention_block_is_one_lay
     assert head == ["head.weight", "head.bias"]
 
 
-@pytest.mark.parametrize("layers, size", [(None, 269_072), (19, 269_072), (16, None), (0, 0), (20, 269_722)])
+@pytest.mark.parametrize(
+    "layers, size", [(None, 269_072), (19, 269_072), (16, None), (0, 0), (20, 269_722)]
+)
 def test_extractor_of_resnet20(layers: int | None, size: int | None) -> None:
     network, method = ResNet20(10), c.PartialAveraging(extractor_layers=layers)
     method._learner = network
@@ -64,7 +69,10 @@ def kept(**arguments: Any) -> list[tuple[list[str], int | None]]:
     method, layout = c.PartialAveraging(**arguments), Layout(learner)
     method._learner = learner
     parts = method.parts(layout)
-    return [([n for n, (where, _) in layout.items() if mask[where].all()], period) for mask, period in parts]
+    return [
+        ([n for n, (where, _) in layout.items() if mask[where].all()], period)
+        for mask, period in parts
+    ]
 
 
 def test_patterns_name_parts_and_the_first_that_matches_counts() -> None:
@@ -72,18 +80,26 @@ def test_patterns_name_parts_and_the_first_that_matches_counts() -> None:
         (["embedding.weight", "head.bias"], 3),
         (["head.weight"], None),
     ]
-    assert kept(period=4, extractor=["embedding.*", "head.weight"]) == [(["embedding.weight", "head.weight"], 4)]
+    assert kept(period=4, extractor=["embedding.*", "head.weight"]) == [
+        (["embedding.weight", "head.weight"], 4)
+    ]
     assert kept(period=4, extractor="head.*") == [(["head.weight", "head.bias"], 4)]
     assert kept(period=1) == []
 
 
 def test_names_of_groups() -> None:
     assert kept(periods={"last": "never"}) == [(["head.weight", "head.bias"], None)]
-    norms = [f"{name}.{what}" for name in ("first_norm", "norm", "body.1") for what in ("weight", "bias")]
+    norms = [
+        f"{name}.{what}" for name in ("first_norm", "norm", "body.1") for what in ("weight", "bias")
+    ]
     assert kept(periods={"norms": "never"}) == [(norms, None)]
-    assert kept(periods={"norm.bias": 1, "norms": 2}) == [([n for n in norms if n != "norm.bias"], 2)]
+    assert kept(periods={"norm.bias": 1, "norms": 2}) == [
+        ([n for n in norms if n != "norm.bias"], 2)
+    ]
     assert kept(periods={"all": "never"}) == [(list(Layout(Mixed())), None)]
-    titles = [c.PartialAveraging({group: "never"}).title for group in ("last", "norms", "all", "head.*")]
+    titles = [
+        c.PartialAveraging({group: "never"}).title for group in ("last", "norms", "all", "head.*")
+    ]
     assert titles == ["FedPer", "FedBN", "local training", "FedALS"]
     with pytest.raises(UserError, match="no normalisation layer"):
         c.PartialAveraging({"norms": "never"}).parts(Layout(nn.Linear(2, 2)))
@@ -97,7 +113,10 @@ def test_names_of_groups() -> None:
         ({"periods": {"head.*": 1.5}}, ["1.5"]),
         ({"periods": {"head.*": "sometimes"}}, ["sometimes", "never"]),
         ({"extractor_layers": 9}, ["extractor_layers=9", "4 layers"]),
-        ({"extractor_layers": 2, "extractor": "head.*"}, ["extractor", "extractor_layers", "one of them"]),
+        (
+            {"extractor_layers": 2, "extractor": "head.*"},
+            ["extractor", "extractor_layers", "one of them"],
+        ),
     ],
 )
 def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[str]) -> None:
@@ -109,7 +128,11 @@ def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[st
 def test_work_that_never_reaches_the_server_is_said() -> None:
     """With p = 0.1 and α = 10 about four fifths, nothing when all participate; that clients train alone."""
     said = []
-    for n, arguments in ((10, {"period": 10}), (100, {"period": 10}), (10, {"periods": {"*": "never"}})):
+    for n, arguments in (
+        (10, {"period": 10}),
+        (100, {"period": 10}),
+        (10, {"periods": {"*": "never"}}),
+    ):
         methods = Methods([c.PartialAveraging(**arguments)])
         said.append(methods.notes(RunFacts(n, 100, "uniform")))
     assert len(said[0]) == 1 and "81%" in said[0][0] and said[1] == []

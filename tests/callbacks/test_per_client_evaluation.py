@@ -33,7 +33,9 @@ class Last(FederatedCallback):
         return self.last[clients]
 
 
-def data(clients: int = 10, batch_size: int | None = 8, fraction: float = 0.25, last: int = 1) -> Any:
+def data(
+    clients: int = 10, batch_size: int | None = 8, fraction: float = 0.25, last: int = 1
+) -> Any:
     """Client i holds 20 - 2 (i mod 5) samples, at most ``last`` the last one."""
     draw = torch.Generator().manual_seed(0)
     centres = torch.randn(4, 20, generator=draw, dtype=torch.float64)
@@ -42,11 +44,18 @@ def data(clients: int = 10, batch_size: int | None = 8, fraction: float = 0.25, 
     own = [np.arange(i * 20, (i + 1) * 20 - 2 * (i % 5)) for i in range(clients)]
     own[-1] = own[-1][:last]
     return InMemoryDataModule(
-        (x, y), test=(x, y), clients=own, batch_size=batch_size, client_test_fraction=fraction, seed=7
+        (x, y),
+        test=(x, y),
+        clients=own,
+        batch_size=batch_size,
+        client_test_fraction=fraction,
+        seed=7,
     )
 
 
-def run(*callbacks: Any, learner: Any = Lit, rounds: int = 3, federation: Any = None, **arguments: Any) -> Any:
+def run(
+    *callbacks: Any, learner: Any = Lit, rounds: int = 3, federation: Any = None, **arguments: Any
+) -> Any:
     settings = arguments.pop("settings", {})
     torch.manual_seed(3)
     module = federated(learner(), **arguments)
@@ -55,13 +64,20 @@ def run(*callbacks: Any, learner: Any = Lit, rounds: int = 3, federation: Any = 
 
 
 def measured(module: Any) -> dict[str, float]:
-    return {k[8:]: float(v) for k, v in module.trainer.callback_metrics.items() if k.startswith("clients/")}
+    return {
+        k[8:]: float(v)
+        for k, v in module.trainer.callback_metrics.items()
+        if k.startswith("clients/")
+    }
 
 
 def by_hand(module: Any, models: dict[int, Tensor], of: Any = None) -> dict[str, dict[int, float]]:
     """Loss and accuracy of these models on the clients' own test samples."""
     federation = module.trainer.datamodule if of is None else of
-    (x, y), found = federation._given_sets["train"], {"loss": dict[int, float](), "acc": dict[int, float]()}
+    (x, y), found = (
+        federation._given_sets["train"],
+        {"loss": dict[int, float](), "acc": dict[int, float]()},
+    )
     learner = module.export().eval()
     for i, w in models.items():
         own = federation.client_test_indices(i)
@@ -73,21 +89,38 @@ def by_hand(module: Any, models: dict[int, Tensor], of: Any = None) -> dict[str,
     return found
 
 
-def agree(logged: dict[str, float], found: dict[str, dict[int, float]], samples: Any, suffix: str = "") -> None:
+def agree(
+    logged: dict[str, float], found: dict[str, dict[int, float]], samples: Any, suffix: str = ""
+) -> None:
     for name, by_client in found.items():
         v, n = np.array(list(by_client.values())), np.array([samples[i] for i in by_client])
         worst = np.sort(v)[:1] if name == "acc" else np.sort(v)[::-1][:1]  # of nine clients one
-        expected = {"": v.mean(), "_weighted": (v * n).sum() / n.sum(), "_std": v.std(ddof=1), "_worst10": worst.mean()}
+        expected = {
+            "": v.mean(),
+            "_weighted": (v * n).sum() / n.sum(),
+            "_std": v.std(ddof=1),
+            "_worst10": worst.mean(),
+        }
         for what, value in expected.items():
-            assert logged[f"{name}{suffix}{what}"] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, suffix, what)
+            assert logged[f"{name}{suffix}{what}"] == pytest.approx(value, rel=1e-6, abs=1e-9), (
+                name,
+                suffix,
+                what,
+            )
 
 
 def test_of_fedavg_every_client_uses_the_servers_model() -> None:
     module = run(seen := c.PerClientEvaluation())
-    agree(measured(module), by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())), seen.samples)
+    agree(
+        measured(module),
+        by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())),
+        seen.samples,
+    )
     assert "clients 9" not in seen.csv() and len(seen.table["acc"]) == 9
     assert any("1 of 10 clients hold no test sample" in note for note in module.notes)
-    assert {"acc", "acc_weighted", "acc_std", "acc_worst10", "loss_worst10"} <= measured(module).keys()
+    assert {"acc", "acc_weighted", "acc_std", "acc_worst10", "loss_worst10"} <= measured(
+        module
+    ).keys()
 
 
 def test_kept_parts_and_a_methods_own_model_and_clients_that_never_trained() -> None:
@@ -100,7 +133,10 @@ def test_kept_parts_and_a_methods_own_model_and_clients_that_never_trained() -> 
         if row is not None:
             models[i][head] = row
     trained = {i for t in range(3) for i in module.participants(t)}
-    assert 0 < len(trained) < 10 and {i for i in models if torch.equal(models[i], w)} == set(range(10)) - trained
+    assert (
+        0 < len(trained) < 10
+        and {i for i in models if torch.equal(models[i], w)} == set(range(10)) - trained
+    )
     agree(measured(module), by_hand(module, models), seen.samples)
     assert torch.equal(torch.cat([p.reshape(-1) for p in module.export(client=min(trained)).parameters()]),
                        models[min(trained)])  # fmt: skip
@@ -119,7 +155,11 @@ def test_a_part_that_was_averaged_since_is_the_servers() -> None:
     agree(measured(module), by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())),
           {i: len(module.trainer.datamodule.client_test_indices(i)) for i in range(10)})  # fmt: skip
     module = run(c.PerClientEvaluation(), parts(), rounds=3)
-    own = [i for i in range(10) if not torch.equal(_flat(module.export(client=i)), module.global_vector)]
+    own = [
+        i
+        for i in range(10)
+        if not torch.equal(_flat(module.export(client=i)), module.global_vector)
+    ]
     assert own == sorted(module.participants(2))
 
 
@@ -155,7 +195,9 @@ def test_no_bit_of_the_training_changes(learner: Any) -> None:
     assert torch.equal(plain.global_vector, seen.global_vector)
     rows, theirs = client_rows(plain), client_rows(seen)
     assert rows.keys() == theirs.keys() and all(torch.equal(rows[key], theirs[key]) for key in rows)
-    assert all(torch.equal(b, seen.learner.get_buffer(name)) for name, b in plain.learner.named_buffers())
+    assert all(
+        torch.equal(b, seen.learner.get_buffer(name)) for name, b in plain.learner.named_buffers()
+    )
     logged = {k: v for k, v in plain.trainer.callback_metrics.items() if "time/" not in k}
     assert all(torch.equal(v, seen.trainer.callback_metrics[k]) for k, v in logged.items())
 
@@ -190,7 +232,9 @@ def test_what_is_written_at_the_end(tmp_path: Path) -> None:
     assert rows[9] == {"client": "9", "samples": "0"} | dict.fromkeys(seen.table, "")
     assert list(rows[0]) == ["client", "samples", "loss", "acc", "loss_finetuned", "acc_finetuned"]
     assert all(float(rows[i]["acc"]) == value for i, value in seen.table["acc"].items())
-    assert (tmp_path / "clients.png").read_bytes()[:4] == b"\x89PNG" and module.trainer.current_epoch == 3
+    assert (tmp_path / "clients.png").read_bytes()[
+        :4
+    ] == b"\x89PNG" and module.trainer.current_epoch == 3
 
 
 class Regressor(Lit):
@@ -229,20 +273,33 @@ def test_the_worst_tenth_is_a_mean_and_what_is_no_longer_logged_is_no_longer_tol
 
 
 def test_regression_and_metrics_of_the_learners_own() -> None:
-    with pytest.raises(UserError, match=r"which way is better in within is not known.*modes=") as caught:
+    with pytest.raises(
+        UserError, match=r"which way is better in within is not known.*modes="
+    ) as caught:
         run(unsaid := c.PerClientEvaluation(), learner=Regressor)
-    assert unsaid._ended == -1 and "mae" not in str(caught.value)  # before round 0, and of that name alone
+    assert unsaid._ended == -1 and "mae" not in str(
+        caught.value
+    )  # before round 0, and of that name alone
     module = run(seen := c.PerClientEvaluation(modes={"within": "max"}), learner=Regressor)
     assert seen.table.keys() == {"loss", "mae", "within"}
-    assert measured(module)["mae_worst10"] == pytest.approx(max(seen.table["mae"].values()), rel=1e-6)
-    assert measured(module)["within_worst10"] == pytest.approx(min(seen.table["within"].values()), rel=1e-6)
+    assert measured(module)["mae_worst10"] == pytest.approx(
+        max(seen.table["mae"].values()), rel=1e-6
+    )
+    assert measured(module)["within_worst10"] == pytest.approx(
+        min(seen.table["within"].values()), rel=1e-6
+    )
     with pytest.raises(UserError, match=r"modes\['within'\] 'highest'.*Accepted: max"):
         c.PerClientEvaluation(modes={"within": "highest"})
 
 
 def test_what_cannot_be_measured_is_refused_before_training() -> None:
     arguments: dict[str, Any]
-    for arguments in ({"clients": "some"}, {"clients": 0}, {"finetune_epochs": -1}, {"every_n_rounds": 0}):
+    for arguments in (
+        {"clients": "some"},
+        {"clients": 0},
+        {"finetune_epochs": -1},
+        {"every_n_rounds": 0},
+    ):
         with pytest.raises(UserError, match=f"PerClientEvaluation: {next(iter(arguments))}"):
             c.PerClientEvaluation(**arguments)
     with pytest.raises(UserError, match="client_test_fraction"):
@@ -256,7 +313,9 @@ def _ran(path: Any, rank: int, world: int) -> None:
     torch.manual_seed(3)
     module = FederatedModule(Normed().double(), participation=0.4, local_epochs=1, seed=1)
     seen = c.PerClientEvaluation(finetune_epochs=1)
-    fitted = trainer(2, [Last(), seen], **({"strategy": "federated", "devices": world} if world > 1 else {}))
+    fitted = trainer(
+        2, [Last(), seen], **({"strategy": "federated", "devices": world} if world > 1 else {})
+    )
     fitted.fit(module, data(batch_size=5, last=9))
     personal = _flat(module.export(client=3))
     if rank == 0:

@@ -18,7 +18,9 @@ from tests.helpers.processes import launched
 ROUNDS = 4
 
 
-def fedbn(folder: Path | None = None, rounds: int = ROUNDS, start: str | None = None, **arguments: Any) -> Any:
+def fedbn(
+    folder: Path | None = None, rounds: int = ROUNDS, start: str | None = None, **arguments: Any
+) -> Any:
     """Three of ten clients a round; clients of 24 to 16 samples by batches of 10, so that no batch is of one."""
     torch.manual_seed(3)
     strategy = {"strategy": "federated", "devices": 2} if arguments.pop("world", 1) > 1 else {}
@@ -54,7 +56,9 @@ def by_hand(module: Any) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]
             if name == "net.1.num_batches_tracked":
                 server[name] = torch.stack([model[name] for model in ended.values()]).max()
             elif name not in norm or "running" in name:
-                server[name] = sum(sizes[i] * m[name] for i, m in ended.items()) / sum(sizes.values())
+                server[name] = sum(sizes[i] * m[name] for i, m in ended.items()) / sum(
+                    sizes.values()
+                )
             else:
                 server[name] = value
     return server, kept
@@ -67,19 +71,25 @@ def _start() -> Any:
 
 
 @pytest.mark.parametrize(
-    "engine", [{"engine": "sequential"}, {"engine": "concurrent", "workers": 2}, {"engine": "stacked"}]
+    "engine",
+    [{"engine": "sequential"}, {"engine": "concurrent", "workers": 2}, {"engine": "stacked"}],
 )
 def test_it_agrees_with_plain_pytorch(engine: Any) -> None:
     module = fedbn(buffers="own", **engine)
     if engine["engine"] == "stacked":  # hands over: batch normalisation changes buffers
-        assert module.engine_facts["engine"] == "concurrent" and "cannot be stacked" in module.engine_facts["why"]
+        assert (
+            module.engine_facts["engine"] == "concurrent"
+            and "cannot be stacked" in module.engine_facts["why"]
+        )
     server, kept = by_hand(module)
     w = module.global_vector.detach()
     for name, (where, shape) in module.layout.items():
         assert torch.allclose(w[where].view(shape), server[name], rtol=0, atol=1e-9), name
     buffers = dict(module.learner.named_buffers())
     for name in ("running_mean", "running_var", "num_batches_tracked"):
-        assert torch.allclose(buffers["net.1." + name], server["net.1." + name], rtol=0, atol=1e-9), name
+        assert torch.allclose(
+            buffers["net.1." + name], server["net.1." + name], rtol=0, atol=1e-9
+        ), name
     assert 3 < len(kept) < 10
     for i in range(10):
         personal = module.export(client=i).state_dict()

@@ -35,16 +35,24 @@ def test_steps_are_recorded_with_the_same_bits(name: str, learner: type[Lit]) ->
 
 @pytest.mark.parametrize("strength", [0.0, 0.1, 5.0])
 def test_dittos_global_model_is_fedavgs_to_the_last_bit(strength: float) -> None:
-    fedavg, ditto = (network(m, 4, clip_norm=0.9, momentum=0.9) for m in ([], [c.ProximalPersonalModel(strength)]))
+    fedavg, ditto = (
+        network(m, 4, clip_norm=0.9, momentum=0.9)
+        for m in ([], [c.ProximalPersonalModel(strength)])
+    )
     assert all(np.array_equal(a, b) for a, b in zip(fedavg.record.w, ditto.record.w, strict=True))
 
 
 def test_in_fedrep_nothing_that_rests_moves_whatever_the_order_of_callbacks() -> None:
     """Momentum and weight decay, and a correction listed after it: where the head takes all steps, the body rests."""
     head = slice(16, 31)
-    first, last = ([c.AlternatingHead(9), c.ProximalTerm(0.5)], [c.ProximalTerm(0.5), c.AlternatingHead(9)])
+    first, last = (
+        [c.AlternatingHead(9), c.ProximalTerm(0.5)],
+        [c.ProximalTerm(0.5), c.AlternatingHead(9)],
+    )
     runs = [network(methods, 2, momentum=0.9, clip_norm=0.9) for methods in (first, last)]
-    assert np.array_equal(runs[0].record.w[-1], runs[0].start), "the head takes all steps, and is never averaged"
+    assert np.array_equal(runs[0].record.w[-1], runs[0].start), (
+        "the head takes all steps, and is never averaged"
+    )
     assert np.array_equal(runs[0].record.evaluated[-1], runs[1].record.evaluated[-1])
     assert not np.array_equal(runs[0].record.evaluated[-1][head], runs[0].start[head])
 
@@ -52,7 +60,10 @@ def test_in_fedrep_nothing_that_rests_moves_whatever_the_order_of_callbacks() ->
 def test_what_cannot_run_together_or_at_all_is_refused_by_name() -> None:
     for methods, words in (
         ([c.AlternatingHead(), c.PartialAveraging()], "AlternatingHead and PartialAveraging"),
-        ([c.MoreauEnvelope(), c.SharpnessAwareMinimization()], "MoreauEnvelope and SharpnessAwareMinimization"),
+        (
+            [c.MoreauEnvelope(), c.SharpnessAwareMinimization()],
+            "MoreauEnvelope and SharpnessAwareMinimization",
+        ),
         ([c.MoreauEnvelope(), c.ClientMomentum()], "MoreauEnvelope and ClientMomentum"),
         ([c.MoreauEnvelope(), c.PartialAveraging()], "MoreauEnvelope and PartialAveraging"),
         ([c.MoreauEnvelope(), c.ProximalPersonalModel()], "what a client uses itself"),
@@ -75,5 +86,8 @@ def test_fedrep_says_what_momentum_sees() -> None:
     def optimizer(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
-    assert any("gradient of 0" in n for n in tiny_run(c.AlternatingHead(), client_optimizer=optimizer).notes)
+    assert any(
+        "gradient of 0" in n
+        for n in tiny_run(c.AlternatingHead(), client_optimizer=optimizer).notes
+    )
     assert not any("gradient of 0" in n for n in tiny_run(c.AlternatingHead()).notes)

@@ -39,7 +39,9 @@ def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: in
     method = Watched(candidates)
     ours = network([method], ROUNDS, engine=engine)
     problem, losses = TwoLayer(3, 4, 3), dict[int, float]()
-    for t, ((drawn, p), cohort) in enumerate(zip(vars(method)["_drawn"], ours.schedule.rounds, strict=True)):
+    for t, ((drawn, p), cohort) in enumerate(
+        zip(vars(method)["_drawn"], ours.schedule.rounds, strict=True)
+    ):
         assert len(set(drawn)) == (candidates or 6) and np.allclose(p, np.array(SIZES) / sum(SIZES))
         # stable, so of equal ones the first drawn
         known = sorted(drawn, key=lambda i: -losses.get(i, np.inf))
@@ -50,8 +52,12 @@ def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: in
                 loss, g = problem.loss_and_gradient(x, *batch)
                 x, seen = x - 0.3 * (g + 0.01 * x), [*seen, loss]
             losses[i] = float(np.mean(seen))
-        rows = ours.record.rows[t]["PowerOfChoice.last" if type(method) is PowerOfChoice else "Watched.last"]
-        assert set(rows) == set(losses) and max(abs(float(rows[i]) - losses[i]) for i in rows) < 1e-9
+        rows = ours.record.rows[t][
+            "PowerOfChoice.last" if type(method) is PowerOfChoice else "Watched.last"
+        ]
+        assert (
+            set(rows) == set(losses) and max(abs(float(rows[i]) - losses[i]) for i in rows) < 1e-9
+        )
 
 
 def test_a_number_of_candidates_that_is_none_is_refused() -> None:
@@ -77,7 +83,11 @@ class Undefined(Lit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        odd = {22: torch.nan, 20: torch.inf}.get(len(batch[0]), 0.0) if self.current_epoch < 2 else 0.0
+        odd = (
+            {22: torch.nan, 20: torch.inf}.get(len(batch[0]), 0.0)
+            if self.current_epoch < 2
+            else 0.0
+        )
         return loss + odd
 
 

@@ -26,7 +26,9 @@ ROUNDS = 4
 
 def run(*methods, rounds=1, **arguments):
     with quiet():
-        return fit(list(methods) or [DifferentialPrivacy(0.5, 1.0)], rounds, **{**COINS, **arguments})
+        return fit(
+            list(methods) or [DifferentialPrivacy(0.5, 1.0)], rounds, **{**COINS, **arguments}
+        )
 
 
 class Wide(Learner):
@@ -37,7 +39,9 @@ class Wide(Learner):
         generator = torch.Generator().manual_seed(3)
         self.first, self.head = nn.Linear(3, 400).double(), nn.Linear(400, 3).double()
         for parameter in self.parameters():
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = 0.1 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
 
 
 def neighbours():
@@ -49,25 +53,36 @@ def neighbours():
     for shift in (0.0, 3.0):
         moved = x.copy()
         moved[clients[2]] += shift
-        yield InMemoryDataModule((torch.from_numpy(moved), torch.from_numpy(y)), clients=clients, batch_size=4)
+        yield InMemoryDataModule(
+            (torch.from_numpy(moved), torch.from_numpy(y)), clients=clients, batch_size=4
+        )
 
 
 def released(federation, method, rounds=1):
-    return run(method, rounds=rounds, learner=Wide(), federation=federation, participation=1.0).global_vector.detach()
+    return run(
+        method, rounds=rounds, learner=Wide(), federation=federation, participation=1.0
+    ).global_vector.detach()
 
 
 def test_neighbouring_data_and_one_seed_do_not_cancel_the_noise():
     """The difference of the models is that of two draws, √2 times as wide as one: it tells nothing but noise."""
     clip, sigma = 0.05, 20.0
     deviation = sigma * clip / len(SIZES)
-    ours, theirs = (released(federation, DifferentialPrivacy(clip, sigma)) for federation in neighbours())
+    ours, theirs = (
+        released(federation, DifferentialPrivacy(clip, sigma)) for federation in neighbours()
+    )
     difference = (ours - theirs).numpy() / deviation
     n = len(difference)
     assert n > 2500
     assert abs(difference.std() / math.sqrt(2) - 1) < 5 / math.sqrt(2 * n)
     assert stats.kstest(difference / math.sqrt(2), "norm").pvalue > 1e-5
-    same = [released(federation, DifferentialPrivacy(clip, sigma, noise_seed=7)) for federation in neighbours()]
-    assert float((same[0] - same[1]).norm()) < 2.1 * clip / len(SIZES), "with a known seed it cancels: hence the note"
+    same = [
+        released(federation, DifferentialPrivacy(clip, sigma, noise_seed=7))
+        for federation in neighbours()
+    ]
+    assert float((same[0] - same[1]).norm()) < 2.1 * clip / len(SIZES), (
+        "with a known seed it cancels: hence the note"
+    )
 
 
 def test_a_copy_of_the_folder_that_goes_on_with_other_data_has_other_noise(tmp_path):
@@ -112,11 +127,15 @@ def test_two_runs_of_one_command_have_other_coins_and_other_bits():
     by_seed = [plain.participants(t) for t in range(60)]
     assert drawn[0] != drawn[1] and by_seed not in drawn
     counts = np.bincount([len(ids) for ids in drawn[0] + drawn[1]], minlength=len(SIZES) + 1)
-    assert abs(counts @ np.arange(len(SIZES) + 1) / 120 - 0.4 * len(SIZES)) < 5 * math.sqrt(0.24 * len(SIZES) / 120)
+    assert abs(counts @ np.arange(len(SIZES) + 1) / 120 - 0.4 * len(SIZES)) < 5 * math.sqrt(
+        0.24 * len(SIZES) / 120
+    )
 
 
 def test_without_noise_there_is_no_secret(tmp_path):
-    ours, theirs = (run(DifferentialPrivacy(0.5, 0.0), folder=str(tmp_path / name)) for name in "ab")
+    ours, theirs = (
+        run(DifferentialPrivacy(0.5, 0.0), folder=str(tmp_path / name)) for name in "ab"
+    )
     assert torch.equal(ours.global_vector, theirs.global_vector)
     assert not list(tmp_path.rglob("secret-*"))
     assert ours.participants(5) == run(callbacks.ProximalTerm(0.0)).participants(5)
@@ -136,7 +155,9 @@ class Copies(FederatedCallback):
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch and trainer.is_global_zero:
-            shutil.copytree(self._folder / "whole", self._folder / f"killed-{trainer.current_epoch}")
+            shutil.copytree(
+                self._folder / "whole", self._folder / f"killed-{trainer.current_epoch}"
+            )
 
 
 def in_world(world, tmp_path, name, methods, **arguments):
@@ -208,7 +229,10 @@ def test_a_file_that_others_can_read_is_closed_and_told(tmp_path):
 
 
 def test_the_secret_is_in_its_own_file_alone(tmp_path):
-    plain = {"client_optimizer": functools.partial(torch.optim.SGD, lr=0.1), "folder": str(tmp_path)}
+    plain = {
+        "client_optimizer": functools.partial(torch.optim.SGD, lr=0.1),
+        "folder": str(tmp_path),
+    }
     module = run(DifferentialPrivacy(0.5, 1.0), callbacks.CommunicationLogger(), rounds=2, **plain)
     module.export(tmp_path / "model.pt")
     torch.save(module, tmp_path / "module.pt")
@@ -216,8 +240,12 @@ def test_the_secret_is_in_its_own_file_alone(tmp_path):
     value = path.read_bytes()
     shown = [value, value.hex().encode(), base64.b64encode(value), repr(value).encode()[2:-1]]
     others = [each for each in tmp_path.rglob("*") if each.is_file() and each != path]
-    assert len(others) > 2 and not [each for each in others if any(form in each.read_bytes() for form in shown)]
-    assert not any(value.hex() in str(told) for told in (vars(module.run), module.notes, module.run.secret))
+    assert len(others) > 2 and not [
+        each for each in others if any(form in each.read_bytes() for form in shown)
+    ]
+    assert not any(
+        value.hex() in str(told) for told in (vars(module.run), module.notes, module.run.secret)
+    )
 
 
 class Reads(FederatedCallback):
@@ -243,7 +271,9 @@ class ReadsStaged(ReadsRows):
 class ReadsByInstance(FederatedCallback):
     def __init__(self):
         super().__init__()
-        vars(self)["on_server_update"] = lambda server: server.log("x", float(server.mean_change[0]))
+        vars(self)["on_server_update"] = lambda server: server.log(
+            "x", float(server.mean_change[0])
+        )
 
 
 @pytest.mark.parametrize("reader", [Reads, ReadsRows, ReadsStaged, ReadsByInstance])
@@ -263,7 +293,13 @@ def test_a_subclass_of_ours_runs():
 
 def test_a_round_without_the_method_ends_the_claim(tmp_path):
     run(folder=str(tmp_path))
-    run(callbacks.ProximalTerm(0.0), rounds=2, folder=str(tmp_path), resume=True, strict_resume=False)
+    run(
+        callbacks.ProximalTerm(0.0),
+        rounds=2,
+        folder=str(tmp_path),
+        resume=True,
+        strict_resume=False,
+    )
     with pytest.raises(UserError, match="some had no DifferentialPrivacy"):
         run(rounds=3, folder=str(tmp_path), resume=True, strict_resume=False)
 
@@ -308,7 +344,11 @@ class Counts(Learner):
 def test_buffers_of_every_kind_of_number_are_refused(dtype, late):
     """What is no floating-point number reached the server as it is: a count of a client's samples, say."""
     with pytest.raises(UserError, match="the buffer held neither clipped nor noised"):
-        run(DifferentialPrivacy(1.0, 1.0), learner=Counts(torch.zeros(2, dtype=dtype), late), buffers="average")
+        run(
+            DifferentialPrivacy(1.0, 1.0),
+            learner=Counts(torch.zeros(2, dtype=dtype), late),
+            buffers="average",
+        )
 
 
 class Writes(Learner):
@@ -326,4 +366,9 @@ class Writes(Learner):
 def test_frozen_parameters_that_steps_write_are_refused():
     with pytest.raises(UserError, match="the buffer largest neither clipped nor noised"):
         run(DifferentialPrivacy(1.0, 1.0), learner=Writes(), buffers="average")
-    assert run(DifferentialPrivacy(1.0, 1.0), learner=Writes(), buffers={"larg*": "keep"}).trainer.current_epoch == 1
+    assert (
+        run(
+            DifferentialPrivacy(1.0, 1.0), learner=Writes(), buffers={"larg*": "keep"}
+        ).trainer.current_epoch
+        == 1
+    )

@@ -59,14 +59,20 @@ def test_rules_agree_with_numpy(name: str, n: int, length: float) -> None:
     assert len(server.said) == lowered
 
 
-@pytest.mark.parametrize("rule", ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"])
+@pytest.mark.parametrize(
+    "rule", ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
+)
 def test_every_contract_holds(rule: str) -> None:
     report = check_method(partial(RobustAggregation, rule, trim=0.34, byzantine=0))
     assert report.ok, f"{report}"
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"])
-def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_rule(rule: str) -> None:
+@pytest.mark.parametrize(
+    "rule", ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+)
+def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_rule(
+    rule: str,
+) -> None:
     losses = []
     for methods in ([], [RobustAggregation(rule, trim=0.31, byzantine=3)]):
         run = trainer(8, [ByzantineClients("sign_flip", 0.3, 10.0), *methods])
@@ -86,7 +92,8 @@ def test_mixing_keeps_honest_clients_that_are_far_from_each_other() -> None:
     u = np.concatenate([honest, np.tile(-10 * honest.mean(0), (3, 1))])
     server: Any = Given(u)
     alone, mixed = (
-        RobustAggregation("median", byzantine=3, mixing=mixing).aggregate(server).numpy() for mixing in (False, True)
+        RobustAggregation("median", byzantine=3, mixing=mixing).aggregate(server).numpy()
+        for mixing in (False, True)
     )
     assert np.abs(alone).max() == 0.0, "the median of each coordinate forgets them all"
     assert np.allclose(mixed, honest.mean(0), atol=1e-12)
@@ -146,7 +153,10 @@ def test_too_few_participants_are_refused_before_training() -> None:
         with pytest.raises(UserError, match=words):
             trainer(1, [method]).fit(federated(), blobs())
     for participation in (4, 5):
-        module, run = federated(participation=participation), trainer(1, [RobustAggregation("krum", byzantine=1)])
+        module, run = (
+            federated(participation=participation),
+            trainer(1, [RobustAggregation("krum", byzantine=1)]),
+        )
         if participation == 4:
             with pytest.raises(UserError, match="participation gives 4"):
                 run.fit(module, blobs())
@@ -155,6 +165,9 @@ def test_too_few_participants_are_refused_before_training() -> None:
 
 
 def test_weights_play_no_part_which_is_said() -> None:
-    runs = [tiny_run(RobustAggregation("median"), weighting=weighting) for weighting in ("uniform", "samples")]
+    runs = [
+        tiny_run(RobustAggregation("median"), weighting=weighting)
+        for weighting in ("uniform", "samples")
+    ]
     assert torch.equal(runs[0].global_vector, runs[1].global_vector)
     assert any("weighting='samples' play no part" in note for note in runs[1].notes)

@@ -36,7 +36,12 @@ def dirichlet(alpha: float) -> dict[str, Any]:
 
 
 def pathological(classes: int) -> dict[str, Any]:
-    return {"class_path": "Pathological", "classes": classes, "replacement": True, "samples_per_client": None}
+    return {
+        "class_path": "Pathological",
+        "classes": classes,
+        "replacement": True,
+        "samples_per_client": None,
+    }
 
 
 def fedinit(data: str, alpha: float, clients: int, network: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +50,10 @@ def fedinit(data: str, alpha: float, clients: int, network: dict[str, Any]) -> d
         **NO_MOMENTUM,
         "data.augment": {"padding": 4, "flip": False, "probability": 1.0},
         "data.batch_size": 50,
-        "data.biases": [{"class_path": "ClientBias", "std": 0.1}, {"class_path": "CategoryBias", "std": 0.1}],
+        "data.biases": [
+            {"class_path": "ClientBias", "std": 0.1},
+            {"class_path": "CategoryBias", "std": 0.1},
+        ],
         "data.class_path": data,
         "data.num_clients": clients,
         "data.partition": dirichlet(alpha),
@@ -106,9 +114,25 @@ def fedals(data: str, partition: str) -> dict[str, Any]:
 
 
 def multinli(partition: dict[str, Any]) -> dict[str, Any]:
-    alike = {key: value for key, value in fedals("MNIST", "IID").items() if not key.startswith("model.learner.")}
-    of = {"config": None, "lora": None, "lr": 5e-5, "path": "opt-125m", "trainable": None, "weight_decay": 0.01}
-    columns = {"text": ["sentence1", "sentence2"], "label": "gold_label", "group": "genre", "classes": None}
+    alike = {
+        key: value
+        for key, value in fedals("MNIST", "IID").items()
+        if not key.startswith("model.learner.")
+    }
+    of = {
+        "config": None,
+        "lora": None,
+        "lr": 5e-5,
+        "path": "opt-125m",
+        "trainable": None,
+        "weight_decay": 0.01,
+    }
+    columns = {
+        "text": ["sentence1", "sentence2"],
+        "label": "gold_label",
+        "group": "genre",
+        "classes": None,
+    }
     files = {"train": "multinli_1.0_train.jsonl", "test": "multinli_1.0_dev_matched.jsonl"}
     return {
         **alike,
@@ -138,17 +162,31 @@ def table() -> Iterator[tuple[str, dict[str, Any]]]:
     for data in ("SVHN", "CIFAR10", "CIFAR100", "MNIST"):
         yield f"experiment/fedals/table1-{data.lower()}-shards-5", fedals(data, "SortedShards")
         yield f"experiment/fedals/table1-{data.lower()}-iid-5", fedals(data, "IID")
-    yield "experiment/fedals/table1-multinli-genre-5", multinli({"class_path": "ByGroup", "groups": None})
+    yield (
+        "experiment/fedals/table1-multinli-genre-5",
+        multinli({"class_path": "ByGroup", "groups": None}),
+    )
     yield "experiment/fedals/table1-multinli-iid-5", multinli({"class_path": "IID"})
 
 
 EXPERIMENTS = dict(table())
 
-ADAM = {"class_path": "FedAdam", "lr": 0.1, "betas": [0.9, 0.99], "tau": 1e-3, "bias_correction": False}
+ADAM = {
+    "class_path": "FedAdam",
+    "lr": 0.1,
+    "betas": [0.9, 0.99],
+    "tau": 1e-3,
+    "bias_correction": False,
+}
 
 
 def ri(beta: float) -> dict[str, Any]:
-    return {"class_path": "RelaxedInitialization", "beta": beta, "aggregate": "models", "offset": "own"}
+    return {
+        "class_path": "RelaxedInitialization",
+        "beta": beta,
+        "aggregate": "models",
+        "offset": "own",
+    }
 
 
 def dyn(penalty: float) -> dict[str, Any]:

@@ -28,8 +28,16 @@ SAMPLES = {  # what each data set is, from its publication
     "svhn": ((3, 32, 32), 10),
     "har": ((9, 128), 6),
 }
-NETWORKS = {"lenet": "LeNet", "mlp": "MLP", "resnet18gn": "ResNet18GN", "resnet20": "ResNet20", "vgg11": "VGG11"}
-REFUSED = {("har", model): "9x128" for model in NETWORKS if model != "mlp"} | {("digits", "lenet"): "16x16"}
+NETWORKS = {
+    "lenet": "LeNet",
+    "mlp": "MLP",
+    "resnet18gn": "ResNet18GN",
+    "resnet20": "ResNet20",
+    "vgg11": "VGG11",
+}
+REFUSED = {("har", model): "9x128" for model in NETWORKS if model != "mlp"} | {
+    ("digits", "lenet"): "16x16"
+}
 
 
 def learner(*arguments: str) -> dict[str, Any]:
@@ -46,7 +54,9 @@ OF_TEXTS = ("tiny_opt", "opt125m")
 
 
 def test_the_tables_are_complete() -> None:
-    assert {f"data/{name}" for name in (*SAMPLES, *TEXTS)} == {name for name in packaged() if name.startswith("data/")}
+    assert {f"data/{name}" for name in (*SAMPLES, *TEXTS)} == {
+        name for name in packaged() if name.startswith("data/")
+    }
     models = {name for name in packaged() if name.startswith("model/")}
     assert {f"model/{name}" for name in (*NETWORKS, *OF_TEXTS)} == models
 
@@ -105,18 +115,55 @@ def test_the_learner_that_comes_with_data_fits_them(data: str) -> None:
     shape, classes = SAMPLES[data]
     for order in (("-c", f"data/{data}"), ("-c", "base", "-c", f"data/{data}")):
         node = learner(*order)["init_args"]["network"]
-        sizes = node["init_args"].get("sizes", [math.prod(shape), node["init_args"].get("num_classes")])
+        sizes = node["init_args"].get(
+            "sizes", [math.prod(shape), node["init_args"].get("num_classes")]
+        )
         assert (sizes[0], sizes[-1]) == (math.prod(shape), classes)
 
 
 EXPLICIT = {
-    "fewer classes": ("data/cifar100", "model/vgg11", "network.num_classes=10", "CIFAR100 has 100 classes"),
-    "no classes": ("data/cifar10", "model/vgg11", "network.num_classes=0", "CIFAR10 has 10 classes"),
-    "fewer classes in the learner": ("data/cifar10", "model/vgg11", "num_classes=-5", "CIFAR10 has 10 classes"),
-    "fewer outputs": ("data/digits", "model/mlp", "network.sizes=[64,3]", "ends in 3 outputs, but Digits has 10"),
-    "other inputs": ("data/digits", "model/mlp", "network.sizes=[65,10]", "takes 65 inputs, but .*8x8.* has 64"),
-    "other channels": ("data/mnist", "model/resnet20", "network.in_channels=3", "in_channels is 3, .*28x28.* has 1 ch"),
-    "another size": ("data/mnist", "model/lenet", "network.input_size=32", "input_size is 32, .* has 28 pixels"),
+    "fewer classes": (
+        "data/cifar100",
+        "model/vgg11",
+        "network.num_classes=10",
+        "CIFAR100 has 100 classes",
+    ),
+    "no classes": (
+        "data/cifar10",
+        "model/vgg11",
+        "network.num_classes=0",
+        "CIFAR10 has 10 classes",
+    ),
+    "fewer classes in the learner": (
+        "data/cifar10",
+        "model/vgg11",
+        "num_classes=-5",
+        "CIFAR10 has 10 classes",
+    ),
+    "fewer outputs": (
+        "data/digits",
+        "model/mlp",
+        "network.sizes=[64,3]",
+        "ends in 3 outputs, but Digits has 10",
+    ),
+    "other inputs": (
+        "data/digits",
+        "model/mlp",
+        "network.sizes=[65,10]",
+        "takes 65 inputs, but .*8x8.* has 64",
+    ),
+    "other channels": (
+        "data/mnist",
+        "model/resnet20",
+        "network.in_channels=3",
+        "in_channels is 3, .*28x28.* has 1 ch",
+    ),
+    "another size": (
+        "data/mnist",
+        "model/lenet",
+        "network.input_size=32",
+        "input_size is 32, .* has 28 pixels",
+    ),
     "two that differ": ("data/mnist", "model/lenet", "network.num_classes=12", "^(?!)"),
 }
 
@@ -136,19 +183,30 @@ def test_what_is_given_wins_and_is_refused_where_it_cannot_fit(case: str) -> Non
 def test_images_too_large_for_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "large_images.py").write_text(OWN.replace("(2, 16, 16)", "(2, 64, 64)"))
-    with pytest.raises(UserError, match=r"VGG11 takes images of up to 32x32 pixels, but .* Telling have 2x64x64"):
+    with pytest.raises(
+        UserError, match=r"VGG11 takes images of up to 32x32 pixels, but .* Telling have 2x64x64"
+    ):
         learner("-c", "model/vgg11", "--data", "large_images.Telling")
 
 
 def test_more_classes_than_there_are_can_be_given() -> None:
-    found = learner("-c", "data/mnist", "-c", "model/vgg11", "--model.learner.num_classes", "47")["init_args"]
+    found = learner("-c", "data/mnist", "-c", "model/vgg11", "--model.learner.num_classes", "47")[
+        "init_args"
+    ]
     assert found["num_classes"] == found["network"]["init_args"]["num_classes"] == 47
 
 
 def test_options_choose_data_and_network() -> None:
-    found = learner("-c", "base", "--data", "CIFAR100", "--model.learner.network", "VGG11")["init_args"]["network"]
-    assert found == {"class_path": "fl_lightning.models.VGG11", "init_args": {"num_classes": 100, "in_channels": 3}}
-    features = learner("-c", "data/har", "--data.features=features")["init_args"]["network"]["init_args"]
+    found = learner("-c", "base", "--data", "CIFAR100", "--model.learner.network", "VGG11")[
+        "init_args"
+    ]["network"]
+    assert found == {
+        "class_path": "fl_lightning.models.VGG11",
+        "init_args": {"num_classes": 100, "in_channels": 3},
+    }
+    features = learner("-c", "data/har", "--data.features=features")["init_args"]["network"][
+        "init_args"
+    ]
     assert features["sizes"] == [561, 100, 6]
 
 
@@ -156,10 +214,16 @@ def test_a_file_of_one_s_own_beats_the_learner_that_comes_with_data(tmp_path: Pa
     mine = tmp_path / "mine.yaml"
     mine.write_text("model: {learner: {class_path: my_learner.Lit, init_args: {width: 3}}}")
     wanted = {"class_path": "my_learner.Lit", "init_args": {"width": 3}}
-    assert learner("-c", str(mine), "-c", "data/mnist") == learner("-c", "data/mnist", "-c", str(mine)) == wanted
+    assert (
+        learner("-c", str(mine), "-c", "data/mnist")
+        == learner("-c", "data/mnist", "-c", str(mine))
+        == wanted
+    )
     mine.write_text("model: {learner: {init_args: {lr: 0.5}}}")
     for order in (("-c", str(mine), "-c", "data/mnist"), ("-c", "data/mnist", "-c", str(mine))):
-        assert learner(*order)["init_args"]["lr"] == 0.5 and "network" in learner(*order)["init_args"]
+        assert (
+            learner(*order)["init_args"]["lr"] == 0.5 and "network" in learner(*order)["init_args"]
+        )
 
 
 # --------------------------------------------------------------------------- real runs
@@ -172,14 +236,18 @@ FOLDER = ("--trainer.default_root_dir", "x", "--model.engine", "sequential")
 def test_a_round_on_digits_and_its_config(cli: Cli, model: str) -> None:
     result = cli(*FIT, "-c", f"model/{model}", "-c", "data/digits", *FOLDER)
     assert result.returncode == 0, result.stderr
-    config = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"]["init_args"]
+    config = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"][
+        "init_args"
+    ]
     network = config["network"]["init_args"]
     assert config["num_classes"] == 10
     assert network["sizes"] == [64, 200, 200, 10] if model == "mlp" else network["in_channels"] == 1
     state = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)
     assert state["hyper_parameters"]["num_classes"] == 10
     result = cli("fit", "x", "--data", "CIFAR100")
-    assert result.returncode == 2 and "CIFAR100" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        result.returncode == 2 and "CIFAR100" in result.stderr and "Traceback" not in result.stderr
+    )
 
 
 def test_what_cannot_fit_leaves_nothing(cli: Cli) -> None:
@@ -209,6 +277,11 @@ def test_data_of_one_s_own(cli: Cli, data: str, channels: int, classes: int) -> 
     result = cli(*FIT, "-c", "model/lenet" if data == "Telling" else "model/resnet20", "--data", f"own_data.{data}",
                  "--data.num_clients", 4, *FOLDER)  # fmt: skip
     assert result.returncode == 0, result.stderr
-    network = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"]["init_args"]["network"]
-    assert (network["init_args"]["in_channels"], network["init_args"]["num_classes"]) == (channels, classes)
+    network = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"][
+        "init_args"
+    ]["network"]
+    assert (network["init_args"]["in_channels"], network["init_args"]["num_classes"]) == (
+        channels,
+        classes,
+    )
     assert ("does not say what its samples are" in result.stderr) == (data == "Quiet")

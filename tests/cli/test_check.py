@@ -39,12 +39,16 @@ def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_the_readme_s_method_keeps_the_contracts(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_s_method_keeps_the_contracts(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", f"{method}.OwnAnchor", "--mu", "0.2"]) == 0
     assert "OwnAnchor: all contracts hold" in capsys.readouterr().out
 
 
-def test_a_wrong_variant_leads_to_the_fault(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_variant_leads_to_the_fault(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = METHOD.replace("last = ClientState(initial", "kept = ClientState(initial")
     wrong = wrong.replace("self.last[clients] = clients.x", "self.last = clients.x.clone()")
     wrong = wrong.replace("self.last[clients])", "getattr(self, 'last', clients.x))")

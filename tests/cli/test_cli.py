@@ -69,7 +69,9 @@ def printed(cli: Cli, *argv: object, **environment: str) -> Any:
 # --------------------------------------------------------------------------- light commands
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["configs"], ["configs", "base"], ["fit", "-c", "bas"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["configs"], ["configs", "base"], ["fit", "-c", "bas"]]
+)
 def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
     code = (
         "import sys; from fl_lightning.__main__ import main; main(sys.argv[1:]); "
@@ -96,7 +98,9 @@ def test_every_method_config_sets_all_that_belongs_to_methods() -> None:
         if name.startswith("method/"):
             config = read(name)
             if "method" in config:
-                assert {"server_optimizer", "keep_optimizer_state", "buffers"} <= set(config["model"]), name
+                assert {"server_optimizer", "keep_optimizer_state", "buffers"} <= set(
+                    config["model"]
+                ), name
             else:
                 assert "method+" in config, name
 
@@ -131,7 +135,10 @@ def methods(config: Any) -> dict[str, dict[str, Any]]:
 def test_methods_are_replaced_with_a_line_and_added_to(cli: Cli) -> None:
     argv = ("-c", "base", "-c", "method/fedinit", "-c", "method/scaffold", "-c", "method/sam")
     result = cli("fit", *argv, "--method.radius", "0.5", "--print_config")
-    assert list(methods(yaml.safe_load(result.stdout))) == ["ControlVariates", "SharpnessAwareMinimization"]
+    assert list(methods(yaml.safe_load(result.stdout))) == [
+        "ControlVariates",
+        "SharpnessAwareMinimization",
+    ]
     assert methods(yaml.safe_load(result.stdout))["SharpnessAwareMinimization"]["radius"] == 0.5
     assert result.stderr.strip() == (
         "method/scaffold replaces the method list (RelaxedInitialization) by (ControlVariates)"
@@ -149,7 +156,9 @@ def test_method_options(cli: Cli) -> None:
 
 
 def test_environment(cli: Cli) -> None:
-    config = printed(cli, "-c", "base", FL_TRAINER__MAX_EPOCHS="9", FL_FIT__MODEL__PARTICIPATION="3")
+    config = printed(
+        cli, "-c", "base", FL_TRAINER__MAX_EPOCHS="9", FL_FIT__MODEL__PARTICIPATION="3"
+    )
     assert config["trainer"]["max_epochs"] == 9 and int(config["model"]["participation"]) == 3
     assert printed(cli, FL_CONFIG="base")["trainer"]["max_epochs"] == 50
 
@@ -176,16 +185,30 @@ def finished(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Cli:
 def test_folder(finished: Cli) -> None:
     run = finished.folder / "runs/digits-fedinit-1"
     names = {path.name.split(".")[0] for path in run.iterdir() if path.name != ".lock"}
-    assert names == {"config", "checkpoints", "state", "metrics", "partition", "events", "card", "run"}
+    assert names == {
+        "config",
+        "checkpoints",
+        "state",
+        "metrics",
+        "partition",
+        "events",
+        "card",
+        "run",
+    }
     assert [row["round"] for row in rows(run)] == ["0", "1", "2", "3"]
     accuracies = [float(row["val/acc"]) for row in rows(run)]
     best = torch.load(run / "checkpoints/best.ckpt", weights_only=True)
     last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
-    assert max(accuracies) > accuracies[-1], "this test needs a run whose best round is not its last"
+    assert max(accuracies) > accuracies[-1], (
+        "this test needs a run whose best round is not its last"
+    )
     assert best["epoch"] == accuracies.index(max(accuracies)) and last["epoch"] == 3
     assert best["callbacks"]["RunCheckpoint"]["best"] == pytest.approx(max(accuracies))
     learner = ImageClassifier.load_from_checkpoint(run / "checkpoints/best.ckpt")
-    assert all(torch.equal(value.cpu(), best["state_dict"][name]) for name, value in learner.state_dict().items())
+    assert all(
+        torch.equal(value.cpu(), best["state_dict"][name])
+        for name, value in learner.state_dict().items()
+    )
 
 
 def test_evaluating_writes_nothing_but_what_was_asked(finished: Cli) -> None:
@@ -219,7 +242,8 @@ def test_resumed_equals_uninterrupted(finished: Cli, cli: Cli) -> None:
     assert values(cli.folder / "moved") == values(finished.folder / "runs/digits-fedinit-1")
     config = yaml.safe_load((cli.folder / "moved/config.yaml").read_text())
     assert (
-        config["trainer"]["max_epochs"] == 4 and config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.1
+        config["trainer"]["max_epochs"] == 4
+        and config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.1
     )
 
 
@@ -230,7 +254,10 @@ def test_null_survives_the_saved_config(cli: Cli) -> None:
 
 
 def test_two_at_once_get_folders_of_their_own(cli: Cli) -> None:
-    both = [cli.start(*FIT, "-c", "method/scaffold", "-c", "method/ri", "--trainer.max_epochs", 1) for _ in range(2)]
+    both = [
+        cli.start(*FIT, "-c", "method/scaffold", "-c", "method/ri", "--trainer.max_epochs", 1)
+        for _ in range(2)
+    ]
     assert [process.wait().returncode for process in both] == [0, 0]
     for number in (1, 2):
         assert len(rows(cli.folder / f"runs/digits-scaffold+ri-{number}")) == 1
@@ -242,7 +269,15 @@ def test_fast_dev_run_writes_nothing(cli: Cli) -> None:
 
 
 def test_partition(cli: Cli) -> None:
-    result = cli("partition", "-c", "data/digits", "--data.partition", "Pathological", "--data.partition.classes", 2)
+    result = cli(
+        "partition",
+        "-c",
+        "data/digits",
+        "--data.partition",
+        "Pathological",
+        "--data.partition.classes",
+        2,
+    )
     assert result.returncode == 0, result.stderr
     assert "10 clients" in result.stdout and "hash" in result.stdout
     assert {"partition.png", "partition.npz"} == set(os.listdir(cli.folder))
@@ -254,14 +289,29 @@ def test_partition(cli: Cli) -> None:
 def own(cli: Cli, *argv: object, **options: object) -> tuple[object, ...]:
     (cli.folder / "my_learner.py").write_text(LEARNER)
     settings = [f"--model.learner.{name}={value}" for name, value in options.items()]
-    return (*FIT, "--trainer.default_root_dir", "x", "--model.learner", "my_learner.Lit", *settings, *argv)
+    return (
+        *FIT,
+        "--trainer.default_root_dir",
+        "x",
+        "--model.learner",
+        "my_learner.Lit",
+        *settings,
+        *argv,
+    )
 
 
 def test_own_learner_and_monitor(cli: Cli) -> None:
     result = cli(*own(cli, "--trainer.max_epochs", 2, "--monitor", "val/quality", width=5))
-    assert result.returncode == 2 and "val/quality is not known (by its name). Give --monitor_mode" in result.stderr
+    assert (
+        result.returncode == 2
+        and "val/quality is not known (by its name). Give --monitor_mode" in result.stderr
+    )
     result = cli(*own(cli, "--monitor", "val/quality", "--monitor_mode", "highest", width=5))
-    assert result.returncode == 2 and "--monitor_mode 'highest'" in result.stderr and "Accepted: max" in result.stderr
+    assert (
+        result.returncode == 2
+        and "--monitor_mode 'highest'" in result.stderr
+        and "Accepted: max" in result.stderr
+    )
     assert not (cli.folder / "x").exists()
     quality = ("--monitor", "val/quality", "--monitor_mode", "max")
     result = cli(*own(cli, "--trainer.max_epochs", 2, *quality, width=5))
@@ -269,7 +319,17 @@ def test_own_learner_and_monitor(cli: Cli) -> None:
     best = torch.load(cli.folder / "x/checkpoints/best.ckpt", weights_only=True)
     assert best["state_dict"]["net.1.weight"].shape == (5, 64)
     result = cli(
-        *own(cli, "--trainer.max_epochs", 3, "--ckpt_path", "last", *quality[2:], "--monitor", "val/qualitty", width=5)
+        *own(
+            cli,
+            "--trainer.max_epochs",
+            3,
+            "--ckpt_path",
+            "last",
+            *quality[2:],
+            "--monitor",
+            "val/qualitty",
+            width=5,
+        )
     )
     assert result.returncode == 2 and "'val/quality'" in result.stderr
 
@@ -287,7 +347,14 @@ def test_diverged(cli: Cli) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_run_after_its_round(cli: Cli, number: signal.Signals) -> None:
-    argv = own(cli, "--trainer.max_epochs", 9, "--model.local_epochs=null", "--model.local_steps=8", sleep=0.05)
+    argv = own(
+        cli,
+        "--trainer.max_epochs",
+        9,
+        "--model.local_epochs=null",
+        "--model.local_steps=8",
+        sleep=0.05,
+    )
     process = cli.start(*argv)
     process.wait_for(cli.folder / "training")
     process.kill(number)
@@ -295,11 +362,20 @@ def test_a_signal_ends_the_run_after_its_round(cli: Cli, number: signal.Signals)
     assert result.returncode == 128 + number, result.stderr
     done = len(rows(cli.folder / "x"))
     assert 1 <= done < 9 and rows(cli.folder / "x")[-1]["val/quality"]
-    assert torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)["epoch"] == done - 1
+    assert (
+        torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)["epoch"] == done - 1
+    )
 
 
 def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
-    argv = own(cli, "--trainer.max_epochs", 2, "--model.local_epochs=null", "--model.local_steps=400", sleep=0.05)
+    argv = own(
+        cli,
+        "--trainer.max_epochs",
+        2,
+        "--model.local_epochs=null",
+        "--model.local_steps=400",
+        sleep=0.05,
+    )
     process = cli.start(*argv)
     process.wait_for(cli.folder / "training")
     process.kill(signal.SIGINT)
@@ -311,7 +387,14 @@ def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
 
 
 def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:
-    options = ("--method.mu", "Exponential", "--method.mu.gamma", "0.5", "--trainer.max_epochs", "2")
+    options = (
+        "--method.mu",
+        "Exponential",
+        "--method.mu.gamma",
+        "0.5",
+        "--trainer.max_epochs",
+        "2",
+    )
     result = cli("fit", "-c", "base", "-c", "data/digits", "-c", "method/fedprox", *options)
     assert result.returncode == 0, result.stderr
     card = (cli.folder / "runs/digits-fedprox-1/card.md").read_text(encoding="utf-8")

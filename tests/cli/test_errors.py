@@ -10,43 +10,107 @@ import pytest
 
 from tests.helpers.zygote import Cli, Result
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1, "--trainer.enable_progress_bar", "false")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "--trainer.max_epochs",
+    1,
+    "--trainer.enable_progress_bar",
+    "false",
+)
 
 
 def said(result: Result, *words: str) -> None:
     """Status 2, and one paragraph of at most 6 lines of 100 characters with all ``words`` in it."""
     assert result.returncode == 2, result.stdout + result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("fl-lightning: ")]
-    assert len(lines) == 1 and "Traceback" not in result.stderr and "usage:" not in result.stderr, result.stderr
+    assert len(lines) == 1 and "Traceback" not in result.stderr and "usage:" not in result.stderr, (
+        result.stderr
+    )
     assert len(lines[0]) <= 600, lines[0]
     for word in words:
         assert word in lines[0], f"{word!r} is not in: {lines[0]}"
 
 
 OPTIONS = {
-    "misspelt option": ("--trainer.max_epoch", 3, ["--trainer.max_epoch", "`--trainer.max_epochs`"]),
-    "misspelt argument": ("--data.num_client", 3, ["data.num_client", "'num_clients'", "batch_size"]),
-    "misspelt learner argument": ("--model.learner.num_clases", 3, ["model.learner.num_clases", "'num_classes'"]),
+    "misspelt option": (
+        "--trainer.max_epoch",
+        3,
+        ["--trainer.max_epoch", "`--trainer.max_epochs`"],
+    ),
+    "misspelt argument": (
+        "--data.num_client",
+        3,
+        ["data.num_client", "'num_clients'", "batch_size"],
+    ),
+    "misspelt learner argument": (
+        "--model.learner.num_clases",
+        3,
+        ["model.learner.num_clases", "'num_classes'"],
+    ),
     "unknown data": ("--data", "Digitz", ["data", "'Digitz'", "'Digits'", "CIFAR10"]),
-    "unknown partition": ("--data.partition", "Dirichle", ["data.partition", "'Dirichlet'", "Pathological"]),
+    "unknown partition": (
+        "--data.partition",
+        "Dirichle",
+        ["data.partition", "'Dirichlet'", "Pathological"],
+    ),
     "unknown method": ("--method", "FedInit", ["method", "'FedInit'", "-c method/fedinit"]),
-    "unknown optimizer": ("--model.client_optimizer", "SDG", ["model.client_optimizer", "'SDG'", "'SGD'", "Adam"]),
-    "unknown module": ("--model.learner", "my.Net", ["model.learner", "'my.Net'", "No module named 'my'"]),
-    "unknown callback": ("--trainer.callbacks", "EarlyStoping", ["trainer.callbacks", "'EarlyStopping'"]),
-    "not a learner": ("--model.learner", "collections.OrderedDict", ["model.learner", "OrderedDict"]),
-    "text for a number": ("--model.local_epochs", "many", ["model.local_epochs", "'many'", "a number"]),
-    "text for clients": ("--data.num_clients", "many", ["data.num_clients", "'many'", "a whole number"]),
+    "unknown optimizer": (
+        "--model.client_optimizer",
+        "SDG",
+        ["model.client_optimizer", "'SDG'", "'SGD'", "Adam"],
+    ),
+    "unknown module": (
+        "--model.learner",
+        "my.Net",
+        ["model.learner", "'my.Net'", "No module named 'my'"],
+    ),
+    "unknown callback": (
+        "--trainer.callbacks",
+        "EarlyStoping",
+        ["trainer.callbacks", "'EarlyStopping'"],
+    ),
+    "not a learner": (
+        "--model.learner",
+        "collections.OrderedDict",
+        ["model.learner", "OrderedDict"],
+    ),
+    "text for a number": (
+        "--model.local_epochs",
+        "many",
+        ["model.local_epochs", "'many'", "a number"],
+    ),
+    "text for clients": (
+        "--data.num_clients",
+        "many",
+        ["data.num_clients", "'many'", "a whole number"],
+    ),
     "no such participation": ("--model.participation", "some", ["participation", "some", "all"]),
     "participation 0": ("--model.participation", 0, ["participation", "0", "fraction"]),
     "participation 1.5": ("--model.participation", 1.5, ["participation", "1.5", "fraction"]),
     "participation above m": ("--model.participation", 11, ["participation", "11", "10"]),
     "more clients than samples": ("--data.num_clients", 2000, ["num_clients", "2000", "1438"]),
     "unknown strategy": ("--trainer.strategy", "federate", ["federate"]),
-    "sampling": ("--model.sampling", "bernouli", ["sampling", "'bernouli'", "'bernoulli'", "uniform"]),
+    "sampling": (
+        "--model.sampling",
+        "bernouli",
+        ["sampling", "'bernouli'", "'bernoulli'", "uniform"],
+    ),
     "precision": ("--trainer.precision", "16-mixed", ["precision", "16-mixed"]),
     "max_steps": ("--trainer.max_steps", 5, ["max_steps", "5"]),
-    "accumulate_grad_batches": ("--trainer.accumulate_grad_batches", 2, ["accumulate_grad_batches", "2"]),
-    "gradient_clip_val": ("--trainer.gradient_clip_val", 1.0, ["gradient_clip_val", "1.0", "clip_norm"]),
+    "accumulate_grad_batches": (
+        "--trainer.accumulate_grad_batches",
+        2,
+        ["accumulate_grad_batches", "2"],
+    ),
+    "gradient_clip_val": (
+        "--trainer.gradient_clip_val",
+        1.0,
+        ["gradient_clip_val", "1.0", "clip_norm"],
+    ),
     "val_check_interval": ("--trainer.val_check_interval", 0.5, ["val_check_interval", "0.5"]),
     "limit_train_batches": ("--trainer.limit_train_batches", 0.5, ["limit_train_batches", "0.5"]),
     "overfit_batches": ("--trainer.overfit_batches", 1, ["overfit_batches", "1"]),
@@ -54,13 +118,29 @@ OPTIONS = {
     "no checkpoint": ("--ckpt_path", "no.ckpt", ["--ckpt_path", "no.ckpt", "last"]),
     "no value": ("--method.beta", "", ["--method.beta"]),
     "batch_size 0": ("--data.batch_size", 0, ["batch_size is 0", "at least 1"]),
-    "alpha 0": ("--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}", "", ["alpha is 0.0", "above 0"]),
-    "no alpha": ("--data.partition", "Dirichlet", ["data.partition: Dirichlet needs alpha", "--data.partition.alpha"]),
+    "alpha 0": (
+        "--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}",
+        "",
+        ["alpha is 0.0", "above 0"],
+    ),
+    "no alpha": (
+        "--data.partition",
+        "Dirichlet",
+        ["data.partition: Dirichlet needs alpha", "--data.partition.alpha"],
+    ),
     "participation true": ("--model.participation", "true", ["participation", "true", "fraction"]),
-    "negative learning rate": ("--model.learner.lr", -1, ["SGD", "learning rate: -1.0", "model.client_optimizer"]),
+    "negative learning rate": (
+        "--model.learner.lr",
+        -1,
+        ["SGD", "learning rate: -1.0", "model.client_optimizer"],
+    ),
     "stray word": ("stray", "", ["stray"]),
     "a part of a worker": ("--model.workers", "1.5", ["workers=1.5", "an integer above 0 or auto"]),
-    "workers in words": ("--model.workers", "many", ["workers='many'", "an integer above 0 or auto"]),
+    "workers in words": (
+        "--model.workers",
+        "many",
+        ["workers='many'", "an integer above 0 or auto"],
+    ),
 }
 
 
@@ -78,7 +158,9 @@ def test_unknown_config_and_command(cli: Cli) -> None:
     said(cli("fit", "-c", "bas"), "-c bas", "'base'")
     said(cli("fit", "-c", "data/cifar1"), "-c data/cifar1", "'data/cifar10'")
     (cli.folder / "base").mkdir()
-    assert cli(*FIT, "--trainer.fast_dev_run", "true").returncode == 0, "a directory is never a config"
+    assert cli(*FIT, "--trainer.fast_dev_run", "true").returncode == 0, (
+        "a directory is never a config"
+    )
     (cli.folder / "mine").mkdir()
     said(cli("fit", "-c", "mine"), "-c mine", "a folder")
     said(cli("fitt", "-c", "base"), "fitt", "'fit'", "validate")
@@ -96,8 +178,14 @@ def test_unknown_config_and_command(cli: Cli) -> None:
         ("model: {participationn: 3}", ["model.participationn", "'participation'"]),
         ("data: {class_path: Digts}", ["data", "'Digts'", "'Digits'"]),
         ("data: {init_args: {num_clientz: 3}}", ["data.num_clientz", "'num_clients'"]),
-        ("method: [{class_path: RelaxedInitialisation}]", ["RelaxedInitialisation", "'RelaxedInitialization'"]),
-        ("method: [{class_path: RelaxedInitialization, init_args: {betta: 1}}]", ["method.betta", "'beta'"]),
+        (
+            "method: [{class_path: RelaxedInitialisation}]",
+            ["RelaxedInitialisation", "'RelaxedInitialization'"],
+        ),
+        (
+            "method: [{class_path: RelaxedInitialization, init_args: {betta: 1}}]",
+            ["method.betta", "'beta'"],
+        ),
         (
             "method: [{class_path: RelaxedInitialization, init_args: {beta: abc}}]",
             ["method", "beta", "'abc'", "number"],
@@ -114,15 +202,23 @@ def test_config(cli: Cli, text: str, words: list[str]) -> None:
 def test_method_options(cli: Cli) -> None:
     fit = (*FIT, "-c", "method/fedinit")
     said(cli(*fit, "--method.beta", "abc"), "method.beta", "'abc'", "a number")
-    said(cli(*fit, "--method.beta", "Exponential"), "method.beta: Exponential needs gamma", "--method.beta.gamma")
+    said(
+        cli(*fit, "--method.beta", "Exponential"),
+        "method.beta: Exponential needs gamma",
+        "--method.beta.gamma",
+    )
     said(cli(*fit, "--method.betta", "0.2"), "--method.betta", "'beta'", "RelaxedInitialization")
     said(cli(*FIT, "--method.beta", "0.2"), "--method.beta", "no method")
-    both = cli(*FIT, "--method", "[RelaxedInitialization, RelaxedInitialization]", "--method.beta", "0.2")
+    both = cli(
+        *FIT, "--method", "[RelaxedInitialization, RelaxedInitialization]", "--method.beta", "0.2"
+    )
     said(both, "--method.beta", "RelaxedInitialization and RelaxedInitialization")
 
 
 def test_a_plain_data_module_is_refused_with_the_line_that_wraps_it(cli: Cli) -> None:
-    (cli.folder / "my_data.py").write_text("import pytorch_lightning as pl\nclass Plain(pl.LightningDataModule): ...\n")
+    (cli.folder / "my_data.py").write_text(
+        "import pytorch_lightning as pl\nclass Plain(pl.LightningDataModule): ...\n"
+    )
     line = "--data FromDataModule --data.datamodule my_data.Plain"
     said(cli(*FIT, "--data", "my_data.Plain"), "my_data.Plain", line)
 
@@ -134,13 +230,22 @@ def test_data_files(cli: Cli) -> None:
     for part in ("train", "t10k"):
         for kind in ("images-idx3", "labels-idx1"):
             (raw / f"{part}-{kind}-ubyte").write_bytes(b"\x00\x00\x08")
-    said(cli(*FIT, "-c", "data/mnist", "--data.root", "corrupt"), "corrupt", "train-images-idx3-ubyte")
+    said(
+        cli(*FIT, "-c", "data/mnist", "--data.root", "corrupt"),
+        "corrupt",
+        "train-images-idx3-ubyte",
+    )
     assert os.listdir(cli.folder) == ["corrupt"]
 
 
 def test_folder(cli: Cli) -> None:
     (cli.folder / "file").write_text("")
-    said(cli(*FIT, "--trainer.default_root_dir", "file/run"), "--trainer.default_root_dir", "file/run", "not a folder")
+    said(
+        cli(*FIT, "--trainer.default_root_dir", "file/run"),
+        "--trainer.default_root_dir",
+        "file/run",
+        "not a folder",
+    )
     if os.geteuid() != 0:
         (cli.folder / "locked").mkdir(mode=0o500)
         said(cli(*FIT, "--trainer.default_root_dir", "locked/run"), "locked/run", "not writable")
@@ -155,20 +260,34 @@ def a_run(zygote: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_checkpoint(cli: Cli, a_run: Path) -> None:
     run = cli.folder / "x"
     shutil.copytree(a_run, run)
     before = snapshot(run)
-    said(cli(*FIT, "--trainer.default_root_dir", "x"), "--trainer.default_root_dir x", "--ckpt_path last")
-    said(cli("fit", "x", "--trainer.max_epochs", 2, "--model.learner.network.sizes", "[64,32,10]"), "checkpoint", "64")
+    said(
+        cli(*FIT, "--trainer.default_root_dir", "x"),
+        "--trainer.default_root_dir x",
+        "--ckpt_path last",
+    )
+    said(
+        cli("fit", "x", "--trainer.max_epochs", 2, "--model.learner.network.sizes", "[64,32,10]"),
+        "checkpoint",
+        "64",
+    )
     assert snapshot(run) == before
 
     last = run / "checkpoints" / "last.ckpt"
     whole = last.read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2], whole[:2000] + bytes([whole[2000] ^ 255]) + whole[2001:]):
+    for damaged in (
+        b"",
+        whole[: len(whole) // 2],
+        whole[:2000] + bytes([whole[2000] ^ 255]) + whole[2001:],
+    ):
         last.write_bytes(damaged)
         for command in ("fit", "test", "export"):
             said(cli(command, "x"), "last.ckpt")

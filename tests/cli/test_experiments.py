@@ -31,7 +31,9 @@ def plain(node: Any) -> Any:
         return node
     arguments = {key: plain(value) for key, value in (node.get("init_args") or {}).items()}
     if node["class_path"] == "torch.optim.SGD":
-        arguments = {key: value for key, value in arguments.items() if value not in (0.0, False, None)}
+        arguments = {
+            key: value for key, value in arguments.items() if value not in (0.0, False, None)
+        }
     return {"class_path": class_name(node), **arguments}
 
 
@@ -58,12 +60,16 @@ def printed(cli: Cli, *names: str) -> Any:
 def packaged_experiments() -> list[str]:
     """All that lie in experiment/, fragments and sweeps aside."""
     names = [name for name in packaged() if name.startswith("experiment/")]
-    return [name for name in names if "/method/" not in name and not name.endswith(("-small", "-full"))]
+    return [
+        name for name in names if "/method/" not in name and not name.endswith(("-small", "-full"))
+    ]
 
 
 def test_the_tables_name_every_experiment_and_every_fragment() -> None:
     assert set(packaged_experiments()) == set(EXPERIMENTS)
-    fragments = {name for name in packaged() if name.startswith("experiment/") and "/method/" in name}
+    fragments = {
+        name for name in packaged() if name.startswith("experiment/") and "/method/" in name
+    }
     assert fragments == {f"experiment/{paper}/method/{name}" for paper, name in PAIRS}
 
 
@@ -81,7 +87,9 @@ def test_an_experiment_is_what_its_paper_says(name: str, cli: Cli) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("paper", "name"), PAIRS)
-def test_a_fragment_changes_what_its_paper_says_and_nothing_else(paper: str, name: str, cli: Cli) -> None:
+def test_a_fragment_changes_what_its_paper_says_and_nothing_else(
+    paper: str, name: str, cli: Cli
+) -> None:
     experiment = next(e for e in EXPERIMENTS if e.startswith(f"experiment/{paper}/"))
     config = printed(cli, experiment, f"experiment/{paper}/method/{name}")
     expected = {**EXPERIMENTS[experiment], **FRAGMENTS[paper][name]}
@@ -90,14 +98,18 @@ def test_a_fragment_changes_what_its_paper_says_and_nothing_else(paper: str, nam
 
 @pytest.mark.parametrize("paper", FRAGMENTS)
 def test_every_fragment_composes_with_every_experiment_whatever_came_before(paper: str) -> None:
-    experiments = {name: read(name) for name in EXPERIMENTS if name.startswith(f"experiment/{paper}/")}
+    experiments = {
+        name: read(name) for name in EXPERIMENTS if name.startswith(f"experiment/{paper}/")
+    }
     fragments = [read(f"experiment/{paper}/method/{name}") for name in FRAGMENTS[paper]]
     whole = [fragment for fragment in fragments if "method" in fragment]
     for name, experiment in experiments.items():
         for last in whole:
             alone = merge(experiment, last)
             assert all(merge(merge(experiment, before), last) == alone for before in whole), name
-            assert alone["model"].keys() == experiment["model"].keys(), "a fragment brings no key that is not there"
+            assert alone["model"].keys() == experiment["model"].keys(), (
+                "a fragment brings no key that is not there"
+            )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -138,7 +150,11 @@ ARRAYS += "\n".join(f"class {name}(Arrays, datamodules.{name}):\n    pass\n" for
 
 
 KINDS = {  # of experiments that differ in a number of clients, an α or classes alone: the last
-    (name.split("/")[1], *(str(of[key]) for key in ("data.class_path", "model.learner.network")), kind): name
+    (
+        name.split("/")[1],
+        *(str(of[key]) for key in ("data.class_path", "model.learner.network")),
+        kind,
+    ): name
     for name, of in EXPERIMENTS.items()
     if "model.learner.network" in of  # those of texts: tests/models/test_text_runs.py
     for kind in [of["data.partition"]["class_path"]]

@@ -10,11 +10,15 @@ from fl_lightning.cli.compose import packaged
 from fl_lightning.sweep.grid import arms
 from fl_lightning.sweep.spec import read_spec
 
-FULL = sorted(name for name in packaged() if name.startswith("experiment/") and name.endswith("-full"))
+FULL = sorted(
+    name for name in packaged() if name.startswith("experiment/") and name.endswith("-full")
+)
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_an_arm_of_a_whole_table_is_a_setting_of_the_paper_with_the_fragment_that_belongs_to_it(name: str) -> None:
+def test_an_arm_of_a_whole_table_is_a_setting_of_the_paper_with_the_fragment_that_belongs_to_it(
+    name: str,
+) -> None:
     spec = read_spec(name)
     assert spec.seeds == [0, 1, 2]
     paper = "/".join(name.split("/")[:2])
@@ -41,7 +45,8 @@ def test_the_whole_tables_are_whole() -> None:
     settings = {
         name
         for name in packaged()
-        if re.match(r"experiment/\w+/table1-", name) and not name.endswith(("-small", "-full", ".claims"))
+        if re.match(r"experiment/\w+/table1-", name)
+        and not name.endswith(("-small", "-full", ".claims"))
     }
     assert settings <= used
     assert sum(len(arms(read_spec(name))) for name in FULL if "/fedinit/" in name) == 16 * 7

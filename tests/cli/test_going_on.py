@@ -12,7 +12,17 @@ import torch
 
 from tests.helpers.zygote import Cli, Zygote
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false", "--model.participation", 1)
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "--trainer.enable_progress_bar",
+    "false",
+    "--model.participation",
+    1,
+)
 X = ("--trainer.default_root_dir", "x")
 
 
@@ -41,7 +51,9 @@ def rounds(run: Path) -> list[str]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short"])
@@ -74,7 +86,9 @@ def test_a_failing_resume_leaves_the_config(cli: Cli, run: Path) -> None:
     assert cli("fit", "x", "--trainer.max_epochs", 3, *other).returncode == 2
     assert (run / "config.yaml").read_text() == config
     assert cli("fit", "x", "--trainer.max_epochs", 3).returncode == 0
-    assert "max_epochs: 3" in (run / "config.yaml").read_text(), "a resume that worked writes its config"
+    assert "max_epochs: 3" in (run / "config.yaml").read_text(), (
+        "a resume that worked writes its config"
+    )
     assert sorted(os.listdir(run / "checkpoints")) == ["best.ckpt", "last.ckpt"]
 
 
@@ -97,9 +111,14 @@ def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--trainer.max_epochs", 1), ("--trainer.max_epochs", 0)])
-def test_a_finished_run_says_that_nothing_is_left(cli: Cli, run: Path, more: tuple[object, ...]) -> None:
+def test_a_finished_run_says_that_nothing_is_left(
+    cli: Cli, run: Path, more: tuple[object, ...]
+) -> None:
     before = snapshot(run)
     result = cli("fit", "x", *more)
     assert result.returncode == 0, result.stderr
-    assert f"2 rounds are done already; --trainer.max_epochs above {more[1] if more else 2} goes on" in result.stdout
+    assert (
+        f"2 rounds are done already; --trainer.max_epochs above {more[1] if more else 2} goes on"
+        in result.stdout
+    )
     assert snapshot(run) == before

@@ -8,13 +8,25 @@ import pytest
 
 from tests.helpers.zygote import Cli, Result
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.enable_progress_bar", "false")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "-c",
+    "debug/tiny",
+    "--trainer.enable_progress_bar",
+    "false",
+)
 FOLDER = ("--trainer.default_root_dir", "x")
 
 
 def said(cli: Cli, result: Result, *words: str) -> None:
     """Status 2, one line with all ``words`` in it, and nothing new in the folder."""
-    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stdout + result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr, (
+        result.stdout + result.stderr
+    )
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("fl-lightning: ")]
     assert len(line) <= 600, line
     for word in words:
@@ -24,36 +36,109 @@ def said(cli: Cli, result: Result, *words: str) -> None:
 
 OPTIONS = {
     "a negative seed": (("--seed_everything", "-1"), "--seed_everything -1", "0 to 4294967295"),
-    "a seed of 33 bits": (("--seed_everything", 2**32), "--seed_everything 4294967296", "0 to 4294967295"),
-    "no validation ever": (("--trainer.check_val_every_n_epoch", 0), "check_val_every_n_epoch=0", "limit_val_batches"),
-    "validation before": (("--trainer.check_val_every_n_epoch", -1), "check_val_every_n_epoch=-1", "from 1"),
+    "a seed of 33 bits": (
+        ("--seed_everything", 2**32),
+        "--seed_everything 4294967296",
+        "0 to 4294967295",
+    ),
+    "no validation ever": (
+        ("--trainer.check_val_every_n_epoch", 0),
+        "check_val_every_n_epoch=0",
+        "limit_val_batches",
+    ),
+    "validation before": (
+        ("--trainer.check_val_every_n_epoch", -1),
+        "check_val_every_n_epoch=-1",
+        "from 1",
+    ),
     "a TPU": (("--trainer.accelerator", "tpu"), "accelerator tpu", "torch_xla"),
-    "transformer-engine": (("--trainer.precision", "transformer-engine"), "precision transformer-engine", "install"),
-    "ddp_notebook": (("--trainer.strategy", "ddp_notebook"), "--trainer.strategy ddp_notebook", "auto, federated"),
-    "ddp_spawn": (("--trainer.strategy", "ddp_spawn"), "--trainer.strategy ddp_spawn", "auto, federated"),
-    "BackboneFinetuning": (("--trainer.callbacks", "BackboneFinetuning"), "BackboneFinetuning", "unfreezes"),
-    "LearningRateFinder": (("--trainer.callbacks", "LearningRateFinder"), "LearningRateFinder", "of the server"),
-    "BatchSizeFinder": (("--trainer.callbacks", "BatchSizeFinder"), "BatchSizeFinder", "data.batch_size"),
+    "transformer-engine": (
+        ("--trainer.precision", "transformer-engine"),
+        "precision transformer-engine",
+        "install",
+    ),
+    "ddp_notebook": (
+        ("--trainer.strategy", "ddp_notebook"),
+        "--trainer.strategy ddp_notebook",
+        "auto, federated",
+    ),
+    "ddp_spawn": (
+        ("--trainer.strategy", "ddp_spawn"),
+        "--trainer.strategy ddp_spawn",
+        "auto, federated",
+    ),
+    "BackboneFinetuning": (
+        ("--trainer.callbacks", "BackboneFinetuning"),
+        "BackboneFinetuning",
+        "unfreezes",
+    ),
+    "LearningRateFinder": (
+        ("--trainer.callbacks", "LearningRateFinder"),
+        "LearningRateFinder",
+        "of the server",
+    ),
+    "BatchSizeFinder": (
+        ("--trainer.callbacks", "BatchSizeFinder"),
+        "BatchSizeFinder",
+        "data.batch_size",
+    ),
     "RichProgressBar": (("--trainer.callbacks", "RichProgressBar"), "RichProgressBar"),
-    "a long folder": (("--trainer.default_root_dir", "a" * 300), "--trainer.default_root_dir", "too long"),
-    "a long path": (("--trainer.default_root_dir", "/".join(["b" * 200] * 30)), "default_root_dir", "too long"),
-    "a zero byte": (("--trainer.default_root_dir", "a\0b"), "--trainer.default_root_dir", "zero byte"),
+    "a long folder": (
+        ("--trainer.default_root_dir", "a" * 300),
+        "--trainer.default_root_dir",
+        "too long",
+    ),
+    "a long path": (
+        ("--trainer.default_root_dir", "/".join(["b" * 200] * 30)),
+        "default_root_dir",
+        "too long",
+    ),
+    "a zero byte": (
+        ("--trainer.default_root_dir", "a\0b"),
+        "--trainer.default_root_dir",
+        "zero byte",
+    ),
     "no text": (("--trainer.default_root_dir", "\udc80"), "--trainer.default_root_dir", "no text"),
     "a long config": (("-c", "a" * 5000), "-c aaa", "neither a file"),
     "a long checkpoint": (("--ckpt_path", "a" * 5000), "--ckpt_path aaa", "no such file"),
     "an open bracket": (("--method", "[{"), "--method", "not valid YAML"),
-    "an open list": (("-c", "method/fedprox", "--method.mu", "[1"), "--method.mu", "not valid YAML"),
-    "a date": (("-c", "method/fedprox", "--method.mu", "2020-01-01"), "--method.mu", "date", "quotes"),
+    "an open list": (
+        ("-c", "method/fedprox", "--method.mu", "[1"),
+        "--method.mu",
+        "not valid YAML",
+    ),
+    "a date": (
+        ("-c", "method/fedprox", "--method.mu", "2020-01-01"),
+        "--method.mu",
+        "date",
+        "quotes",
+    ),
     "a set": (("-c", "method/fedprox", "--method.mu", "!!set {a}"), "--method.mu", "set"),
-    "a participation that is open": (("--model.participation", "[1"), "--model.participation", "not valid YAML"),
+    "a participation that is open": (
+        ("--model.participation", "[1"),
+        "--model.participation",
+        "not valid YAML",
+    ),
 }
 
 CONFIGS = {
-    "binary": ("trainer: {max_epochs: !!binary aGVsbG8=}", "mine.yaml: trainer.max_epochs", "bytes"),
+    "binary": (
+        "trainer: {max_epochs: !!binary aGVsbG8=}",
+        "mine.yaml: trainer.max_epochs",
+        "bytes",
+    ),
     "a set": ("model: {participation: !!set {a, b}}", "mine.yaml: model.participation", "set"),
-    "a date": ("trainer: {max_epochs: 2020-01-01}", "mine.yaml: trainer.max_epochs", "date '2020-01-01'"),
+    "a date": (
+        "trainer: {max_epochs: 2020-01-01}",
+        "mine.yaml: trainer.max_epochs",
+        "date '2020-01-01'",
+    ),
     "no date": ("monitor: 2020-99-99", "mine.yaml", "not valid YAML: month"),
-    "a mapping in itself": ("model: &a {learner: *a}", "mine.yaml: model.learner", "contains itself"),
+    "a mapping in itself": (
+        "model: &a {learner: *a}",
+        "mine.yaml: model.learner",
+        "contains itself",
+    ),
     "a list in itself": ("method: &a [*a]", "mine.yaml: method", "contains itself"),
     "a deep list": ("model: " + "[" * 3000 + "]" * 3000, "mine.yaml", "nested too deeply"),
     "deep mappings": ("model: " + "{a: " * 60 + "1" + "}" * 60, "mine.yaml", "more than 50 deep"),
@@ -64,7 +149,11 @@ CONFIGS = {
     "trainer is added to": ("trainer+: 3", "mine.yaml: trainer+", "Accepted: trainer"),
     "class_path is a number": ("data: {class_path: 3}", "mine.yaml: data", "class_path '3'"),
     "class_path is empty": ("data: {class_path: }", "mine.yaml: data", "class_path 'None'"),
-    "init_args is a list": ("data: {class_path: Digits, init_args: [1]}", "mine.yaml: data", "init_args '[1]'"),
+    "init_args is a list": (
+        "data: {class_path: Digits, init_args: [1]}",
+        "mine.yaml: data",
+        "init_args '[1]'",
+    ),
     "a method is a number": ("method: 3", "method: '3' names no class", "ProximalTerm"),
     "a list of lists": ("method: [[a]]", "method: \"['a']\" names no class", "ProximalTerm"),
 }

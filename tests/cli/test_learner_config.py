@@ -13,7 +13,17 @@ import torch
 from fl_lightning.models import MLP, ImageClassifier
 from tests.helpers.zygote import Cli, Zygote
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false", "--model.participation", 1)
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "--trainer.enable_progress_bar",
+    "false",
+    "--model.participation",
+    1,
+)
 LEARNER = """
 import pathlib, torch, pytorch_lightning as pl
 class Sized(pl.LightningModule):
@@ -54,39 +64,56 @@ def forged(path: Path, of: Path, class_path: str) -> Path:
     saved: dict[str, Any] = torch.load(of, weights_only=True)
     saved["hyper_parameters"] = {
         "_instantiator": "pytorch_lightning.cli.instantiate_module",
-        "network": {"class_path": class_path, "init_args": dict(saved["hyper_parameters"]["network"]["init_args"])},
+        "network": {
+            "class_path": class_path,
+            "init_args": dict(saved["hyper_parameters"]["network"]["init_args"]),
+        },
         "num_classes": 10,
     }
     torch.save(saved, path)
     return path
 
 
-def test_a_forged_checkpoint_runs_no_file_of_the_current_folder(finished: Path, tmp_path: Path) -> None:
+def test_a_forged_checkpoint_runs_no_file_of_the_current_folder(
+    finished: Path, tmp_path: Path
+) -> None:
     forged(tmp_path / "x.ckpt", finished / "checkpoints/best.ckpt", "evil.Network")
-    (tmp_path / "evil.py").write_text("open('ran', 'w')\nfrom fl_lightning.models import MLP as Network\n")
+    (tmp_path / "evil.py").write_text(
+        "open('ran', 'w')\nfrom fl_lightning.models import MLP as Network\n"
+    )
     load = "import sys; sys.path.insert(0, '')\nfrom fl_lightning.models import ImageClassifier\n"
     load += "ImageClassifier.load_from_checkpoint('x.ckpt')"
-    result = subprocess.run([sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode == 1 and not (tmp_path / "ran").exists(), result.stderr
     assert "evil.Network, which is no network that was imported" in result.stderr
 
 
 def test_a_checkpoint_of_before_loads_as_it_did(finished: Path, tmp_path: Path) -> None:
-    path = forged(tmp_path / "old.ckpt", finished / "checkpoints/best.ckpt", "fl_lightning.models.MLP")
+    path = forged(
+        tmp_path / "old.ckpt", finished / "checkpoints/best.ckpt", "fl_lightning.models.MLP"
+    )
     assert isinstance(ImageClassifier.load_from_checkpoint(path).network, MLP)
 
 
 @pytest.mark.parametrize("name, plain", [("Plain", True), ("Sized", False)])
-def test_only_a_learner_with_objects_needs_the_instantiator(cli: Cli, name: str, plain: bool) -> None:
+def test_only_a_learner_with_objects_needs_the_instantiator(
+    cli: Cli, name: str, plain: bool
+) -> None:
     (cli.folder / "mine.py").write_text(LEARNER)
     learner = ("--model.learner", f"mine.{name}", "--model.learner.hidden", 5)
     result = cli(*FIT, *learner, "--trainer.default_root_dir", "x", "--trainer.max_epochs", 1)
     assert result.returncode == 0, result.stderr
-    saved = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)["hyper_parameters"]
+    saved = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)[
+        "hyper_parameters"
+    ]
     # a tuple is no plain data: YAML has lists
     assert ("_instantiator" not in saved) == plain and saved["hidden"] == 5
     load = f"import mine; m = mine.{name}.load_from_checkpoint('x/checkpoints/last.ckpt'); print(m.net[1].out_features)"
-    result_ = subprocess.run([sys.executable, "-c", load], cwd=cli.folder, capture_output=True, text=True)
+    result_ = subprocess.run(
+        [sys.executable, "-c", load], cwd=cli.folder, capture_output=True, text=True
+    )
     assert result_.stdout.strip() == "5", result_.stderr
 
 
@@ -101,4 +128,8 @@ def test_objects_in_a_checkpoint_are_read_at_the_command_line_where_asked(cli: C
     assert "weights_only" not in (cli.folder / "x/config.yaml").read_text()
     assert cli("export", "x", "-o", "model.pt").returncode == 0
     exported = torch.load(cli.folder / "model.pt", weights_only=False)
-    assert exported["special"] == Path("somewhere") and "federated" not in exported and "loops" not in exported
+    assert (
+        exported["special"] == Path("somewhere")
+        and "federated" not in exported
+        and "loops" not in exported
+    )

@@ -18,8 +18,26 @@ class Slow(ImageClassifier):
         time.sleep(0.002)
         return super().training_step(batch, i)
 """
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "method/scaffold", "--trainer.enable_progress_bar", "false")
-RUN = (*FIT, "--model.participation", 2, "--model.engine", "sequential", "--trainer.logger", "false")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "-c",
+    "method/scaffold",
+    "--trainer.enable_progress_bar",
+    "false",
+)
+RUN = (
+    *FIT,
+    "--model.participation",
+    2,
+    "--model.engine",
+    "sequential",
+    "--trainer.logger",
+    "false",
+)
 X = ("--trainer.default_root_dir", "x", "--ckpt_path", "last")
 
 
@@ -29,7 +47,9 @@ def started(cli: Cli, rounds: int) -> Process:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def rounds(folder: Path) -> list[str]:

@@ -9,20 +9,49 @@ import torch
 from fl_lightning import load
 from tests.helpers.zygote import Cli
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false", "--trainer.max_epochs", 2)
-SKEWED = ("--data.partition", "Dirichlet", "--data.partition.alpha", 0.1, "--data.client_test_fraction", 0.25)
-EVALUATED = ("--trainer.callbacks+", "PerClientEvaluation", "--trainer.callbacks.finetune_epochs", 1)
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "--trainer.enable_progress_bar",
+    "false",
+    "--trainer.max_epochs",
+    2,
+)
+SKEWED = (
+    "--data.partition",
+    "Dirichlet",
+    "--data.partition.alpha",
+    0.1,
+    "--data.client_test_fraction",
+    0.25,
+)
+EVALUATED = (
+    "--trainer.callbacks+",
+    "PerClientEvaluation",
+    "--trainer.callbacks.finetune_epochs",
+    1,
+)
 
 
 def test_fit_evaluate_and_export(cli: Cli) -> None:
     run = cli(*FIT, "-c", "method/ditto", "--model.participation", 3, *SKEWED, *EVALUATED)
     assert run.returncode == 0, run.stderr
-    assert "Ditto · 3 of 10 clients" in run.stdout + run.stderr, "what measures is no part of the method's name"
+    assert "Ditto · 3 of 10 clients" in run.stdout + run.stderr, (
+        "what measures is no part of the method's name"
+    )
     folder = cli.folder / "runs/digits-ditto-1"
     table = list(csv.DictReader((folder / "clients.csv").open()))
-    assert len(table) == 10 and {"client", "samples", "loss", "acc", "acc_finetuned"} <= table[0].keys()
+    assert (
+        len(table) == 10
+        and {"client", "samples", "loss", "acc", "acc_finetuned"} <= table[0].keys()
+    )
     logged = list(csv.DictReader((folder / "metrics.csv").open()))
-    assert logged[0].get("clients/acc", "") == "" and 0 <= float(logged[1]["clients/acc_worst10"]) <= 1
+    assert (
+        logged[0].get("clients/acc", "") == "" and 0 <= float(logged[1]["clients/acc_worst10"]) <= 1
+    )
     assert (folder / "clients.png").is_file()
 
     made = load(folder)
@@ -41,18 +70,41 @@ def test_fit_evaluate_and_export(cli: Cli) -> None:
 
 
 def test_kept_parts_and_own_buffers_are_exported(cli: Cli) -> None:
-    fit = (*FIT, "-c", "data/digits", "-c", "model/resnet20", "-c", "method/fedbn", "--model.participation", 3)
-    small = ("--model.learner.network.depth", 8, "--model.learner.network.width", 4, "--model.local_steps", 2)
+    fit = (
+        *FIT,
+        "-c",
+        "data/digits",
+        "-c",
+        "model/resnet20",
+        "-c",
+        "method/fedbn",
+        "--model.participation",
+        3,
+    )
+    small = (
+        "--model.learner.network.depth",
+        8,
+        "--model.learner.network.width",
+        4,
+        "--model.local_steps",
+        2,
+    )
     refused = cli(*FIT, "-c", "method/fedbn")
     assert refused.returncode == 2 and "no normalisation layer" in refused.stderr
-    run = cli(*fit, *small, "--model.learner.network.in_channels", 1, "--trainer.default_root_dir", "x")
+    run = cli(
+        *fit, *small, "--model.learner.network.in_channels", 1, "--trainer.default_root_dir", "x"
+    )
     assert run.returncode == 0, run.stderr
     made = load(cli.folder / "x")
     server = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)
     (client, *_) = (i for i in range(10) if made.client_state("parts.round", i) is not None)
     assert cli("export", "x", "--client", client, "-o", "own.pt").returncode == 0
     own = torch.load(cli.folder / "own.pt", weights_only=True)["state_dict"]
-    differs = {name for name, value in own.items() if not torch.equal(value, server["state_dict"][name])}
+    differs = {
+        name for name, value in own.items() if not torch.equal(value, server["state_dict"][name])
+    }
     buffer = next(name for name in own if name.endswith("running_mean"))
-    assert buffer in differs and torch.equal(own[buffer], made.client_state("buffer." + buffer, client))
+    assert buffer in differs and torch.equal(
+        own[buffer], made.client_state("buffer." + buffer, client)
+    )
     assert all("bn" in name or "norm" in name or "running" in name for name in differs), differs

@@ -13,7 +13,17 @@ from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
 from tests.helpers.zygote import Cli
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.default_root_dir", "x")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "-c",
+    "debug/tiny",
+    "--trainer.default_root_dir",
+    "x",
+)
 REFUSED = {
     "negative": (("--model.lr_decay", "-0.5"), "lr_decay=-0.5", "above 0"),
     "zero": (("--model.lr_decay", "0"), "lr_decay=0", "above 0"),
@@ -37,14 +47,26 @@ REFUSED = {
 def test_refused(cli: Cli, case: str) -> None:
     argv, *words = REFUSED[case]
     result = cli(*FIT, *argv)
-    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stdout + result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr, (
+        result.stdout + result.stderr
+    )
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("fl-lightning: ")]
     assert all(word in line for word in words) and len(line) <= 400, line
     assert os.listdir(cli.folder) == []
 
 
 @pytest.mark.parametrize(
-    "decay", [1, 0.998, 1.01, Exponential(0.0), Exponential(1.001), Cosine(5), Cosine(5, end=2.0), Steps({3: 0.0})]
+    "decay",
+    [
+        1,
+        0.998,
+        1.01,
+        Exponential(0.0),
+        Exponential(1.001),
+        Cosine(5),
+        Cosine(5, end=2.0),
+        Steps({3: 0.0}),
+    ],
 )
 def test_what_stays_finite_is_taken(decay: float | Schedule) -> None:
     checks.rate("lr_decay", decay)

@@ -71,7 +71,9 @@ def candidates(name: str) -> dict[str, int]:
 
 def test_every_twin_is_a_row_of_the_protocol_with_a_name_of_its_own() -> None:
     assert {name.removeprefix("experiment/") for name in TWINS} == set(ROWS)
-    assert {name: row.split(", ") for row, name in papers.ROWS.items()} == {n: list(r[0]) for n, r in ROWS.items()}
+    assert {name: row.split(", ") for row, name in papers.ROWS.items()} == {
+        n: list(r[0]) for n, r in ROWS.items()
+    }
     stems = [name.rpartition("/")[2] for name in TWINS]
     assert len(set(stems)) == len(stems), "a sweep's folder has the stem's name"
 
@@ -138,12 +140,16 @@ def test_every_arm_of_a_twin_is_a_configuration(name: str, cli: Cli) -> None:
         assert result.returncode == 0, (arm, result.stderr)
         config = yaml.safe_load(result.stdout)
         learner = config["model"]["learner"]["init_args"]
-        assert learner.get("weight_decay") == twin["fixed"].get("model.learner.init_args.weight_decay", 0.0)
+        assert learner.get("weight_decay") == twin["fixed"].get(
+            "model.learner.init_args.weight_decay", 0.0
+        )
         if "fedals" not in name:
             assert config["model"]["lr_decay"] == decay(arm), arm.name
 
 
 def decay(arm: Arm) -> float:
     """The papers': FedDyn and its kin decay the rate more slowly than the others."""
-    slow = any(config.rpartition("/")[2] in ("feddyn", "feddyn_sam", "fedsmoo") for config in arm.configs)
+    slow = any(
+        config.rpartition("/")[2] in ("feddyn", "feddyn_sam", "fedsmoo") for config in arm.configs
+    )
     return float(arm.options.get("model.lr_decay", 0.9995 if slow else 0.998))

@@ -10,7 +10,17 @@ import pytest
 
 from tests.helpers.zygote import Cli
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.enable_progress_bar", "false")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "-c",
+    "debug/tiny",
+    "--trainer.enable_progress_bar",
+    "false",
+)
 pytestmark = pytest.mark.slow
 
 
@@ -18,7 +28,9 @@ pytestmark = pytest.mark.slow
 def test_the_folder_is_expanded_once_for_all(cli: Cli, given: str) -> None:
     environment = {"HOME": str(cli.folder / "home"), "PLACE": str(cli.folder / "home")}
     (cli.folder / "home").mkdir()
-    ended = cli(*FIT, "--trainer.max_epochs", 1, "--trainer.default_root_dir", given, env=environment)
+    ended = cli(
+        *FIT, "--trainer.max_epochs", 1, "--trainer.default_root_dir", given, env=environment
+    )
     assert ended.returncode == 0, ended.stderr
     run = cli.folder / "home" / "run"
     assert os.listdir(cli.folder) == ["home"] and os.listdir(cli.folder / "home") == ["run"]
@@ -35,20 +47,33 @@ def test_an_output_that_is_no_file_is_refused_and_stays(cli: Cli) -> None:
     (cli.folder / "link").symlink_to("target.pt")
     before = {path: stat.S_IFMT(path.lstat().st_mode) for path in cli.folder.iterdir()}
     for command in ("export", "predict"):
-        for name, kind in (("pipe", "a pipe"), ("folder", "a folder"), ("file/below", "is not a folder")):
+        for name, kind in (
+            ("pipe", "a pipe"),
+            ("folder", "a folder"),
+            ("file/below", "is not a folder"),
+        ):
             ended = cli(command, "x", "-o", name)
-            assert ended.returncode == 2 and kind in ended.stderr and "Traceback" not in ended.stderr
+            assert (
+                ended.returncode == 2 and kind in ended.stderr and "Traceback" not in ended.stderr
+            )
         ended = cli(command, "x", "-o", "link")
-        assert ended.returncode == 0 and Path(cli.folder / "target.pt").stat().st_size > 100, ended.stderr
+        assert ended.returncode == 0 and Path(cli.folder / "target.pt").stat().st_size > 100, (
+            ended.stderr
+        )
         (cli.folder / "target.pt").unlink()
     assert {path: stat.S_IFMT(path.lstat().st_mode) for path in cli.folder.iterdir()} == before
     assert (cli.folder / "file").read_text() == "before"
-    (cli.folder / "s.yaml").write_text("configs: [base, trainer/cpu, debug/tiny]\ngrid: {seed_everything: [0]}\n")
+    (cli.folder / "s.yaml").write_text(
+        "configs: [base, trainer/cpu, debug/tiny]\ngrid: {seed_everything: [0]}\n"
+    )
     writing = (
         ("partition", *FIT[1:-2], "-o"), ("report", "x", "--out"), ("analyse", "hessian", "x", "--out"),
         ("sweep", "s.yaml", "--out"), (*FIT, "--trainer.default_root_dir"),
     )  # fmt: skip
     for command in writing:
         ended = cli(*command, "file")
-        assert ended.returncode == 2 and "Traceback" not in ended.stderr, (command, ended.stderr[-2000:])
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, (
+            command,
+            ended.stderr[-2000:],
+        )
         assert "file" in ended.stderr

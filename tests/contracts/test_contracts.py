@@ -19,14 +19,22 @@ from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
-    "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"aggregate": "updates", **given}),
+    "FedInit, updates": lambda **given: c.RelaxedInitialization(
+        **{"aggregate": "updates", **given}
+    ),
     "FedInit, mean": lambda **given: c.RelaxedInitialization(**{"offset": "mean", **given}),
-    "FedInit, scheduled": lambda **given: c.RelaxedInitialization(**{"beta": Exponential(0.9), **given}),
+    "FedInit, scheduled": lambda **given: c.RelaxedInitialization(
+        **{"beta": Exponential(0.9), **given}
+    ),
     "SCAFFOLD, gradient": lambda: c.ControlVariates("gradient"),
-    "FedALS": lambda **given: c.PartialAveraging(**(given or {"periods": {"first.*": 2, "head.bias": "never"}})),
+    "FedALS": lambda **given: c.PartialAveraging(
+        **(given or {"periods": {"first.*": 2, "head.bias": "never"}})
+    ),
     "FedDyn, scheduled": lambda: c.DynamicRegularization(Exponential(0.9)),
     "FedCM, scheduled": lambda **given: c.ClientMomentum(**{"alpha": Exponential(0.5), **given}),
-    "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(**{"clip": 0.5, "noise_multiplier": 0.5, **given}),
+    "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(
+        **{"clip": 0.5, "noise_multiplier": 0.5, **given}
+    ),
     "top-k": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
 }
 OURS: dict[str, Callable[..., FederatedCallback]] = {
@@ -64,17 +72,28 @@ def test_loggers_change_nothing(name: str) -> None:
 def test_scaffold_keeps_its_estimates_in_a_round_without_learning() -> None:
     """Where Σ η K = 0 nothing was estimated: c_i stays, and c."""
     with quiet():
-        before, after = (outcome(fit([c.ControlVariates()], rounds=n, lr_decay=Steps({1: 0.0}))) for n in (1, 2))
+        before, after = (
+            outcome(fit([c.ControlVariates()], rounds=n, lr_decay=Steps({1: 0.0}))) for n in (1, 2)
+        )
     kept = {k: v for k, v in after.items() if "ControlVariates.c" in k}
-    require_same({k: before.get(k, torch.zeros_like(v)) for k, v in kept.items()}, kept, 0.0, "lr 0", "")
+    require_same(
+        {k: before.get(k, torch.zeros_like(v)) for k, v in kept.items()}, kept, 0.0, "lr 0", ""
+    )
     assert len(kept) > 4
 
 
 @pytest.mark.parametrize(
     ("beta", "rule", "participation", "warned"),
-    [(0.5, "models", 2, True), (0.49, "models", 2, False), (0.5, "updates", 2, False), (0.5, "models", "all", False)],
+    [
+        (0.5, "models", 2, True),
+        (0.49, "models", 2, False),
+        (0.5, "updates", 2, False),
+        (0.5, "models", "all", False),
+    ],
 )
-def test_fedinit_warns_where_it_amplifies_a_drift(beta: float, rule: Any, participation: Any, warned: bool) -> None:
+def test_fedinit_warns_where_it_amplifies_a_drift(
+    beta: float, rule: Any, participation: Any, warned: bool
+) -> None:
     """beta >= n/(m - n), which is 1/2 with 2 of 6 clients."""
     with quiet():
         module = fit([c.RelaxedInitialization(beta, rule)], rounds=1, participation=participation)
@@ -83,7 +102,9 @@ def test_fedinit_warns_where_it_amplifies_a_drift(beta: float, rule: Any, partic
 
 def test_divergence_of_all_clients_is_logged_unless_it_is_turned_off() -> None:
     with quiet():
-        logged = [outcome(fit([c.DivergenceLogger(given)], rounds=1)) for given in (None, True, False)]
+        logged = [
+            outcome(fit([c.DivergenceLogger(given)], rounds=1)) for given in (None, True, False)
+        ]
     assert ["log divergence/all" in left for left in logged] == [True, True, False]
 
 
@@ -92,7 +113,9 @@ def verdict(cls: type[FederatedCallback], invariant: str) -> Check:
         return _checked(invariant, INVARIANTS[invariant], runs.Method(cls))
 
 
-@pytest.mark.parametrize(("cls", "invariant", "says"), WRONG, ids=[f"{w[0].__name__}: {w[1]}" for w in WRONG])
+@pytest.mark.parametrize(
+    ("cls", "invariant", "says"), WRONG, ids=[f"{w[0].__name__}: {w[1]}" for w in WRONG]
+)
 def test_a_wrong_method_fails_with_a_message_that_leads_to_the_fault(
     cls: type[FederatedCallback], invariant: str, says: str
 ) -> None:
@@ -123,7 +146,13 @@ def test_an_error_that_fails_every_run_is_told_once() -> None:
     assert str(report).count(f"(as {failed[0]!r})") == len(failed) - 1
 
 
-HOOKS = ["on_round_start", "on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end"]
+HOOKS = [
+    "on_round_start",
+    "on_local_start",
+    "on_local_gradient",
+    "on_local_step_end",
+    "on_local_end",
+]
 HOOKS += ["on_server_update", "on_round_end"]
 
 
@@ -141,7 +170,13 @@ def test_a_run_interrupted_in_any_hook_resumes_exactly(hook: str) -> None:
     setattr(Killed, hook, lambda self, *given: die(*given))
 
     def callbacks() -> list[FederatedCallback]:
-        return [c.ControlVariates(), c.RelaxedInitialization(), c.DivergenceLogger(), c.CommunicationLogger(), Killed()]
+        return [
+            c.ControlVariates(),
+            c.RelaxedInitialization(),
+            c.DivergenceLogger(),
+            c.CommunicationLogger(),
+            Killed(),
+        ]
 
     with quiet(), tempfile.TemporaryDirectory() as folder:
         armed = False
@@ -150,4 +185,6 @@ def test_a_run_interrupted_in_any_hook_resumes_exactly(hook: str) -> None:
         with pytest.raises(RuntimeError, match="killed"):
             fit(callbacks(), rounds=4, folder=folder)
         armed = False
-        require_same(whole, outcome(fit(callbacks(), rounds=4, folder=folder, resume=True)), 0.0, hook, "")
+        require_same(
+            whole, outcome(fit(callbacks(), rounds=4, folder=folder, resume=True)), 0.0, hook, ""
+        )

@@ -21,7 +21,9 @@ def real_data() -> Path:
         return Path(os.environ["FL_LIGHTNING_DATA"])
     unpack = Path(__file__).parents[3] / "shared" / "data" / "unpack.py"
     if not unpack.is_file():
-        pytest.skip("no real data: set FL_LIGHTNING_DATA to a folder of MNIST, CIFAR-10, … to run this")
+        pytest.skip(
+            "no real data: set FL_LIGHTNING_DATA to a folder of MNIST, CIFAR-10, … to run this"
+        )
     folder = Path(tempfile.gettempdir()) / "fl-lightning-data"
     subprocess.run([sys.executable, str(unpack), str(folder)], check=True, capture_output=True)
     return folder

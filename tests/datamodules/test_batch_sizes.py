@@ -27,7 +27,9 @@ def numbered(made="memory", **options):
     options = {"batch_size": 4, "seed": 2, **options}
     if made == "memory":
         return InMemoryDataModule((x, y), test=(x, y), clients=clients, **options)
-    return FromDatasets(clients=[TensorDataset(x[c], y[c]) for c in clients], test=TensorDataset(x, y), **options)
+    return FromDatasets(
+        clients=[TensorDataset(x[c], y[c]) for c in clients], test=TensorDataset(x, y), **options
+    )
 
 
 def lengths(data, client, steps):
@@ -38,8 +40,16 @@ def lengths(data, client, steps):
 def test_drop_last_leaves_the_short_batch_out_and_counts_the_others(made):
     data = numbered(made, drop_last=True)
     assert [data.batches_per_epoch(i) for i in range(5)] == [2, 2, 1, 1, 3]
-    assert [lengths(data, i, 3) for i in range(5)] == [[4, 4, 4], [4, 4, 4], [3, 3, 3], [1, 1, 1], [4, 4, 4]]
-    seen = [chain(*(x.flatten().tolist() for x, _ in data.client_batches(0, r, 2))) for r in range(20)]
+    assert [lengths(data, i, 3) for i in range(5)] == [
+        [4, 4, 4],
+        [4, 4, 4],
+        [3, 3, 3],
+        [1, 1, 1],
+        [4, 4, 4],
+    ]
+    seen = [
+        chain(*(x.flatten().tolist() for x, _ in data.client_batches(0, r, 2))) for r in range(20)
+    ]
     left_out = {next(iter(set(range(9)) - set(one))) for one in seen}
     assert len(left_out) > 3  # another one each time
     kept = numbered(made)
@@ -59,7 +69,9 @@ def test_full_batches_keep_every_sample_and_none_is_short(made):
 def test_the_loaders_drop_last_is_honoured():
     class Plain(pl.LightningDataModule):
         def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.zeros(10, 1), torch.zeros(10)), batch_size=4, drop_last=True)
+            return DataLoader(
+                TensorDataset(torch.zeros(10, 1), torch.zeros(10)), batch_size=4, drop_last=True
+            )
 
     data = FromDataModule(Plain(), num_clients=2, seed=0)
     assert data.batches_per_epoch(0) == 1 and lengths(data, 0, 2) == [4, 4]
@@ -71,14 +83,18 @@ def test_batch_norm_trains_where_the_batch_of_one_is_dropped():
     class Normed(Lit):
         def __init__(self):
             super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+            )
 
     x, y = torch.randn(27, 20, dtype=torch.float64), torch.arange(27) % 4
     for drop_last in (False, True):
         data = InMemoryDataModule((x, y), num_clients=3, batch_size=4, drop_last=drop_last)
         module = federated(Normed(), participation="all", engine="sequential")
         if not drop_last:
-            with pytest.raises(UserError, match="client 0 has 9 samples, of which batch_size=4 leaves 1"):
+            with pytest.raises(
+                UserError, match="client 0 has 9 samples, of which batch_size=4 leaves 1"
+            ):
                 trainer(1).fit(module, data)
             continue
         trainer(1).fit(module, data)
@@ -92,7 +108,11 @@ def test_batch_norm_trains_where_the_batch_of_one_is_dropped():
 def test_the_smallest_batch_is_the_smallest_that_clients_meet(batch_size, drop_last):
     data = numbered(batch_size=batch_size, drop_last=drop_last)
     for steps in (None, 1, 2, np.array([1, 2, 3, 4, 2])):
-        numbers = [data.batches_per_epoch(i) for i in range(5)] if steps is None else np.broadcast_to(steps, 5)
+        numbers = (
+            [data.batches_per_epoch(i) for i in range(5)]
+            if steps is None
+            else np.broadcast_to(steps, 5)
+        )
         met = [min(lengths(data, i, int(k))) for i, k in enumerate(numbers)]
         smallest, client = data.smallest_batch(steps)
         assert smallest == min(met) and client == met.index(smallest)
@@ -126,7 +146,10 @@ def test_evaluation_batches_of_datasets_go_by_memory():
     loader = data.val_dataloader()
     assert torch.equal(before, torch.get_rng_state()) and len(loader) == 3
     assert [len(y) for _, y in loader] == [7, 7, 6]  # a label more than 8 MiB each
-    assert len(FromDatasets(Large(), test=Large(), num_clients=2, eval_batch_size=20).val_dataloader()) == 1
+    assert (
+        len(FromDatasets(Large(), test=Large(), num_clients=2, eval_batch_size=20).val_dataloader())
+        == 1
+    )
     held = FromDatasets(Large(), num_clients=2, val_fraction=0.5)
     assert [len(y) for _, y in held.val_dataloader()] == [7, 3]
 
@@ -171,7 +194,10 @@ def test_seeds_that_would_collide_are_refused_by_name(seed):
 
 def test_draws_of_every_accepted_seed_are_what_they_were_and_differ():
     assert generator(0, "order", 3, 7).permutation(5).tolist() == [0, 4, 1, 3, 2]
-    drawn = {tuple(generator(s, "order").integers(2**32, size=4)) for s in (0, 1, 2**62, 2**63 - 2, 2**63 - 1)}
+    drawn = {
+        tuple(generator(s, "order").integers(2**32, size=4))
+        for s in (0, 1, 2**62, 2**63 - 2, 2**63 - 1)
+    }
     assert len(drawn) == 5
     assert Digits(seed=np.int64(3)).partition_hash == Digits(seed=3).partition_hash
 

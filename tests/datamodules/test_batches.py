@@ -30,7 +30,9 @@ from fl_lightning.sampling import generator
 def numbered(n=23, m=3, **options):
     """Each sample is its own number."""
     x = torch.arange(n, dtype=torch.float64).view(n, 1)
-    return InMemoryDataModule((x, torch.arange(n) % 5), num_clients=m, partition=IID(), seed=4, **options)
+    return InMemoryDataModule(
+        (x, torch.arange(n) % 5), num_clients=m, partition=IID(), seed=4, **options
+    )
 
 
 def seen(data, client, round, steps):
@@ -55,7 +57,9 @@ def test_order_does_not_depend_on_what_was_asked_before():
     forward = {key: seen(a, *key, 4) for key in asked}
     assert {key: seen(b, *key, 4) for key in reversed(asked)} == forward
     with ThreadPoolExecutor(4) as pool:
-        assert dict(zip(asked, pool.map(lambda key: seen(a, *key, 4), asked), strict=True)) == forward
+        assert (
+            dict(zip(asked, pool.map(lambda key: seen(a, *key, 4), asked), strict=True)) == forward
+        )
     assert forward[0, 0] != forward[0, 1]
     assert seen(a, 0, 0, 2) == forward[0, 0][:2]
 
@@ -73,7 +77,10 @@ def test_full_batches_go_through_a_client_once_in_order():
     data = numbered(batch_size=3)
     batches = list(data.full_batches(1))
     assert [n for _, n in batches] == [len(x) for (x, _), _ in batches] == [3, 3, 2]
-    assert torch.cat([x for (x, _), _ in batches]).flatten().long().tolist() == data.client_indices(1).tolist()
+    assert (
+        torch.cat([x for (x, _), _ in batches]).flatten().long().tolist()
+        == data.client_indices(1).tolist()
+    )
 
 
 @pytest.mark.parametrize("biases", [[], [ClientBias(0.3), CategoryBias(0.2)]])
@@ -90,13 +97,22 @@ def test_types_and_scale():
     y = np.arange(16, dtype=np.int32)
     data = InMemoryDataModule((images, y), clients=[np.arange(16)], batch_size=16)
     (x, labels), _ = next(data.full_batches(0))
-    assert x.dtype == torch.float32 and labels.dtype == torch.int64 and data.train_set.x.dtype == torch.uint8
+    assert (
+        x.dtype == torch.float32
+        and labels.dtype == torch.int64
+        and data.train_set.x.dtype == torch.uint8
+    )
     torch.testing.assert_close(x, images / 255)
     normalised = TensorSamples(images.expand(16, 2, 4, 4), y, 255.0, (0.5, 0.2), (0.25, 0.1))
     (x, _) = next(normalised.batches(np.arange(16), 16))
     torch.testing.assert_close(x[:, 1:], (images / 255 - 0.2) / 0.1)
-    assert seen(numbered(), 0, 0, 1) and next(numbered().client_batches(0, 0, 1))[0].dtype == torch.float64
-    tokens = InMemoryDataModule((torch.zeros(4, 3, dtype=torch.int64), torch.rand(4)), clients=[[0, 1]])
+    assert (
+        seen(numbered(), 0, 0, 1)
+        and next(numbered().client_batches(0, 0, 1))[0].dtype == torch.float64
+    )
+    tokens = InMemoryDataModule(
+        (torch.zeros(4, 3, dtype=torch.int64), torch.rand(4)), clients=[[0, 1]]
+    )
     x, y = next(tokens.client_batches(0, 0, 1))
     assert x.dtype == torch.int64 and y.dtype == torch.float32 and tokens.num_classes is None
 
@@ -104,7 +120,10 @@ def test_types_and_scale():
 def test_transform_is_called_on_every_batch_training_and_evaluation():
     x = torch.arange(5.0).view(5, 1)
     data = InMemoryDataModule(
-        (x, torch.zeros(5)), test=(x, torch.zeros(5)), clients=[[1, 2]], transform=lambda b: b + len(b)
+        (x, torch.zeros(5)),
+        test=(x, torch.zeros(5)),
+        clients=[[1, 2]],
+        transform=lambda b: b + len(b),
     )
     assert sorted(seen(data, 0, 0, 1)[0]) == [3, 4]
     assert next(iter(data.test_dataloader()))[0].flatten().tolist() == [5, 6, 7, 8, 9]
@@ -132,13 +151,23 @@ def test_crops_without_flips_and_with_a_probability():
     assert torch.equal(never.apply(x, never.draw(generator(0, "augment"), 400)), x)
     draws = CropFlip.of({"probability": 0.5}).draw(generator(0, "augment"), 400)
     same = CropFlip().draw(generator(0, "augment"), 400)
-    assert np.array_equal(draws.flips, same.flips), "the same draws, of which some crops are left out"
+    assert np.array_equal(draws.flips, same.flips), (
+        "the same draws, of which some crops are left out"
+    )
     moved = (draws.offsets != 4).any(1)
     assert 140 < moved.sum() < 260 and np.array_equal(draws.offsets[moved], same.offsets[moved])
 
 
 @pytest.mark.parametrize(
-    "given", [{"paddding": 4}, {"padding": -1}, {"padding": 2.5}, {"flip": 1}, {"probability": 1.5}, {"padding": True}]
+    "given",
+    [
+        {"paddding": 4},
+        {"padding": -1},
+        {"padding": 2.5},
+        {"flip": 1},
+        {"probability": 1.5},
+        {"padding": True},
+    ],
 )
 def test_what_augment_does_not_know_is_refused(given):
     with pytest.raises(UserError, match=r"data\.augment") as error:
@@ -165,7 +194,9 @@ def test_augmentation_is_for_training_alone_and_differs_between_epochs_and_round
     assert not torch.equal(first, next(plain.client_batches(0, 0, 1))[0])
     for ours, theirs in ((data, plain),):
         assert torch.equal(next(ours.full_batches(0))[0][0], next(theirs.full_batches(0))[0][0])
-        assert torch.equal(next(iter(ours.val_dataloader()))[0], next(iter(theirs.val_dataloader()))[0])
+        assert torch.equal(
+            next(iter(ours.val_dataloader()))[0], next(iter(theirs.val_dataloader()))[0]
+        )
 
 
 def test_biases_follow_their_formulas_on_training_data_alone():
@@ -210,9 +241,13 @@ def test_validation_is_val_then_held_out_then_test():
     images = [batch[0] for batch in digits.val_dataloader()]
     images += [batch[0] for i in range(10) for batch, _ in digits.full_batches(i)]
     whole = next(iter(digits.train_set.batches(np.arange(1438), 1438)))[0]
-    assert sorted(x.numpy().tobytes() for x in torch.cat(images)) == sorted(x.numpy().tobytes() for x in whole)
+    assert sorted(x.numpy().tobytes() for x in torch.cat(images)) == sorted(
+        x.numpy().tobytes() for x in whole
+    )
     assert sum(len(b[1]) for b in digits.test_dataloader()) == 359
-    assert np.array_equal(digits.client_indices(0), Digits(val_fraction=0.25, seed=1).client_indices(0))
+    assert np.array_equal(
+        digits.client_indices(0), Digits(val_fraction=0.25, seed=1).client_indices(0)
+    )
 
 
 class FakeTrainer:
@@ -270,10 +305,19 @@ def test_a_learner_by_itself_is_evaluated_and_its_training_refused():
 
     learner = Learner()
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", num_sanity_val_steps=0, enable_model_summary=False, **options)
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        **options,
+    )
     trainer.validate(learner, datamodule=Digits(), verbose=False)
     assert learner.seen == [("val", 359)]
-    with pytest.raises(UserError, match="Digits is for federated runs, and Learner was given to the Trainer by itself"):
+    with pytest.raises(
+        UserError,
+        match="Digits is for federated runs, and Learner was given to the Trainer by itself",
+    ):
         trainer.fit(learner, datamodule=Digits())
     assert learner.seen == [("val", 359)]
 
@@ -290,9 +334,18 @@ def test_a_learner_by_itself_is_evaluated_and_its_training_refused():
             lambda x, y: InMemoryDataModule((x, y), clients=[[0]], num_clients=2),
             ["clients", "num_clients is 2"],
         ),
-        (lambda x, y: InMemoryDataModule((x, y), num_clients=0), ["num_clients is 0", "at least 1"]),
-        (lambda x, y: InMemoryDataModule((x, y), num_clients=7), ["num_clients is 7", "from 1 to 6"]),
-        (lambda x, y: InMemoryDataModule((x, y), num_clients=2, batch_size=0), ["batch_size is 0", "null"]),
+        (
+            lambda x, y: InMemoryDataModule((x, y), num_clients=0),
+            ["num_clients is 0", "at least 1"],
+        ),
+        (
+            lambda x, y: InMemoryDataModule((x, y), num_clients=7),
+            ["num_clients is 7", "from 1 to 6"],
+        ),
+        (
+            lambda x, y: InMemoryDataModule((x, y), num_clients=2, batch_size=0),
+            ["batch_size is 0", "null"],
+        ),
         (lambda x, y: InMemoryDataModule((x, y[:5]), num_clients=2), ["6 inputs", "5 labels"]),
         (lambda x, y: InMemoryDataModule((x, y), test=x, num_clients=2), ["test", "pair"]),
         (
@@ -341,8 +394,15 @@ def test_artefacts_show_clients_and_classes():
     assert row == ["2", "287", *[str(c) if c else "·" for c in counts]]
     image = data.plot_partition().axes[0].images[0].get_array()
     assert np.array_equal(image[2], counts)
-    many = Digits(partition=Dirichlet(0.1, replacement=True, samples_per_client=3), num_clients=5000, seed=0)
+    many = Digits(
+        partition=Dirichlet(0.1, replacement=True, samples_per_client=3), num_clients=5000, seed=0
+    )
     axes = many.plot_partition().axes[0]
-    assert axes.images[0].get_array().shape == (200, 10) and "first 200 of 5,000" in axes.get_title()
+    assert (
+        axes.images[0].get_array().shape == (200, 10) and "first 200 of 5,000" in axes.get_title()
+    )
     assert "4,980 more clients" in many.partition_table()
-    assert data.card()["partition"] == "Dirichlet(alpha=0.1)" and data.partition_hash in data.card().values()
+    assert (
+        data.card()["partition"] == "Dirichlet(alpha=0.1)"
+        and data.partition_hash in data.card().values()
+    )

@@ -20,7 +20,9 @@ CLASSES = 4
 def data(clients=None, fraction=0.25, seed=0, labels=None, samples=200, **arguments):
     y = torch.arange(samples) % CLASSES if labels is None else labels
     x = torch.arange(len(y), dtype=torch.float32).view(-1, 1)
-    made = InMemoryDataModule((x, y), clients=clients, client_test_fraction=fraction, seed=seed, **arguments)
+    made = InMemoryDataModule(
+        (x, y), clients=clients, client_test_fraction=fraction, seed=seed, **arguments
+    )
     made.setup()
     return made
 
@@ -36,13 +38,17 @@ def test_each_distinct_sample_lies_on_one_side(indices, fraction, seed):
     train, test = made.client_indices(0).tolist(), made.client_test_indices(0).tolist()
     distinct = sorted(set(indices))
     assert sorted({*train, *test}) == distinct and not set(train) & set(test)
-    assert train == [i for i in indices if i not in set(test)], "those that are left keep their order and multiplicity"
+    assert train == [i for i in indices if i not in set(test)], (
+        "those that are left keep their order and multiplicity"
+    )
     assert test == sorted(set(test))
     half_up = int((Decimal(str(fraction)) * len(distinct)).quantize(Decimal(1), ROUND_HALF_UP))
     assert len(test) == (0 if len(distinct) == 1 else min(max(half_up, 1), len(distinct) - 1))
     assert made.client_sizes().tolist() == [len(train)]
     by_class, held = (Counter(i % CLASSES for i in side) for side in (distinct, test))
-    assert all(abs(held[c] - len(test) * by_class[c] / len(distinct)) < 1 for c in by_class), "of each class its share"
+    assert all(abs(held[c] - len(test) * by_class[c] / len(distinct)) < 1 for c in by_class), (
+        "of each class its share"
+    )
 
 
 def test_the_draw_is_a_function_of_seed_and_client():
@@ -66,10 +72,14 @@ def test_it_is_part_of_the_hash_the_table_and_the_card():
 
 def test_what_a_client_trains_on_and_is_tested_on():
     made = data([list(range(40)), [7]], batch_size=8)
-    seen = [int(v) for batch in made.client_batches(0, 0, made.batches_per_epoch(0)) for v in batch[0]]
+    seen = [
+        int(v) for batch in made.client_batches(0, 0, made.batches_per_epoch(0)) for v in batch[0]
+    ]
     assert sorted(seen) == made.client_indices(0).tolist()
     batches = list(made.full_batches(0, what="test"))
-    assert [int(v) for batch, _ in batches for v in batch[0]] == made.client_test_indices(0).tolist()
+    assert [int(v) for batch, _ in batches for v in batch[0]] == made.client_test_indices(
+        0
+    ).tolist()
     assert [n for _, n in batches] == [8, 2]
     assert list(made.full_batches(1, what="test")) == []
 
@@ -79,7 +89,10 @@ def test_lazy_clients_and_a_validation_set_beside_it():
     made = data(None, 0.25, val_fraction=0.1, **arguments)
     held = set(made._who.held_out.tolist())
     for i in range(8):
-        train, test = set(made.client_indices(i).tolist()), set(made.client_test_indices(i).tolist())
+        train, test = (
+            set(made.client_indices(i).tolist()),
+            set(made.client_test_indices(i).tolist()),
+        )
         assert test and not train & test and not (train | test) & held
         assert made.client_sizes()[i] == len(made.client_indices(i))
 
@@ -101,6 +114,9 @@ def test_a_saved_split_gives_the_same_sides(tmp_path):
     first = data(None, 0.25, partition=Dirichlet(0.3), num_clients=5)
     first.save_partition(tmp_path / "split.npz")
     second = data(None, 0.25, partition=Saved(tmp_path / "split.npz"))
-    assert all(np.array_equal(first.client_test_indices(i), second.client_test_indices(i)) for i in range(5))
+    assert all(
+        np.array_equal(first.client_test_indices(i), second.client_test_indices(i))
+        for i in range(5)
+    )
     assert all(np.array_equal(first.client_indices(i), second.client_indices(i)) for i in range(5))
     assert first.partition_hash == second.partition_hash

@@ -85,7 +85,10 @@ def test_missing_data_say_what_is_expected(tmp_path, kind):
     with pytest.raises(UserError) as caught:
         kind(tmp_path / "nowhere").setup()
     message = str(caught.value)
-    assert all(word in message for word in ("data.root is", "nowhere", "expected as", "--data.download true"))
+    assert all(
+        word in message
+        for word in ("data.root is", "nowhere", "expected as", "--data.download true")
+    )
     assert len(message) <= 600 and "\n" not in message and not (tmp_path / "nowhere").exists()
 
 
@@ -127,9 +130,18 @@ def false_har(root, layout, rng):
         if layout == "compact":
             np.save(folder / "Inertial Signals" / f"signals_{part}.npy", signals[part])
         else:
-            names = ["body_acc_x", "body_acc_y", "body_acc_z", "body_gyro_x", "body_gyro_y", "body_gyro_z"]
+            names = [
+                "body_acc_x",
+                "body_acc_y",
+                "body_acc_z",
+                "body_gyro_x",
+                "body_gyro_y",
+                "body_gyro_z",
+            ]
             for c, name in enumerate([*names, "total_acc_x", "total_acc_y", "total_acc_z"]):
-                np.savetxt(folder / "Inertial Signals" / f"{name}_{part}.txt", signals[part][:, c], "%.9e")
+                np.savetxt(
+                    folder / "Inertial Signals" / f"{name}_{part}.txt", signals[part][:, c], "%.9e"
+                )
     return signals
 
 
@@ -143,8 +155,12 @@ def test_human_activity_reads_both_layouts(tmp_path, layout):
     train = signals["train"].astype(np.float64)
     mean, std = train.mean((0, 2))[:, None], train.std((0, 2))[:, None]
     for part, got in (("train", data.train_set), ("test", data.test_set)):
-        np.testing.assert_allclose(got.x.numpy(), (signals[part] - mean) / std, rtol=1e-4, atol=1e-5)
-    inside = HumanActivity(tmp_path / "UCI HAR Dataset", features="features", num_clients=2, partition=IID())
+        np.testing.assert_allclose(
+            got.x.numpy(), (signals[part] - mean) / std, rtol=1e-4, atol=1e-5
+        )
+    inside = HumanActivity(
+        tmp_path / "UCI HAR Dataset", features="features", num_clients=2, partition=IID()
+    )
     inside.setup()
     assert inside.train_set.x.shape == (4, 561) and inside.num_clients == 2
 
@@ -208,13 +224,20 @@ def test_command_line_builds_and_prints_them(kind):
         "num_clients": 7,
         "biases": [bias],
     }
-    config = parser.parse_object({"data": {"class_path": f"fl_lightning.datamodules.{kind}", "init_args": init}})
+    config = parser.parse_object(
+        {"data": {"class_path": f"fl_lightning.datamodules.{kind}", "init_args": init}}
+    )
     assert parser.parse_string(parser.dump(config)) == config
     # its name before jsonargparse 4.49
     build = getattr(parser, "instantiate", parser.instantiate_classes)
     data = build(config).data
     assert type(data).__name__ == kind and data.num_clients == 7
-    assert repr(data.partition) == "Dirichlet(alpha=0.3)" and repr(data.biases) == "(ClientBias(std=0.2),)"
-    plain = parser.parse_args(["--data", f"fl_lightning.datamodules.{kind}", "--data.partition", "IID"])
+    assert (
+        repr(data.partition) == "Dirichlet(alpha=0.3)"
+        and repr(data.biases) == "(ClientBias(std=0.2),)"
+    )
+    plain = parser.parse_args(
+        ["--data", f"fl_lightning.datamodules.{kind}", "--data.partition", "IID"]
+    )
     assert parser.parse_string(parser.dump(plain)) == plain
     assert build(plain).data.biases == ()

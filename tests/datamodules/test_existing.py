@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from fl_lightning.datamodules import IID, ByGroup, Dirichlet, FromDataModule, FromDatasets
 from fl_lightning.errors import UserError
@@ -33,7 +40,9 @@ def numbers(data, client, steps=1):
 
 
 def test_a_dataset_is_split_collated_and_evaluated():
-    data = FromDatasets(Words(), test=Words(5, 100), partition=Dirichlet(100.0), num_clients=3, batch_size=3)
+    data = FromDatasets(
+        Words(), test=Words(5, 100), partition=Dirichlet(100.0), num_clients=3, batch_size=3
+    )
     everything = chain(*(numbers(data, i, 2) for i in range(3)))
     assert sorted(everything) == list(range(12)) and data.num_classes == 3
     batches = list(data.full_batches(0))
@@ -61,12 +70,19 @@ def test_labels_are_found_or_asked_for():
     data = FromDatasets(half, num_clients=1)
     data.setup()
     assert data.train_set.labels.tolist() == [2, 0, 1]
-    tensors = FromDatasets(TensorDataset(torch.zeros(4, 1), torch.tensor([0, 1, 2, 1])), num_clients=2)
+    tensors = FromDatasets(
+        TensorDataset(torch.zeros(4, 1), torch.tensor([0, 1, 2, 1])), num_clients=2
+    )
     assert tensors.num_classes == 3
     assert FromDatasets(Mute(), num_clients=2).num_classes is None
     with pytest.raises(UserError, match=r"Dirichlet.*give targets"):
         FromDatasets(Mute(), num_clients=2, partition=Dirichlet(1.0)).setup()
-    assert FromDatasets(Mute(), num_clients=2, partition=Dirichlet(1.0), targets=[0, 1] * 3).num_classes == 2
+    assert (
+        FromDatasets(
+            Mute(), num_clients=2, partition=Dirichlet(1.0), targets=[0, 1] * 3
+        ).num_classes
+        == 2
+    )
     groups = FromDatasets(Mute(), partition=ByGroup([1, 1, 2, 2, 2, 3]))
     assert groups.num_clients == 3 and "all samples" in groups.plot_partition().axes[0].get_xlabel()
 
@@ -93,7 +109,9 @@ def test_a_data_module_is_federated():
     def doubled(samples):
         return {"number": torch.tensor([2 * s["number"] for s in samples])}
 
-    inner = Plain(DataLoader(Words(), batch_size=5, shuffle=True, drop_last=True, collate_fn=doubled))
+    inner = Plain(
+        DataLoader(Words(), batch_size=5, shuffle=True, drop_last=True, collate_fn=doubled)
+    )
     data = FromDataModule(inner, partition=IID(), num_clients=2, drop_last=False)
     assert sorted(numbers(data, 0, 2) + numbers(data, 1, 2)) == list(range(0, 24, 2))
     assert data.batch_size == 5 and inner.ready == ["prepare", "fit"]
@@ -111,11 +129,17 @@ def test_refusals():
         (lambda: FromDatasets(), "one of the two"),
         (lambda: FromDatasets(Words(), clients=[Words()]), "one of the two"),
         (lambda: FromDatasets(Stream(), num_clients=2), "Stream"),
-        (lambda: FromDatasets(Words(), targets=[0, 1], num_clients=2).setup(), r"\(2,\).*12 samples"),
+        (
+            lambda: FromDatasets(Words(), targets=[0, 1], num_clients=2).setup(),
+            r"\(2,\).*12 samples",
+        ),
         (lambda: FromDatasets(clients=[Words(2), Words(0)]).setup(), "Client 1"),
         (lambda: FromDatasets(clients=[]).setup(), "no samples|clients is empty"),
         (lambda: FromDatasets(Words(), num_clients=13).setup(), "num_clients is 13"),
-        (lambda: FromDataModule(Plain(DataLoader(Stream())), num_clients=2).setup(), "Stream.*map-style"),
+        (
+            lambda: FromDataModule(Plain(DataLoader(Stream())), num_clients=2).setup(),
+            "Stream.*map-style",
+        ),
         (lambda: FromDataModule(Plain([1]), num_clients=2).setup(), "is a list"),
     ):
         with pytest.raises(UserError, match=word):

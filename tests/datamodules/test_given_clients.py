@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from fl_lightning.datamodules import ByGroup, FromDataModule, FromDatasets, InMemoryDataModule, Saved
+from fl_lightning.datamodules import (
+    ByGroup,
+    FromDataModule,
+    FromDatasets,
+    InMemoryDataModule,
+    Saved,
+)
 from fl_lightning.datamodules.partitions import LazyClients
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
@@ -58,7 +64,9 @@ def first_held_out() -> int:
 
 MAKERS = {
     "lists": lambda **a: in_memory(OWN, **a),
-    "lazy": lambda **a: in_memory(LazyClients(np.array([21] * 3), lambda i: np.array(OWN[i]), "own"), **a),
+    "lazy": lambda **a: in_memory(
+        LazyClients(np.array([21] * 3), lambda i: np.array(OWN[i]), "own"), **a
+    ),
     "endless": lambda **a: in_memory(Endless(), **a),
     "array": lambda **a: in_memory(np.array(OWN), **a),
     "datamodule": lambda **a: FromDataModule(Inner(), clients=OWN, seed=3, **a),
@@ -73,9 +81,14 @@ def test_held_out_samples_leave_each_clients_own_list(kind: str, share: float) -
     assert len(held) == 18
     for client, own in enumerate(OWN):
         left = [i for i in own if i not in held]
-        trained, tested = data.client_indices(client).tolist(), data.client_test_indices(client).tolist()
+        trained, tested = (
+            data.client_indices(client).tolist(),
+            data.client_test_indices(client).tolist(),
+        )
         assert sorted([*set(trained), *tested]) == sorted(set(left)) and bool(tested) == bool(share)
-        assert trained == [i for i in left if i not in tested], "in the order given, as often as given"
+        assert trained == [i for i in left if i not in tested], (
+            "in the order given, as often as given"
+        )
         seen = torch.cat([batch[0] for batch, _ in data.full_batches(client)])[:, 0].tolist()
         assert seen == trained and data.client_sizes()[client] == len(trained)
 
@@ -90,7 +103,9 @@ def test_datasets_of_clients_may_hold_samples_out() -> None:
 
 
 def test_a_client_all_of_whose_samples_are_held_out_is_refused_by_number() -> None:
-    with pytest.raises(UserError, match=r"val_fraction holds out all 1 samples of client 1, .*smaller val_fraction"):
+    with pytest.raises(
+        UserError, match=r"val_fraction holds out all 1 samples of client 1, .*smaller val_fraction"
+    ):
         in_memory([OWN[0], [first_held_out()]], val_fraction=0.3).setup()
 
 
@@ -102,7 +117,9 @@ def test_a_saved_split_holds_the_same_samples_out(tmp_path: Any) -> None:
     saved = Saved(tmp_path / "split.npz")
     again = InMemoryDataModule((X, numbers), partition=saved, val_fraction=0.3, seed=3)
     assert all(np.array_equal(again.client_indices(i), made.client_indices(i)) for i in range(3))
-    with pytest.raises(UserError, match=r"other samples were held out for validation.*val_fraction and the seed"):
+    with pytest.raises(
+        UserError, match=r"other samples were held out for validation.*val_fraction and the seed"
+    ):
         InMemoryDataModule((X, numbers), partition=saved, val_fraction=0.3, seed=4).setup()
 
 
@@ -110,12 +127,16 @@ def test_a_group_that_is_held_out_whole_is_told() -> None:
     held = first_held_out()
     groups = [1 + (i % 2) for i in range(N)]
     groups[held] = 0
-    with pytest.warns(UserWarning, match="2 of 3 groups are clients: val_fraction=0.3 holds out all samples"):
+    with pytest.warns(
+        UserWarning, match="2 of 3 groups are clients: val_fraction=0.3 holds out all samples"
+    ):
         InMemoryDataModule((X, Y), partition=ByGroup(groups), val_fraction=0.3, seed=3).setup()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_clients_that_answer_beyond_their_length_are_read_to_it(share: float, tmp_path: Any) -> None:
+def test_clients_that_answer_beyond_their_length_are_read_to_it(
+    share: float, tmp_path: Any
+) -> None:
     data = in_memory(Endless(), val_fraction=share)
     assert data.partition_hash == in_memory(OWN, val_fraction=share).partition_hash
     data.save_partition(tmp_path / "split.npz")
@@ -125,11 +146,14 @@ def test_clients_that_answer_beyond_their_length_are_read_to_it(share: float, tm
 
 
 @pytest.mark.parametrize(
-    "clients", [itertools.count(), iter(OWN), (c for c in OWN), {0: OWN[0], 1: OWN[1]}, {1, 2}, 7, "012"]
+    "clients",
+    [itertools.count(), iter(OWN), (c for c in OWN), {0: OWN[0], 1: OWN[1]}, {1, 2}, 7, "012"],
 )
 def test_clients_without_a_length_are_refused_by_type(clients: Any) -> None:
     for make in (in_memory, lambda given: FromDatasets(clients=given)):
-        with pytest.raises(UserError, match=f"clients is of type {type(clients).__name__}, .*len\\(clients\\)"):
+        with pytest.raises(
+            UserError, match=f"clients is of type {type(clients).__name__}, .*len\\(clients\\)"
+        ):
             make(clients)
 
 
@@ -152,5 +176,7 @@ class LazyOf:
 
 def test_positions_beside_a_loader_of_fewer_samples_could_mean_either() -> None:
     half = SubsetRandomSampler(list(range(0, N, 2)))
-    with pytest.raises(UserError, match="clients are given, and the training loader of Inner uses 30 of 60 samples"):
+    with pytest.raises(
+        UserError, match="clients are given, and the training loader of Inner uses 30 of 60 samples"
+    ):
         FromDataModule(Inner(half), clients=[[0, 1], [2, 3]]).setup()

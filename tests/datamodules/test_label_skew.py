@@ -39,7 +39,9 @@ def test_the_concentration_is_that_of_each_class() -> None:
 
 def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() -> None:
     clients = Dirichlet(0.3).split(LABELS, 4, 5)
-    assert [len(c) for c in clients] == [25] * 4 and sorted(np.concatenate(clients)) == list(range(100))
+    assert [len(c) for c in clients] == [25] * 4 and sorted(np.concatenate(clients)) == list(
+        range(100)
+    )
     for c, label in enumerate((1, 4, 7)):
         order = generator(5, "partition-stock", c).permutation(np.flatnonzero(label == LABELS))
         dealt = [i for client in clients for i in client if LABELS[i] == label]
@@ -57,13 +59,18 @@ def test_a_class_that_is_used_up_is_left_out_and_the_rest_are_drawn_as_before() 
         more = np.minimum(rng.multinomial(left, q), stock - taken)
         taken, left, turns = taken + more, left - more.sum(), turns + 1
     (client,) = Dirichlet(0.2, samples_per_client=60).split(LABELS, 1, 11)
-    assert turns > 1 and [int((LABELS[client] == label).sum()) for label in (1, 4, 7)] == taken.tolist()
+    assert (
+        turns > 1
+        and [int((LABELS[client] == label).sum()) for label in (1, 4, 7)] == taken.tolist()
+    )
 
 
 def test_classes_are_drawn_for_each_client_in_equal_proportions() -> None:
     q = Pathological(2)._proportions(generator(0, "x"), np.array([5, 5, 5]))
     assert sorted(q) == [0.0, 0.5, 0.5]
-    assert Pathological(3)._proportions(generator(0, "x"), np.array([5, 5, 5])).tolist() == [1 / 3] * 3
+    assert (
+        Pathological(3)._proportions(generator(0, "x"), np.array([5, 5, 5])).tolist() == [1 / 3] * 3
+    )
     (all_of_it,) = Pathological(1).split(np.zeros(6), 1, 0)
     assert len(all_of_it) == 6
 
@@ -76,10 +83,14 @@ def test_who_finds_its_only_class_used_up_is_dealt_the_rest_from_what_is_left(se
     assert sorted(np.concatenate(clients)) == list(range(8)), "each sample once"
 
 
-@pytest.mark.parametrize(("given", "sizes"), [({}, [6] * 16), ({"samples_per_client": 1}, [1] * 16)])
+@pytest.mark.parametrize(
+    ("given", "sizes"), [({}, [6] * 16), ({"samples_per_client": 1}, [1] * 16)]
+)
 def test_sizes_are_an_equal_share_or_those_asked_for(given: Any, sizes: list[int]) -> None:
     for replacement in (True, False):
-        assert [len(c) for c in Dirichlet(1.0, replacement=replacement, **given).split(LABELS, 16, 0)] == sizes
+        assert [
+            len(c) for c in Dirichlet(1.0, replacement=replacement, **given).split(LABELS, 16, 0)
+        ] == sizes
     # exactly all of them
     assert sum(len(c) for c in Dirichlet(1.0, samples_per_client=25).split(LABELS, 4, 0)) == 100
 
@@ -87,9 +98,15 @@ def test_sizes_are_an_equal_share_or_those_asked_for(given: Any, sizes: list[int
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Dirichlet(1.0).split(LABELS, 0, 0), "num_clients is 0: give a number of at least 1"),
+        (
+            lambda: Dirichlet(1.0).split(LABELS, 0, 0),
+            "num_clients is 0: give a number of at least 1",
+        ),
         (lambda: Dirichlet(1.0).split(LABELS, 101, 0), "samples_per_client with replacement=True"),
-        (lambda: Dirichlet(1.0, replacement=True).split(LABELS, 101, 0), "Dirichlet's samples_per_client.$"),
+        (
+            lambda: Dirichlet(1.0, replacement=True).split(LABELS, 101, 0),
+            "Dirichlet's samples_per_client.$",
+        ),
         (lambda: Dirichlet(1.0, samples_per_client=26).split(LABELS, 4, 0), "Give at most 25"),
         (lambda: Dirichlet(1.0, samples_per_client=0), "samples_per_client is 0"),
         (lambda: Dirichlet(-1.0), "alpha is -1"),
@@ -97,7 +114,10 @@ def test_sizes_are_an_equal_share_or_those_asked_for(given: Any, sizes: list[int
         (lambda: Pathological(0), "classes is 0"),
         (lambda: Pathological(1.0), "classes is 1.0"),  # type: ignore[arg-type]  # a YAML's 1.0
         (lambda: Pathological(True), "classes is True"),
-        (lambda: Pathological(4, replacement=True).split(LABELS, 2, 0), "classes is 4, but the training data have 3"),
+        (
+            lambda: Pathological(4, replacement=True).split(LABELS, 2, 0),
+            "classes is 4, but the training data have 3",
+        ),
     ],
 )
 def test_what_cannot_be_dealt_is_refused_before_anybody_draws(make: Any, words: str) -> None:

@@ -71,7 +71,9 @@ class Stream(IterableDataset):
 
 
 def federate(num_clients=2, partition=None, **loader):
-    return FromDataModule(Plain(**loader), partition=partition or IID(), num_clients=num_clients, seed=1)
+    return FromDataModule(
+        Plain(**loader), partition=partition or IID(), num_clients=num_clients, seed=1
+    )
 
 
 def seen(data, client=0, round=0, steps=None):
@@ -94,7 +96,9 @@ def test_a_weighted_sampler_draws_within_each_client():
     assert drawn[0] == 0 and drawn[11] / 1200 == pytest.approx(10 / (10 + sum(others)), abs=0.05)
     again = federate(batch_size=4, sampler=WeightedRandomSampler(weights, 12))
     assert seen(again, 1, 7, 5) == seen(data, 1, 7, 5) != seen(data, 1, 8, 5)
-    assert sorted(chain(*(b.tolist() for b, _ in data.full_batches(holder)))) == sorted(data.client_indices(holder))
+    assert sorted(chain(*(b.tolist() for b, _ in data.full_batches(holder)))) == sorted(
+        data.client_indices(holder)
+    )
 
 
 def test_drawing_with_replacement_is_honoured():
@@ -107,7 +111,9 @@ def test_a_subset_sampler_leaves_the_rest_out(sampler):
     data = federate(sampler=sampler, batch_size=2)
     assert sorted(chain(*seen(data, 0), *seen(data, 1))) == [3, 5, 7, 9]
     assert data.num_classes == 3
-    labelled = FromDataModule(Plain(sampler=sampler), targets=[i // 3 for i in range(12)], num_clients=2)
+    labelled = FromDataModule(
+        Plain(sampler=sampler), targets=[i // 3 for i in range(12)], num_clients=2
+    )
     labelled.setup()
     assert labelled.train_set.labels.tolist() == [1, 1, 2, 3]
 
@@ -138,7 +144,9 @@ def test_a_dataset_that_takes_lists_of_positions():
             return torch.tensor(positions)
 
     sampler = BatchSampler(RandomSampler(range(12)), 4, False)
-    data = FromDataModule(Plain(Lists(), batch_size=None, sampler=sampler), partition=IID(), num_clients=2, seed=1)
+    data = FromDataModule(
+        Plain(Lists(), batch_size=None, sampler=sampler), partition=IID(), num_clients=2, seed=1
+    )
     assert seen(data, 1, 2, 5) == seen(federate(batch_size=4), 1, 2, 5)
 
 
@@ -147,7 +155,9 @@ def test_a_dataset_that_makes_its_batches_itself():
         def __getitem__(self, i):
             return {"x": np.full(10 + i, i)}
 
-    data = FromDataModule(Plain(Batches(), batch_size=None), partition=IID(), num_clients=2, val_fraction=0.5, seed=1)
+    data = FromDataModule(
+        Plain(Batches(), batch_size=None), partition=IID(), num_clients=2, val_fraction=0.5, seed=1
+    )
     batches = list(data.client_batches(0, 0, 3))
     assert data.batches_per_epoch(0) == 3 and data.smallest_batch() is None
     assert all(len(b["x"]) == 10 + b["x"][0] for b in batches)  # tensors, of a batch each
@@ -157,12 +167,16 @@ def test_a_dataset_that_makes_its_batches_itself():
 
 
 def test_batches_of_items_can_still_be_asked_for():
-    data = FromDataModule(Plain(batch_size=None), num_clients=2, batch_size=4, collate=torch.stack, seed=1)
+    data = FromDataModule(
+        Plain(batch_size=None), num_clients=2, batch_size=4, collate=torch.stack, seed=1
+    )
     assert seen(data, 0, 0, 2) == seen(federate(batch_size=4), 0, 0, 2)
 
 
 def test_a_collate_of_ones_own():
-    data = FromDataModule(Plain(batch_size=3), num_clients=2, collate=lambda samples: ("mine", len(samples)))
+    data = FromDataModule(
+        Plain(batch_size=3), num_clients=2, collate=lambda samples: ("mine", len(samples))
+    )
     assert list(data.client_batches(0, 0, 2)) == [("mine", 3)] * 2
 
 
@@ -175,7 +189,9 @@ def test_no_val_dataloader_is_no_validation_and_said_in_one_line():
 
     module, fit = federated(Lit(), participation="all", engine="sequential"), trainer(2)
     fit.fit(module, FromDataModule(Training(), num_clients=2))
-    assert [n for n in module.notes if "val" in n] == ["no validation: Training has no val_dataloader"]
+    assert [n for n in module.notes if "val" in n] == [
+        "no validation: Training has no val_dataloader"
+    ]
     assert "val/acc" not in fit.callback_metrics and "train/loss" in fit.callback_metrics
     module = federated(Lit(), participation="all", engine="sequential")
     trainer(1).fit(module, FromDatasets(Training().train_dataloader().dataset, num_clients=2))
@@ -185,21 +201,42 @@ def test_no_val_dataloader_is_no_validation_and_said_in_one_line():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FromDataModule("my_data.Plain"), "datamodule is 'my_data.Plain': give a LightningDataModule"),
+        (
+            lambda: FromDataModule("my_data.Plain"),
+            "datamodule is 'my_data.Plain': give a LightningDataModule",
+        ),
         (lambda: FromDataModule(Plain), "not its class"),
         (lambda: federate(sampler=Named()), "sampler Named"),
         (lambda: federate(batch_sampler=Pairs(Named(), 2, False)), "batch sampler Pairs"),
-        (lambda: federate(batch_size=None, sampler=Pairs(Named(), 2, False)), "batch sampler Pairs"),
-        (lambda: federate(sampler=RandomSampler(range(12), num_samples=5)), "RandomSampler.*5 samples.*12"),
-        (lambda: federate(sampler=WeightedRandomSampler([1.0] * 12, 12, False)), "replacement=False"),
+        (
+            lambda: federate(batch_size=None, sampler=Pairs(Named(), 2, False)),
+            "batch sampler Pairs",
+        ),
+        (
+            lambda: federate(sampler=RandomSampler(range(12), num_samples=5)),
+            "RandomSampler.*5 samples.*12",
+        ),
+        (
+            lambda: federate(sampler=WeightedRandomSampler([1.0] * 12, 12, False)),
+            "replacement=False",
+        ),
         (lambda: federate(sampler=WeightedRandomSampler([1.0] * 8, 12)), "8 weights.*12"),
         (lambda: federate(sampler=WeightedRandomSampler([1.0] * 12, 50)), "50 samples"),
-        (lambda: federate(12, sampler=WeightedRandomSampler([0.0, *[1.0] * 11], 12)), r"Client \d+ has no sample"),
-        (lambda: FromDataModule(Plain(Stream()), num_clients=2), "dataset of Plain is a Stream, an IterableDataset"),
+        (
+            lambda: federate(12, sampler=WeightedRandomSampler([0.0, *[1.0] * 11], 12)),
+            r"Client \d+ has no sample",
+        ),
+        (
+            lambda: FromDataModule(Plain(Stream()), num_clients=2),
+            "dataset of Plain is a Stream, an IterableDataset",
+        ),
         (lambda: FromDatasets(Stream(), num_clients=2), "train is a Stream.*clients=.*list"),
         (lambda: FromDatasets(Numbers(), val=Stream(), num_clients=2), "val is a Stream"),
         (lambda: FromDatasets(clients=[Numbers(), Stream()]), "client 1 is a Stream"),
-        (lambda: federate(partition=Dirichlet(1.0), sampler=SubsetRandomSampler([0])), "num_clients is 2"),
+        (
+            lambda: federate(partition=Dirichlet(1.0), sampler=SubsetRandomSampler([0])),
+            "num_clients is 2",
+        ),
     ],
 )
 def test_refusals(make, words):

@@ -50,7 +50,10 @@ class Compose(Randomizable):
 
 class Augmented(Dataset[Any]):
     def __init__(self, transform: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.x, self.y = torch.randn(60, 20, generator=torch.Generator().manual_seed(1)), torch.arange(60) % 4
+        self.x, self.y = (
+            torch.randn(60, 20, generator=torch.Generator().manual_seed(1)),
+            torch.arange(60) % 4,
+        )
         self.transform = transform
 
     def __len__(self) -> int:
@@ -98,16 +101,22 @@ KINDS: dict[str, Callable[[], Any]] = {
     "MONAI's": RandShift,
     "MONAI's Compose": lambda: Compose([RandShift(), RandShift()]),
     "numpy": lambda: Drawing(np.random.default_rng(3), lambda g: float(g.normal())),
-    "numpy, PCG64DXSM": lambda: Drawing(np.random.Generator(np.random.PCG64DXSM(3)), lambda g: float(g.normal())),
+    "numpy, PCG64DXSM": lambda: Drawing(
+        np.random.Generator(np.random.PCG64DXSM(3)), lambda g: float(g.normal())
+    ),
     "RandomState": lambda: Drawing(np.random.RandomState(3), lambda g: float(g.normal())),
     "Python": lambda: Drawing(random.Random(3), lambda g: g.gauss(0, 1)),
-    "torch": lambda: Drawing(torch.Generator().manual_seed(3), lambda g: float(torch.randn((), generator=g))),
+    "torch": lambda: Drawing(
+        torch.Generator().manual_seed(3), lambda g: float(torch.randn((), generator=g))
+    ),
     "a closure": closed_over,
     "made late": Late,
 }
 
 
-def fitted(transform: Any, folder: Any = None, resumed: Any = None, **arguments: Any) -> tuple[Any, Any]:
+def fitted(
+    transform: Any, folder: Any = None, resumed: Any = None, **arguments: Any
+) -> tuple[Any, Any]:
     torch.manual_seed(0)
     test = Augmented(lambda x: x)
     data = FromDatasets(Augmented(transform), test=test, num_clients=6, batch_size=4)
@@ -120,7 +129,9 @@ def fitted(transform: Any, folder: Any = None, resumed: Any = None, **arguments:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:engine=", "ignore:local steps are not captured")
-def test_a_resumed_run_and_clients_side_by_side_have_the_same_bits(kind: str, tmp_path: Any) -> None:
+def test_a_resumed_run_and_clients_side_by_side_have_the_same_bits(
+    kind: str, tmp_path: Any
+) -> None:
     whole, _ = fitted(KINDS[kind](), tmp_path, engine="sequential")
     again, _ = fitted(KINDS[kind](), None, tmp_path / "epoch=0.ckpt", engine="sequential")
     assert torch.equal(whole.global_vector, again.global_vector)
@@ -131,16 +142,25 @@ def test_a_resumed_run_and_clients_side_by_side_have_the_same_bits(kind: str, tm
 
 
 def test_rounds_and_clients_draw_other_numbers() -> None:
-    data = FromDatasets(Augmented(Drawing(random.Random(3), lambda g: 1e3 * g.random())), num_clients=3, batch_size=20)
+    data = FromDatasets(
+        Augmented(Drawing(random.Random(3), lambda g: 1e3 * g.random())),
+        num_clients=3,
+        batch_size=20,
+    )
     first = [next(iter(data.client_batches(i, t, 1)))[0].mean() for i in range(3) for t in range(3)]
     assert len({round(float(x)) for x in first}) == 9
 
 
 def test_what_cannot_be_seeded_trains_one_after_the_other_and_is_told() -> None:
-    with pytest.warns(UserWarning, match="another batch when the same one is read again.*resumed run does not have"):
+    with pytest.warns(
+        UserWarning,
+        match="another batch when the same one is read again.*resumed run does not have",
+    ):
         module, _ = fitted(Unseen(), engine="auto")
     assert module.run.plan.engine == "sequential" and "read again" in module.run.plan.why
     with pytest.warns(UserWarning, match="resumed run does not have"):
         fitted(Unseen(), engine="sequential")
-    with pytest.raises(UserError, match=r"engine='concurrent' cannot train Lit: its data set gives another batch"):
+    with pytest.raises(
+        UserError, match=r"engine='concurrent' cannot train Lit: its data set gives another batch"
+    ):
         fitted(Unseen(), engine="concurrent")

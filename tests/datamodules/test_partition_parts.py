@@ -25,14 +25,19 @@ from fl_lightning.sampling import generator
 def test_clients_drawn_when_asked_for_are_a_sequence() -> None:
     clients = LazyClients(np.array([1, 1, 1]), lambda i: np.array([10 * i]), "recipe")
     assert [int(c[0]) for c in clients] == [0, 10, 20] and len(clients) == 3
-    assert [int(c[0]) for c in clients[1:]] == [10, 20] and [int(c[0]) for c in clients[::-2]] == [20, 0]
+    assert [int(c[0]) for c in clients[1:]] == [10, 20] and [int(c[0]) for c in clients[::-2]] == [
+        20,
+        0,
+    ]
     for outside in (-1, 3):
         with pytest.raises(IndexError, match=f"client {outside} of 3"):
             clients[outside]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sizes_are_whole_shares_of_a_lognormal_none_below_one_and_the_largest_remainders_rounded_up(seed: int) -> None:
+def test_sizes_are_whole_shares_of_a_lognormal_none_below_one_and_the_largest_remainders_rounded_up(
+    seed: int,
+) -> None:
     """20 samples, 12 clients: where a share is below one it is one, and the others share what is left."""
     sizes = [len(c) for c in QuantitySkew(1.5).split(np.zeros(20), 12, seed)]
     weights = np.exp(1.5 * generator(seed, "partition").standard_normal(12))
@@ -61,12 +66,17 @@ def test_each_client_needs_a_sample_of_its_own(partition: Partition) -> None:
     assert [len(c) for c in partition.split(np.arange(7), 1, 0)] == [7]
     assert sum(len(c) for c in partition.split(np.arange(7), 3, 0)) == 7
     for clients in (0, 8):
-        with pytest.raises(UserError, match=f"num_clients is {clients}, but there are 7 training samples"):
+        with pytest.raises(
+            UserError, match=f"num_clients is {clients}, but there are 7 training samples"
+        ):
             partition.split(np.arange(7), clients, 0)
 
 
 def test_pieces_of_a_text_follow_each_other() -> None:
-    assert [client.tolist() for client in Contiguous().split(np.zeros(5), 2, 7)] == [[0, 1, 2], [3, 4]]
+    assert [client.tolist() for client in Contiguous().split(np.zeros(5), 2, 7)] == [
+        [0, 1, 2],
+        [3, 4],
+    ]
 
 
 def test_sizes_that_differ_beyond_all_bounds_are_still_sizes() -> None:
@@ -92,8 +102,16 @@ def test_a_partition_says_what_is_not_its_default() -> None:
         def __init__(self, a: int = 1, b: str = "x") -> None:
             self.a, self.b = a, b
 
-    assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == ("Mine()", "Mine(a=2)", "Mine(a=2, b='y')")
-    assert (repr(ByGroup()), repr(ByGroup([3, 3, 5])), repr(IID())) == ("ByGroup()", "ByGroup(2 groups)", "IID()")
+    assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == (
+        "Mine()",
+        "Mine(a=2)",
+        "Mine(a=2, b='y')",
+    )
+    assert (repr(ByGroup()), repr(ByGroup([3, 3, 5])), repr(IID())) == (
+        "ByGroup()",
+        "ByGroup(2 groups)",
+        "IID()",
+    )
     assert (ByGroup().clients, ByGroup([3, 3, 5]).clients, IID().clients) == (None, 2, None)
 
 
@@ -106,7 +124,9 @@ def test_groups_follow_the_samples_that_are_kept_for_training() -> None:
 
 def test_a_saved_partition_knows_its_clients_and_is_of_as_many(tmp_path: Any) -> None:
     x, y = np.zeros((10, 2), np.float32), np.arange(10) % 2
-    InMemoryDataModule((x, y), partition=IID(), num_clients=4, seed=0).save_partition(tmp_path / "p.npz")
+    InMemoryDataModule((x, y), partition=IID(), num_clients=4, seed=0).save_partition(
+        tmp_path / "p.npz"
+    )
     saved = Saved(tmp_path / "p.npz")
     assert saved.clients == 4 and repr(saved) == f"Saved({str(tmp_path / 'p.npz')!r})"
     assert [len(c) for c in saved.split(y, 4, 7)] == [3, 3, 2, 2]

@@ -25,7 +25,9 @@ from fl_lightning.errors import UserError
 @st.composite
 def problems(draw):
     n = draw(st.integers(1, 200))
-    labels = np.random.default_rng(draw(st.integers(0, 99))).integers(0, draw(st.integers(1, 12)), n)
+    labels = np.random.default_rng(draw(st.integers(0, 99))).integers(
+        0, draw(st.integers(1, 12)), n
+    )
     return labels, draw(st.integers(1, n)), draw(st.integers(0, 2**31))
 
 
@@ -172,28 +174,45 @@ def test_a_partition_of_ones_own():
         def split(self, labels, num_clients, seed):
             return [np.arange(i + self.first, len(labels), num_clients) for i in range(num_clients)]
 
-    data = InMemoryDataModule((np.zeros((7, 1)), np.zeros(7)), partition=EverySoMany(1), num_clients=2)
-    assert data.client_indices(0).tolist() == [1, 3, 5] and data.card()["partition"] == "EverySoMany(first=1)"
+    data = InMemoryDataModule(
+        (np.zeros((7, 1)), np.zeros(7)), partition=EverySoMany(1), num_clients=2
+    )
+    assert (
+        data.client_indices(0).tolist() == [1, 3, 5]
+        and data.card()["partition"] == "EverySoMany(first=1)"
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda y: IID().split(y, 11, 0), ["num_clients is 11", "10 training samples", "from 1 to 10"]),
+        (
+            lambda y: IID().split(y, 11, 0),
+            ["num_clients is 11", "10 training samples", "from 1 to 10"],
+        ),
         (lambda y: SortedShards().split(y, 11, 0), ["num_clients is 11", "from 1 to 10"]),
         (lambda y: QuantitySkew(1.0).split(y, 11, 0), ["num_clients is 11", "from 1 to 10"]),
-        (lambda y: Dirichlet(0.1).split(y, 11, 0), ["num_clients is 11", "at most 10", "samples_per_client"]),
+        (
+            lambda y: Dirichlet(0.1).split(y, 11, 0),
+            ["num_clients is 11", "at most 10", "samples_per_client"],
+        ),
         (
             lambda y: Dirichlet(0.1, samples_per_client=6).split(y, 2, 0),
             ["samples_per_client is 6", "at most 5", "replacement=True"],
         ),
         (lambda y: Pathological(4).split(y, 2, 0), ["classes is 4", "from 1 to 3"]),
-        (lambda y: Pathological(4, replacement=True).split(y, 2, 0), ["classes is 4", "from 1 to 3"]),
+        (
+            lambda y: Pathological(4, replacement=True).split(y, 2, 0),
+            ["classes is 4", "from 1 to 3"],
+        ),
         (lambda y: Pathological(0), ["classes is 0", "at least 1"]),
         (lambda y: Dirichlet(0.0), ["alpha is 0.0", "above 0"]),
         (lambda y: Dirichlet(float("nan")), ["alpha is nan", "above 0"]),
         (lambda y: Dirichlet(0.1, samples_per_client=0), ["samples_per_client is 0", "at least 1"]),
-        (lambda y: Dirichlet(0.1, prior="unifrom"), ["prior is 'unifrom'", "'frequencies'", "Did you mean"]),
+        (
+            lambda y: Dirichlet(0.1, prior="unifrom"),
+            ["prior is 'unifrom'", "'frequencies'", "Did you mean"],
+        ),
         (lambda y: QuantitySkew(-1), ["sigma is -1", "at least 0"]),
         (lambda y: ByGroup([0, 1] * 5).split(y, 3, 0), ["num_clients is 3", "2 groups", "give 2"]),
         (lambda y: ByGroup([0, 1]).split(y, 2, 0), ["(2,)", "10 training samples"]),
@@ -216,7 +235,11 @@ def test_class_totals_and_their_deviation_are_those_of_all_clients() -> None:
         held = np.concatenate([data.client_indices(i) for i in range(30)])
         totals = np.bincount(data.train_set.labels[held], minlength=10)
         *_, more, every, spread, _ = data.partition_table().splitlines()
-        assert more.startswith("… and 10 more") and every.split() == ["all", str(totals.sum()), *map(str, totals)]
+        assert more.startswith("… and 10 more") and every.split() == [
+            "all",
+            str(totals.sum()),
+            *map(str, totals),
+        ]
         deviation = np.sqrt(((totals - totals.mean()) ** 2).sum() / 9)
         assert spread == (
             f"samples of a class: {totals.min()} to {totals.max()}, standard deviation {deviation:.1f} "

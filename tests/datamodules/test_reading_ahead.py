@@ -67,7 +67,9 @@ def everything(data):
 
 def same(one, other):
     pairs = list(zip(one, other, strict=True))
-    return all(torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
+    return all(
+        torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -88,9 +90,13 @@ def test_the_same_bits_for_any_number_of_workers(draws):
 def test_each_batch_of_each_client_and_round_draws_other_numbers():
     noise = Samples(draws=True)
     noise.x.zero_()
-    data = FromDatasets(noise, val=noise, num_clients=3, batch_size=8, eval_batch_size=8, num_workers=1, seed=4)
+    data = FromDatasets(
+        noise, val=noise, num_clients=3, batch_size=8, eval_batch_size=8, num_workers=1, seed=4
+    )
     batches = [x for i in range(2) for r in range(2) for x, *_ in data.client_batches(i, r, 2)]
-    batches += [x for i in range(2) for (x, *_), _ in data.full_batches(i)] + [x for x, *_ in data.val_dataloader()]
+    batches += [x for i in range(2) for (x, *_), _ in data.full_batches(i)] + [
+        x for x, *_ in data.val_dataloader()
+    ]
     assert len({x.numpy().tobytes() for x in batches}) == len(batches) == 8 + 2 + 3
     data.teardown("fit")
 
@@ -102,7 +108,9 @@ def test_side_by_side_and_interrupted():
     for client in range(3):
         next(iter(data.client_batches(client, 0, 9)))  # and no more of it
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda i: [b[0] for b in data.client_batches(i % 3, 0, 9)], range(12)))
+        found = list(
+            pool.map(lambda i: [b[0] for b in data.client_batches(i % 3, 0, 9)], range(12))
+        )
     assert all(same([f], [expected[i % 3]]) for i, f in enumerate(found))
     # in turns, as the stacked engine asks
     others = [iter(data.client_batches(i, 0, 9)) for i in range(3)]
@@ -168,13 +176,21 @@ def tell(worker):
 
 
 def test_the_loaders_workers_are_honoured():
-    inner = Wrapped(Told(), num_workers=2, worker_init_fn=tell, prefetch_factor=1, multiprocessing_context="fork")
+    inner = Wrapped(
+        Told(),
+        num_workers=2,
+        worker_init_fn=tell,
+        prefetch_factor=1,
+        multiprocessing_context="fork",
+    )
     data = FromDataModule(inner, num_clients=2, collate=list)
     answers = {answer for batch in data.client_batches(0, 0, 20) for answer in batch}
     assert answers <= {(i, 2, f"worker {i} of Told") for i in (0, 1)} and answers
     data.teardown("fit")
     here = FromDataModule(Wrapped(Samples(), num_workers=2), num_clients=2, num_workers=0)
-    assert all(int(pid) == os.getpid() for batch in here.client_batches(0, 0, 4) for pid in batch[2])
+    assert all(
+        int(pid) == os.getpid() for batch in here.client_batches(0, 0, 4) for pid in batch[2]
+    )
 
 
 class Odd(Exception):
@@ -215,12 +231,16 @@ class Moody(Samples):
 
 
 def test_a_generator_of_the_datasets_own_cannot_be_shared():
-    with pytest.raises(UserError, match=r"num_workers is 2.*Moody\.parts\['noise'\]\[0\].*num_workers=0"):
+    with pytest.raises(
+        UserError, match=r"num_workers is 2.*Moody\.parts\['noise'\]\[0\].*num_workers=0"
+    ):
         FromDatasets(Moody(), num_clients=2, num_workers=2)
     with pytest.raises(UserError, match="Moody"):
         FromDataModule(Wrapped(Moody()), num_clients=2, num_workers=1).setup()
     data = FromDataModule(Wrapped(Moody(), num_workers=2), num_clients=2)
-    with pytest.warns(UserWarning, match=r"num_workers of the training loader is not used.*Moody\.parts"):
+    with pytest.warns(
+        UserWarning, match=r"num_workers of the training loader is not used.*Moody\.parts"
+    ):
         pids = {int(pid) for batch in data.client_batches(0, 0, 4) for pid in batch[2]}
     assert pids == {os.getpid()}
     for number in (-1, 1.5, True, "two"):
@@ -243,9 +263,13 @@ time.sleep(600)
 
 def test_a_killed_run_leaves_no_worker_behind():
     folder = os.path.dirname(__file__)
-    paths = os.pathsep.join([os.getcwd(), os.path.dirname(folder), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [os.getcwd(), os.path.dirname(folder), os.environ.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, "-c", KILLED.format(folder=folder)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
     workers = [int(pid) for pid in run.stdout.readline().split()]
     assert len(workers) == 2
     run.kill()

@@ -17,7 +17,9 @@ LABELS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 3]).repeat(20)  # 80, 80, 20 a
 
 
 def module(samples: int | None, **arguments: Any) -> InMemoryDataModule:
-    made = InMemoryDataModule((torch.arange(200.0).view(200, 1), LABELS), samples=samples, **{"seed": 3, **arguments})
+    made = InMemoryDataModule(
+        (torch.arange(200.0).view(200, 1), LABELS), samples=samples, **{"seed": 3, **arguments}
+    )
     made.setup()
     return made
 
@@ -36,7 +38,8 @@ def test_every_partition_splits_the_same_samples_of_each_class_alike(partition: 
     assert chosen != all_of(module(50, partition=IID(), num_clients=5, seed=4))
     shuffled = generator(3, "samples").permutation(200)  # the first of each class in this order
     by_class = [
-        shuffled[LABELS[shuffled].numpy() == label][: count // 4] for label, count in enumerate([80, 80, 20, 20])
+        shuffled[LABELS[shuffled].numpy() == label][: count // 4]
+        for label, count in enumerate([80, 80, 20, 20])
     ]
     assert chosen == sorted(np.concatenate(by_class).tolist())
 
@@ -59,7 +62,8 @@ def test_given_clients_keep_those_of_theirs_that_were_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "samples, words", [(201, "there are 200 training samples"), (0, "1 or more"), (1.5, "1 or more")]
+    "samples, words",
+    [(201, "there are 200 training samples"), (0, "1 or more"), (1.5, "1 or more")],
 )
 def test_more_than_there_are_or_no_number_is_refused(samples: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):

@@ -22,7 +22,9 @@ def decoded(tokens: Tensor) -> str:
     return "".join("|" if t == 1 else chr(t - 3) for t in tokens.tolist() if t != -1)
 
 
-def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_set(tmp_path: Path) -> None:
+def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_set(
+    tmp_path: Path,
+) -> None:
     text = text_file(tmp_path).read_text()
     data = LanguageModelling(tmp_path, length=20, test_fraction=0.25, num_clients=3, seed=0)
     data.setup()
@@ -32,13 +34,16 @@ def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_s
         ((x, y),) = data._train.batches(data.client_indices(client), 10**6)
         assert x.shape[1] == 21 and (y == -1).all()
         parts.append("".join(decoded(window[:-1]) for window in x) + decoded(x[-1, -1:]))
-        assert text[start : start + len(parts[-1])] == parts[-1], "contiguous, from where the last client's part ended"
+        assert text[start : start + len(parts[-1])] == parts[-1], (
+            "contiguous, from where the last client's part ended"
+        )
         start += len(parts[-1]) - 1
     assert cut - 20 <= start + 1 <= cut and max(data.client_sizes()) - min(data.client_sizes()) <= 1
     assert data.test_set is not None
     ((x, _),) = data.test_set.batches(np.arange(len(data.test_set)), 10**6)
     assert (
-        text[cut:].startswith("".join(decoded(window[:-1]) for window in x)) and len(x) == (len(text) - cut - 1) // 20
+        text[cut:].startswith("".join(decoded(window[:-1]) for window in x))
+        and len(x) == (len(text) - cut - 1) // 20
     )
 
 
@@ -57,7 +62,9 @@ def test_tinyshakespeare(real_data: Path) -> None:
     data = LanguageModelling(real_data / "tinyshakespeare", seed=0)
     x, _ = next(iter(data.full_batches(0)))[0]
     assert decoded(x[0]).startswith("First Citizen:\nBefore we proceed any further")
-    assert data.client_sizes().tolist() == [3137] * 5, "of 1,115,394 bytes nine tenths, in windows of 64"
+    assert data.client_sizes().tolist() == [3137] * 5, (
+        "of 1,115,394 bytes nine tenths, in windows of 64"
+    )
 
 
 def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Path) -> None:
@@ -65,11 +72,15 @@ def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Pat
     data.setup()
     rows = [row for row in sentence_rows(110) if row["gold_label"] != "-"]
     assert data.num_clients == 5 and data.num_classes == 3 and data.group_names == list(GENRES)
-    assert data.card()["clients by genre"] == "0 fiction, 1 government, 2 slate, 3 telephone, 4 travel"
+    assert (
+        data.card()["clients by genre"] == "0 fiction, 1 government, 2 slate, 3 telephone, 4 travel"
+    )
     for client, genre in enumerate(GENRES):
         own = [row for row in rows if row["genre"] == genre]
         ((x, y),) = data._train.batches(data.client_indices(client), 10**6)
-        assert [decoded(text) for text in x] == [f"{row['sentence1']}|{row['sentence2']}|" for row in own]
+        assert [decoded(text) for text in x] == [
+            f"{row['sentence1']}|{row['sentence2']}|" for row in own
+        ]
         assert [CLASSES[k] for k in y] == [row["gold_label"] for row in own]
     assert len(data.val_dataloader()) == 1
 
@@ -80,14 +91,26 @@ def test_other_columns_a_table_and_an_order_of_classes(tmp_path: Path) -> None:
         with open(tmp_path / name, "w", newline="") as file:
             table = csv.DictWriter(file, ["kind", "review"], delimiter=delimiter)
             table.writeheader()
-            table.writerows({"kind": row["gold_label"], "review": row["sentence1"] + ', "so"\nhe said'} for row in rows)
-    of: Any = {"text": "review", "label": "kind", "group": None, "num_clients": 3, "length": 8, "seed": 0}
+            table.writerows(
+                {"kind": row["gold_label"], "review": row["sentence1"] + ', "so"\nhe said'}
+                for row in rows
+            )
+    of: Any = {
+        "text": "review",
+        "label": "kind",
+        "group": None,
+        "num_clients": 3,
+        "length": 8,
+        "seed": 0,
+    }
     data = TextClassification(tmp_path, "a.csv", "b.tsv", classes=["neutral", *CLASSES[:2]], **of)
     data.setup()
     assert isinstance(data.partition, IID) and data.client_sizes().tolist() == [10, 9, 9]
     x, y = data.one_batch(0, 1)
     assert x.shape == (1, 8) and data.test_set is not None
-    ((x, y), (x_test, y_test)) = (next(iter(s.batches(np.arange(28), 28))) for s in (data._train, data.test_set))
+    ((x, y), (x_test, y_test)) = (
+        next(iter(s.batches(np.arange(28), 28))) for s in (data._train, data.test_set)
+    )
     assert torch.equal(x, x_test) and torch.equal(y, y_test), "a comma or a tab: the same"
     assert decoded(x[0]) == rows[0]["sentence1"][:7] + "|" and y[:3].tolist() == [1, 2, 0]
 
@@ -101,7 +124,9 @@ def test_of_a_pair_the_longer_text_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_in_a_local_folder(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="a tokenizer needs transformers: pip install 'fl-lightning[text]'")
+    pytest.importorskip(
+        "transformers", reason="a tokenizer needs transformers: pip install 'fl-lightning[text]'"
+    )
     from tests.helpers.texts import tokenizer_folder
 
     folder = tokenizer_folder(tmp_path / "words")
@@ -109,9 +134,16 @@ def test_a_tokenizer_in_a_local_folder(tmp_path: Path) -> None:
     pairs = TextClassification(tmp_path, tokenizer=folder, length=6, seed=0)
     pairs.setup()
     x, _ = pairs.one_batch(0, 1)
-    assert x.shape == (1, 6) and (x >= 0).all() and pairs.vocabulary is not None and int(x.max()) < pairs.vocabulary
+    assert (
+        x.shape == (1, 6)
+        and (x >= 0).all()
+        and pairs.vocabulary is not None
+        and int(x.max()) < pairs.vocabulary
+    )
     text = text_file(tmp_path).read_text().split()
-    words = LanguageModelling(tmp_path, tokenizer=folder, length=8, num_clients=1, test_fraction=0.0, seed=0)
+    words = LanguageModelling(
+        tmp_path, tokenizer=folder, length=8, num_clients=1, test_fraction=0.0, seed=0
+    )
     (x, _), *_ = [batch for batch, _ in words.full_batches(0)]
     from transformers import AutoTokenizer
 
@@ -120,12 +152,24 @@ def test_a_tokenizer_in_a_local_folder(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no file": ({"train": "other.jsonl"}, r"other\.jsonl', which is not there. Give the right --data\.root"),
-    "no column": ({"label": "gold"}, r"row 1, has no text in the column 'gold'; it has gold_label, genre"),
-    "a class that is new": ({"classes": CLASSES[:2]}, r"has the class 'neutral', which is none of contradiction, ent"),
+    "no file": (
+        {"train": "other.jsonl"},
+        r"other\.jsonl', which is not there. Give the right --data\.root",
+    ),
+    "no column": (
+        {"label": "gold"},
+        r"row 1, has no text in the column 'gold'; it has gold_label, genre",
+    ),
+    "a class that is new": (
+        {"classes": CLASSES[:2]},
+        r"has the class 'neutral', which is none of contradiction, ent",
+    ),
     "three texts": ({"text": ["a", "b", "c"]}, r"give one column, or two"),
     "no tokenizer": ({"tokenizer": "nowhere"}, r"data\.tokenizer is 'nowhere', which is no folder"),
-    "download": ({"download": True}, r"download is true, but texts are put into data\.root by hand: MultiNLI is"),
+    "download": (
+        {"download": True},
+        r"download is true, but texts are put into data\.root by hand: MultiNLI is",
+    ),
     "augment": ({"augment": True}, r"augment is True, which is for images"),
     "biases": ({"biases": [ClientBias(0.1)]}, r"biases is \[ClientBias.*for images"),
     "length": ({"length": 3}, r"length is 3: give at least 4 tokens"),
@@ -140,7 +184,9 @@ def test_what_cannot_be_is_refused_by_name(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize(("line", "says"), [("{", "line 2, is no JSON"), ("[1]", "line 2, is no JSON object")])
+@pytest.mark.parametrize(
+    ("line", "says"), [("{", "line 2, is no JSON"), ("[1]", "line 2, is no JSON object")]
+)
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = multinli_files(tmp_path) / "multinli_1.0_train.jsonl"
     lines = path.read_text().split("\n")
@@ -160,7 +206,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, says: str) -> None:
         ({"download": True}, "the text is your own"),
     ],
 )
-def test_a_text_that_cannot_be_cut_is_named(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
+def test_a_text_that_cannot_be_cut_is_named(
+    tmp_path: Path, arguments: dict[str, Any], says: str
+) -> None:
     text_file(tmp_path)
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 100)
     with pytest.raises(UserError, match=says):

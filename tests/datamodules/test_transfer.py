@@ -82,7 +82,9 @@ def federate(inner):
 def test_clients_train_on_what_the_transfer_hook_makes(engine):
     x, y = clean()
     x = (x * SPREAD + OFFSET - OFFSET) / SPREAD
-    plain = InMemoryDataModule((x, y), test=(x, y), partition=IID(), num_clients=3, batch_size=6, seed=5)
+    plain = InMemoryDataModule(
+        (x, y), test=(x, y), partition=IID(), num_clients=3, batch_size=6, seed=5
+    )
     expected, _ = run(plain, engine=engine)
     inner = Raw()
     module, fit = run(federate(inner), engine=engine)
@@ -118,10 +120,15 @@ def test_all_three_hooks_come_in_lightnings_order_and_replace_each_other():
 
     batch = next(federate(Three()).client_batches(0, 0, 1))
     assert batch[2:] == ["before", "cpu", "after"]
-    assert federate(Three()).transfer_hooks == Three.order and federate(Raw()).transfer_hooks == Three.order[2:]
+    assert (
+        federate(Three()).transfer_hooks == Three.order
+        and federate(Raw()).transfer_hooks == Three.order[2:]
+    )
 
 
-@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+)
 @pytest.mark.parametrize("made", ["memory", "datasets"])
 def test_hooks_get_the_batch_where_lightning_would_give_it(made, hook):
     def see(self, batch, *rest):
@@ -131,7 +138,11 @@ def test_hooks_get_the_batch_where_lightning_would_give_it(made, hook):
     kind = type("Seeing", (InMemoryDataModule if made == "memory" else FromDatasets,), {hook: see})
     data = kind(clean() if made == "memory" else TensorDataset(*clean()), num_clients=2)
     (x, y), *_ = data.client_batches(0, 0, 1, device=torch.device("meta"))
-    assert x.is_meta and y.is_meta and data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
+    assert (
+        x.is_meta
+        and y.is_meta
+        and data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
+    )
 
 
 def test_random_numbers_in_a_hook_are_found_by_the_engines():
@@ -142,7 +153,10 @@ def test_random_numbers_in_a_hook_are_found_by_the_engines():
 
     module, _ = run(federate(Noisy()), rounds=1, engine="auto")
     again, _ = run(federate(Noisy()), rounds=1, engine="auto")
-    assert module.engine_facts["engine"] == "sequential" and "draws random numbers" in module.engine_facts["why"]
+    assert (
+        module.engine_facts["engine"] == "sequential"
+        and "draws random numbers" in module.engine_facts["why"]
+    )
     assert torch.equal(module.global_vector, again.global_vector)
 
 

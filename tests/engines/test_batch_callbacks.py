@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import LambdaCallback, LearningRateMonitor, ThroughputMonitor, Timer, TQDMProgressBar
+from pytorch_lightning.callbacks import (
+    LambdaCallback,
+    LearningRateMonitor,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
@@ -27,7 +33,9 @@ class Scaling(nn.Module, pl.Callback):
     def change(self, batch: Any) -> None:
         batch[0].mul_(self.factor).add_(1)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert trainer.fit_loop.batch_idx == batch_idx and trainer.num_training_batches > 1
         self.change(batch)
 
@@ -56,7 +64,9 @@ class Scaled(Lit):
         super().validation_step((3 * batch[0] + 1, batch[1]), batch_idx)
 
 
-def fitted(learner: type[Lit], callbacks: Any = (), rounds: int = 3, **arguments: Any) -> tuple[Any, Any]:
+def fitted(
+    learner: type[Lit], callbacks: Any = (), rounds: int = 3, **arguments: Any
+) -> tuple[Any, Any]:
     torch.manual_seed(0)
     module, run = federated(learner(), buffers="keep", **arguments), trainer(rounds, callbacks)
     data = blobs()
@@ -72,7 +82,9 @@ def test_a_callback_of_the_learner_changes_the_clients_batches(engine: str) -> N
     plain, other = fitted(Scaled, engine="sequential")
     assert torch.equal(module.global_vector, plain.global_vector)
     assert run.callback_metrics["val/loss"] == other.callback_metrics["val/loss"]
-    assert module.run.plan.engine == "sequential" and not any(type(c) is View for c in run.callbacks)
+    assert module.run.plan.engine == "sequential" and not any(
+        type(c) is View for c in run.callbacks
+    )
 
 
 def test_a_batch_is_changed_once_in_each_pass_and_in_clients_evaluations() -> None:
@@ -88,15 +100,22 @@ def test_a_batch_is_changed_once_in_each_pass_and_in_clients_evaluations() -> No
 
 def test_a_callback_of_the_trainer_does_too_and_side_by_side_is_refused_by_name() -> None:
     class Ours(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             batch[0].mul_(3).add_(1)
 
-    lambdas = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: batch[0].mul_(3).add_(1))
+    lambdas = LambdaCallback(
+        on_train_batch_start=lambda trainer, module, batch, index: batch[0].mul_(3).add_(1)
+    )
     plain, _ = fitted(Scaled, engine="sequential")
     for callback in (Ours(), lambdas):
         module, run = fitted(Lit, [callback])
         assert torch.equal(module.global_vector, plain.global_vector) and callback in run.callbacks
-    with pytest.raises(UserError, match=r"engine='concurrent' cannot train Lit: the callback Ours is called with each"):
+    with pytest.raises(
+        UserError,
+        match=r"engine='concurrent' cannot train Lit: the callback Ours is called with each",
+    ):
         fitted(Lit, [Ours()], engine="concurrent")
 
 
@@ -118,15 +137,21 @@ def test_a_second_fit_and_one_after_a_failure_have_each_callback_once() -> None:
     assert [type(c) for c in run.callbacks if isinstance(c, nn.Module)] == [Scaling]
 
 
-def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(tmp_path: Any) -> None:
+def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(
+    tmp_path: Any,
+) -> None:
     class Counting(pl.Callback):
         calls = 0
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             self.calls += 1
 
     class Bar(TQDMProgressBar):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             assert isinstance(pl_module, FederatedModule)
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -137,10 +162,15 @@ def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(t
     assert counting.calls == 2 and monitor.lrs and all(c in run.callbacks for c in standard)
 
 
-def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_callback(tmp_path: Any) -> None:
+def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_callback(
+    tmp_path: Any,
+) -> None:
     keeping = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     trainer(2, [keeping], enable_checkpointing=True).fit(federated(engine="concurrent"), blobs())
-    scaling, module = LambdaCallback(on_train_batch_start=lambda t, m, batch, i: batch[0].mul_(3)), federated()
+    scaling, module = (
+        LambdaCallback(on_train_batch_start=lambda t, m, batch, i: batch[0].mul_(3)),
+        federated(),
+    )
     with pytest.warns(UserWarning, match="'sequential' goes on with what 'concurrent' began"):
         trainer(2, [scaling]).fit(module, blobs(), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert module.run.plan.engine == "sequential"
@@ -148,17 +178,24 @@ def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_cal
 
 def test_where_no_clients_batch_can_be_had_it_is_refused() -> None:
     class After(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             print(batch[0].mean())
 
     class Method(FederatedCallback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
             rest[0][0].mul_(2)
 
-    for callback, told in ((After(), "After looks .* on_train_batch_end"), (Method(), r"Method looks .* local_batch")):
+    for callback, told in (
+        (After(), "After looks .* on_train_batch_end"),
+        (Method(), r"Method looks .* local_batch"),
+    ):
         with pytest.raises(UserError, match=told):
             fitted(Lit, [callback])
-    with pytest.raises(UserError, match="ThroughputMonitor cannot work in a federated run: it counts samples"):
+    with pytest.raises(
+        UserError, match="ThroughputMonitor cannot work in a federated run: it counts samples"
+    ):
         fitted(Lit, [ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))])
 
 
@@ -169,12 +206,16 @@ def test_a_batch_that_is_only_given_to_the_base_class_is_not_looked_at() -> None
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
             super().on_train_batch_start(trainer, pl_module, *rest)
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx=batch_idx)
             self.calls += 1
 
     class Looking(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             print(len(batch))
 
     class Inheriting(Looking):
@@ -190,7 +231,9 @@ def test_a_batch_that_is_only_given_to_the_base_class_is_not_looked_at() -> None
 
 def test_what_a_callback_logs_of_the_clients_batches_is_the_clients() -> None:
     class Logging(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             self.log("samples", float(len(batch[0])), reduce_fx="sum")
             self.log_dict({"batches": 1.0}, reduce_fx="sum")
 
@@ -204,7 +247,9 @@ def test_after_a_failed_fit_the_trainer_trains_something_else_with_its_callbacks
     class Looking(pl.Callback):
         seen = 0
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             self.seen += len(batch[0])
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

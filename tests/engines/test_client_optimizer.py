@@ -44,7 +44,9 @@ def test_any_torch_optimizer_steps_clients_as_it_steps_a_network(optimizer: Any)
     if "Muon" in optimizer.__code__.co_names and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     data = blobs(clients=1)
-    module = federated(participation="all", local_epochs=1, client_optimizer=lambda p: optimizer(list(p)))
+    module = federated(
+        participation="all", local_epochs=1, client_optimizer=lambda p: optimizer(list(p))
+    )
     learner = Lit().double()
     learner.load_state_dict(module.learner.state_dict())
     trainer(1).fit(module, data)
@@ -54,7 +56,9 @@ def test_any_torch_optimizer_steps_clients_as_it_steps_a_network(optimizer: Any)
         nn.functional.cross_entropy(learner.net(x), y).backward()
         own.step()
     for name, value in learner.state_dict().items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("capture", [True, False])

@@ -42,7 +42,9 @@ class Scheduled(Lit):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer)}}
 
 
-def rounds_of(module: Any, rounds: int, callbacks: Any = (), start: Any = None, **settings: Any) -> Any:
+def rounds_of(
+    module: Any, rounds: int, callbacks: Any = (), start: Any = None, **settings: Any
+) -> Any:
     run = trainer(rounds, callbacks, **settings)
     run.fit(module, blobs(clients=4), ckpt_path=start)
     return run
@@ -53,7 +55,9 @@ def rounds_of(module: Any, rounds: int, callbacks: Any = (), start: Any = None, 
 def test_an_ignored_scheduler_leaves_the_rate_that_the_user_gave(schedule: Any) -> None:
     module = federated(Scheduled(schedule))
     run = rounds_of(module, 1)
-    rounds_of(plain := federated(Scheduled(), client_optimizer=lambda p: torch.optim.SGD(p, 0.1)), 1)
+    rounds_of(
+        plain := federated(Scheduled(), client_optimizer=lambda p: torch.optim.SGD(p, 0.1)), 1
+    )
     assert run.callback_metrics["client_lr"] == pytest.approx(0.1)
     assert torch.equal(module.global_vector, plain.global_vector)
 
@@ -81,17 +85,27 @@ def test_a_scheduler_is_stepped_as_asked(engine: str, unit: str, momentum: float
                        engine=engine, capture=False)  # fmt: skip
     weights, run = copy.deepcopy(module.learner.state_dict()), trainer(3)
     run.fit(module, data)
-    expected = stepped(weights, data, momentum, lambda t, k: 0.1 * RATES[t if unit == "rounds" else k])
+    expected = stepped(
+        weights, data, momentum, lambda t, k: 0.1 * RATES[t if unit == "rounds" else k]
+    )
     assert module.engine_facts["engine"] == engine
-    assert run.callback_metrics["client_lr"] == pytest.approx(0.1 * RATES[2] if unit == "rounds" else 0.1)
+    assert run.callback_metrics["client_lr"] == pytest.approx(
+        0.1 * RATES[2] if unit == "rounds" else 0.1
+    )
     for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rates_reach_to_the_last_step_of_the_client_with_most_steps(engine: str) -> None:
     data = blobs(clients=5)  # 3, 3, 3, 3 and 2 batches
-    settings: dict[str, Any] = {"client_scheduler": "local_steps", "local_epochs": 2, "weighting": "uniform"}
+    settings: dict[str, Any] = {
+        "client_scheduler": "local_steps",
+        "local_epochs": 2,
+        "weighting": "uniform",
+    }
     module = federated(Scheduled(), **settings, participation=1.0, engine=engine)
     weights, start = copy.deepcopy(module.learner.state_dict()), module.global_vector.clone()
     trainer(1).fit(module, data)
@@ -105,7 +119,9 @@ def test_rates_reach_to_the_last_step_of_the_client_with_most_steps(engine: str)
             optimizer.step()
             optimizer.zero_grad()
         ends.append(nn.utils.parameters_to_vector(learner.parameters()).detach())
-    torch.testing.assert_close(module.global_vector - start, torch.stack(ends).mean(0) - start, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        module.global_vector - start, torch.stack(ends).mean(0) - start, rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -116,20 +132,32 @@ def test_a_scheduler_that_cycles_momentum_cycles_it_from_none_too(engine: str) -
     alone = Scheduled(one_cycle).double()
     alone.load_state_dict(module.learner.state_dict())
     trainer(1).fit(module, data)
-    (optimizer, scheduler) = (given := alone.configure_optimizers())["optimizer"], given["lr_scheduler"]["scheduler"]
+    (optimizer, scheduler) = (
+        (given := alone.configure_optimizers())["optimizer"],
+        given["lr_scheduler"]["scheduler"],
+    )
     for x, y in data.client_batches(0, 0, 6):
         optimizer.zero_grad()
         nn.functional.cross_entropy(alone.net(x), y).backward()
         optimizer.step()
         scheduler.step()
     for name, value in alone.state_dict().items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("unit", ["rounds", "local_steps"])
 def test_captured_steps_have_the_bits_of_others(unit: str) -> None:
-    given: dict[str, Any] = {"client_scheduler": unit, "local_steps": 9, "engine": "concurrent", "participation": 1.0}
-    captured, alone = (federated(Scheduled(), **given, capture=capture, workers=1) for capture in (True, False))
+    given: dict[str, Any] = {
+        "client_scheduler": unit,
+        "local_steps": 9,
+        "engine": "concurrent",
+        "participation": 1.0,
+    }
+    captured, alone = (
+        federated(Scheduled(), **given, capture=capture, workers=1) for capture in (True, False)
+    )
     rounds_of(captured, 3)
     rounds_of(alone, 3)
     assert torch.equal(captured.global_vector, alone.global_vector)
@@ -138,7 +166,9 @@ def test_captured_steps_have_the_bits_of_others(unit: str) -> None:
 
 
 @pytest.mark.parametrize("unit", ["rounds", "local_steps"])
-def test_a_run_with_a_scheduler_resumes_to_the_same_bits_and_as_it_was(unit: str, tmp_path: Path) -> None:
+def test_a_run_with_a_scheduler_resumes_to_the_same_bits_and_as_it_was(
+    unit: str, tmp_path: Path
+) -> None:
     def made(unit: str = unit) -> Any:
         return federated(Scheduled(), client_scheduler=unit, local_steps=3, participation=1.0)
 
@@ -160,19 +190,43 @@ def test_the_mean_gradient_counts_steps_by_their_rates() -> None:
             found["elapsed"], found["steps"] = clients.elapsed.clone(), clients.steps.clone()
             super().on_local_end(clients)
 
-    module = federated(Scheduled(), client_scheduler="local_steps", local_steps=4, participation=1, engine="sequential")
+    module = federated(
+        Scheduled(),
+        client_scheduler="local_steps",
+        local_steps=4,
+        participation=1,
+        engine="sequential",
+    )
     rounds_of(module, 1, [Looking()])
-    torch.testing.assert_close(found["elapsed"], torch.full((1, 1), 0.1 * sum(RATES[:4]), dtype=torch.float64))
+    torch.testing.assert_close(
+        found["elapsed"], torch.full((1, 1), 0.1 * sum(RATES[:4]), dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize(
     ("learner", "arguments", "words"),
     [
         (Lit, {}, "gives no lr scheduler"),
-        (Scheduled, {"client_optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "Leave out one of the two"),
-        (lambda: Scheduled(lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau steps by a metric"),
-        (lambda: Scheduled(one_cycle), {"local_steps": 30}, "OneCycleLR cannot be stepped to 30 local steps"),
-        (lambda: Scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda k: -k)), {}, "gives the rate -0.1"),
+        (
+            Scheduled,
+            {"client_optimizer": lambda p: torch.optim.SGD(p, 0.1)},
+            "Leave out one of the two",
+        ),
+        (
+            lambda: Scheduled(lr_scheduler.ReduceLROnPlateau),
+            {},
+            "ReduceLROnPlateau steps by a metric",
+        ),
+        (
+            lambda: Scheduled(one_cycle),
+            {"local_steps": 30},
+            "OneCycleLR cannot be stepped to 30 local steps",
+        ),
+        (
+            lambda: Scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda k: -k)),
+            {},
+            "gives the rate -0.1",
+        ),
     ],
 )
 def test_what_cannot_be_stepped_is_refused(learner: Any, arguments: Any, words: str) -> None:
@@ -182,14 +236,21 @@ def test_what_cannot_be_stepped_is_refused(learner: Any, arguments: Any, words: 
 
 def test_a_method_that_needs_one_rate_is_refused_by_name() -> None:
     module = federated(Scheduled(), client_scheduler="local_steps", local_steps=3)
-    with pytest.raises(UserError, match=r"client_scheduler='local_steps'.*NormalizedAveraging takes one"):
+    with pytest.raises(
+        UserError, match=r"client_scheduler='local_steps'.*NormalizedAveraging takes one"
+    ):
         rounds_of(module, 1, [NormalizedAveraging()])
 
 
 def test_groups_of_several_weight_decays_are_refused_for_what_they_are() -> None:
     def two(p: Any) -> Any:
         first, *rest = p
-        return torch.optim.SGD([{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.1, weight_decay=0.01)
+        return torch.optim.SGD(
+            [{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.1, weight_decay=0.01
+        )
 
-    with pytest.raises(UserError, match=r"several values of weight_decay \(0, 0\.01\), and ControlVariates takes one"):
+    with pytest.raises(
+        UserError,
+        match=r"several values of weight_decay \(0, 0\.01\), and ControlVariates takes one",
+    ):
         rounds_of(federated(client_optimizer=two), 1, [ControlVariates()])

@@ -35,7 +35,9 @@ class Asking(Lit):
     """Asks the Trainer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + term(self, self.trainer.num_training_batches)
+        return super().training_step(batch, batch_idx) + term(
+            self, self.trainer.num_training_batches
+        )
 
 
 def fitted(kind: type[Lit], engine: str, callbacks: Any = (), **arguments: Any) -> tuple[Any, Any]:
@@ -51,10 +53,18 @@ def fitted(kind: type[Lit], engine: str, callbacks: Any = (), **arguments: Any) 
 
 @pytest.mark.parametrize(
     ("engine", "capture"),
-    [("sequential", False), ("concurrent", True), ("concurrent", False), ("stacked", False), ("auto", True)],
+    [
+        ("sequential", False),
+        ("concurrent", True),
+        ("concurrent", False),
+        ("stacked", False),
+        ("auto", True),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:engine=", "ignore:local steps are not captured")
-def test_a_term_divided_by_the_clients_batches_trains_the_same_model(engine: str, capture: bool) -> None:
+def test_a_term_divided_by_the_clients_batches_trains_the_same_model(
+    engine: str, capture: bool
+) -> None:
     """The clients' numbers differ, and a step recorded with one of them is not replayed for another."""
     told, _ = fitted(Told, "sequential")
     asking, _ = fitted(Asking, engine, capture=capture)
@@ -67,9 +77,13 @@ def test_all_that_is_asked_of_batches_and_samples_is_the_clients(engine: str) ->
     class Looking(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             now: Any = self.trainer
-            assert isinstance(now, pl.Trainer) and isinstance(now.datamodule, pl.LightningDataModule)
+            assert isinstance(now, pl.Trainer) and isinstance(
+                now.datamodule, pl.LightningDataModule
+            )
             samples, batches = len(now.train_dataloader.dataset), len(now.train_dataloader)
-            assert batches == now.num_training_batches == now.fit_loop.max_batches == -(-samples // 8)
+            assert (
+                batches == now.num_training_batches == now.fit_loop.max_batches == -(-samples // 8)
+            )
             for loader in (now.datamodule.train_dataloader(), self.train_dataloader()):
                 assert len(loader) == batches and len(loader.dataset) == samples
                 assert loader.batch_size == 8 and not loader.drop_last
@@ -88,7 +102,9 @@ def test_all_that_is_asked_of_batches_and_samples_is_the_clients(engine: str) ->
     module, run = fitted(Looking, engine, capture=False)
     sizes = [SIZES[i] for i in module.participants(2)]
     assert float(run.callback_metrics["samples"]) == pytest.approx(sum(sizes) / len(sizes))
-    assert float(run.callback_metrics["last"]) == pytest.approx(sum(1 / -(-n // 8) for n in sizes) / len(sizes))
+    assert float(run.callback_metrics["last"]) == pytest.approx(
+        sum(1 / -(-n // 8) for n in sizes) / len(sizes)
+    )
     assert run.num_training_batches == 1 and "train_dataloader" not in vars(module.learner)
 
 
@@ -127,7 +143,11 @@ def test_what_steps_look_at_is_not_recorded() -> None:
 
 class Measuring(pl.Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        w, data, evaluator = pl_module.global_vector.detach(), trainer.datamodule, pl_module.evaluator()
+        w, data, evaluator = (
+            pl_module.global_vector.detach(),
+            trainer.datamodule,
+            pl_module.evaluator(),
+        )
         ids = {i: data.client_indices(i) for i in range(10)}
         told = Lit().double()
         told.load_state_dict(pl_module.export().state_dict())
@@ -135,9 +155,14 @@ class Measuring(pl.Callback):
             batch = (torch.cat([b[k] for b, _ in data.full_batches(i)]) for k in (0, 1))
             expected = told.training_step(tuple(batch), 0) + term(told, -(-SIZES[i] // 8))
             assert loss == pytest.approx(float(expected.detach()))
-        with pytest.raises(UserError, match=r"reads how many batches its client has .*several clients are .*measured"):
+        with pytest.raises(
+            UserError,
+            match=r"reads how many batches its client has .*several clients are .*measured",
+        ):
             evaluator.mean(w, ids)
 
 
-def test_a_measurement_of_each_client_has_its_numbers_and_one_of_all_says_that_there_are_none() -> None:
+def test_a_measurement_of_each_client_has_its_numbers_and_one_of_all_says_that_there_are_none() -> (
+    None
+):
     fitted(Asking, "sequential", [Measuring()])

@@ -76,7 +76,10 @@ def stacks(run: Run, case: Case) -> bool:
     """Whether the clients were stacked; state of the clients' own optimizers cannot be."""
     if run.module.engine_facts["engine"] == "stacked":
         return True
-    assert case[1].get("keep_optimizer_state") and "keep_optimizer_state" in run.module.engine_facts["why"]
+    assert (
+        case[1].get("keep_optimizer_state")
+        and "keep_optimizer_state" in run.module.engine_facts["why"]
+    )
     return False
 
 
@@ -114,7 +117,8 @@ def test_compositions(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("sequential", "concurrent"), ("concurrent", "stacked"), ("stacked", "sequential")]
+    ("first", "then"),
+    [("sequential", "concurrent"), ("concurrent", "stacked"), ("stacked", "sequential")],
 )
 def test_a_run_goes_on_with_another_engine(
     first: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,9 +126,19 @@ def test_a_run_goes_on_with_another_engine(
     monkeypatch.chdir(tmp_path)  # where rows of clients are kept
 
     def part(engine: str, rounds: int, start: Path | None = None) -> Run:
-        beside = [c.RelaxedInitialization(0.1), c.ControlVariates(), c.PartialAveraging({"net.0.*": 3}), EveryHook()]
+        beside = [
+            c.RelaxedInitialization(0.1),
+            c.ControlVariates(),
+            c.PartialAveraging({"net.0.*": 3}),
+            EveryHook(),
+        ]
         return trained(
-            (beside, {"server_optimizer": adam}), engine, rounds=rounds, start=start, participation="all", **CLIPPED
+            (beside, {"server_optimizer": adam}),
+            engine,
+            rounds=rounds,
+            start=start,
+            participation="all",
+            **CLIPPED,
         )
 
     def adam(parameters: Any) -> FedAdam:

@@ -53,7 +53,11 @@ def test_what_steps_write_follows_the_rule_of_buffers_in_every_engine(
     teacher = expected.learner.teacher.weight
     assert torch.equal(teacher, at_first) == (buffers == "keep")
     for in_place in (True, False):
-        for engine in ({"engine": "auto"}, {"engine": "concurrent", "capture": True}, {"engine": "stacked"}):
+        for engine in (
+            {"engine": "auto"},
+            {"engine": "concurrent", "capture": True},
+            {"engine": "stacked"},
+        ):
             module = ran(in_place=in_place, buffers=buffers, **engine)
             assert module.engine_facts["as buffers"] == "teacher.weight"
             assert module.engine_facts["engine"] == "concurrent" or engine["engine"] == "auto"
@@ -84,7 +88,12 @@ def test_the_server_takes_the_mean_of_what_clients_made_of_a_teacher() -> None:
 def test_a_resumed_run_treats_them_alike(tmp_path: Path) -> None:
     expected = ran(4, engine="sequential").learner.teacher.weight
     torch.manual_seed(3)
-    settings: dict[str, Any] = {"participation": 0.5, "local_epochs": 3, "workers": 2, "engine": "concurrent"}
+    settings: dict[str, Any] = {
+        "participation": 0.5,
+        "local_epochs": 3,
+        "workers": 2,
+        "engine": "concurrent",
+    }
     first = trainer(2, default_root_dir=tmp_path, enable_checkpointing=True)
     first.fit(federated(Teaching(), **settings), blobs())
     second = federated(Teaching(), **settings)
@@ -103,12 +112,16 @@ def test_a_frozen_backbone_that_nobody_writes_is_never_copied() -> None:
     seen: list[Any] = []
 
     def keep(*_: Any) -> None:
-        seen.extend(worker.copy.learner.backbone.weight.data_ptr() for worker in module.run.engine.workers)
+        seen.extend(
+            worker.copy.learner.backbone.weight.data_ptr() for worker in module.run.engine.workers
+        )
 
     module = federated(Backboned(), engine="concurrent", workers=2)
     module.learner.on_train_epoch_start = keep
     trainer(1).fit(module, blobs())
-    assert seen == [module.learner.backbone.weight.data_ptr()] * 2 and not module.global_model.written
+    assert (
+        seen == [module.learner.backbone.weight.data_ptr()] * 2 and not module.global_model.written
+    )
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "auto"])
@@ -118,5 +131,7 @@ def test_another_tensor_for_a_trainable_parameter_is_refused(engine: str) -> Non
             self.net[0].weight.data = self.net[0].weight.data.clamp(-1, 1)
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(UserError, match=r"assigns another tensor to the trainable parameter net\.0\.weight"):
+    with pytest.raises(
+        UserError, match=r"assigns another tensor to the trainable parameter net\.0\.weight"
+    ):
         trainer(1).fit(federated(Clipping(), engine=engine), blobs())

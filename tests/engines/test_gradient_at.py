@@ -66,7 +66,9 @@ def test_the_gradient_at_x_is_that_of_the_loss_and_leaves_no_trace(learner: type
 
 
 @pytest.mark.parametrize("learner", [Dropping, InPlace, Normed])
-def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradient_is_taken(learner: type[Lit]) -> None:
+def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradient_is_taken(
+    learner: type[Lit],
+) -> None:
     draws = list[list[float]]()
 
     class Elsewhere(FederatedCallback):
@@ -93,7 +95,9 @@ def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradie
 
 def test_engines_agree() -> None:
     reference = trained(([Second()], {}), "sequential", local_epochs=2.5, **CLIPPED)
-    same_bits(trained(([Second()], {}), "concurrent", workers=2, local_epochs=2.5, **CLIPPED), reference)
+    same_bits(
+        trained(([Second()], {}), "concurrent", workers=2, local_epochs=2.5, **CLIPPED), reference
+    )
     stacked = trained(([Second()], {}), "stacked", clients_at_once=2, local_epochs=2.5, **CLIPPED)
     assert stacked.module.engine_facts["engine"] == "stacked"
     near(stacked, reference)
@@ -120,7 +124,9 @@ def test_it_agrees_with_a_gradient_by_hand() -> None:
             v[i] = own
     rows = ours.record.rows[-1]["Second.v"]
     assert set(rows) == set(v) and max(np.abs(rows[i] - v[i]).max() for i in v) < 1e-12
-    assert np.array_equal(ours.record.w[-1], network([], 3, clip_norm=None).record.w[-1]), "x sees nothing of it"
+    assert np.array_equal(ours.record.w[-1], network([], 3, clip_norm=None).record.w[-1]), (
+        "x sees nothing of it"
+    )
 
 
 def test_steps_of_epochs_and_the_number_of_the_step() -> None:
@@ -172,6 +178,10 @@ def test_outside_of_steps_it_is_an_error() -> None:
             if int(clients.step) == 1:
                 clients.gradient_at(clients.x)
 
-    for method, words in ((Early(), "hooks of a local step"), (Late(), r"clients\.step"), (Once(), "first local step")):
+    for method, words in (
+        (Early(), "hooks of a local step"),
+        (Late(), r"clients\.step"),
+        (Once(), "first local step"),
+    ):
         with pytest.raises(RuntimeError, match=words):
             tiny_run(method, rounds=1)

@@ -57,7 +57,9 @@ def test_they_do_what_they_do_alone(learner: type[Lit], engine: str) -> None:
     trainer(1).fit(module, data)
     assert module.engine_facts["engine"] == "sequential"
     for name, value in plainly(alone, data, 3).items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
+        )
     assert all(p.grad is None for p in module.learner.parameters())
 
 
@@ -67,12 +69,18 @@ def test_both_passes_of_sam_meet_them() -> None:
     class Seeing(Lit):
         def __init__(self) -> None:
             super().__init__()
-            self.net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.detach().clone()))
+            self.net[0].weight.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.detach().clone())
+            )
 
-    module = federated(Seeing(), engine="sequential", participation="all", local_epochs=None, local_steps=2)
+    module = federated(
+        Seeing(), engine="sequential", participation="all", local_epochs=None, local_steps=2
+    )
     seen.clear()
     trainer(1, [SharpnessAwareMinimization(0.5)]).fit(module, blobs(clients=1))
-    assert len(seen) == 4 and not torch.equal(seen[0], seen[1]), "twice a step, the second time at x + e"
+    assert len(seen) == 4 and not torch.equal(seen[0], seen[1]), (
+        "twice a step, the second time at x + e"
+    )
 
 
 def test_auto_says_why_it_trains_one_after_the_other() -> None:
@@ -84,10 +92,15 @@ def test_auto_says_why_it_trains_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("learner", HOOKED)
 def test_engines_with_copies_are_refused_by_name(learner: type[Lit]) -> None:
-    with pytest.raises(UserError, match=r"engine='concurrent' cannot train .*net.0.weight has a hook on its gradient"):
+    with pytest.raises(
+        UserError,
+        match=r"engine='concurrent' cannot train .*net.0.weight has a hook on its gradient",
+    ):
         trainer(1).fit(federated(learner(), engine="concurrent"), blobs())
     module = federated(learner(), engine="stacked")
-    with pytest.warns(UserWarning, match=r"engine='stacked' cannot train .*; engine='sequential' does"):
+    with pytest.warns(
+        UserWarning, match=r"engine='stacked' cannot train .*; engine='sequential' does"
+    ):
         trainer(1).fit(module, blobs())
 
 
@@ -99,7 +112,9 @@ def test_one_that_comes_later_is_refused_where_copies_train(engine: str, when: s
         self.net[0].weight.register_hook(lambda g: 0.5 * g)
 
     learner = type("Later", (Lit,), {when: registering})
-    with pytest.raises(UserError, match=r"since the run began, net.0.weight has a hook on its gradient"):
+    with pytest.raises(
+        UserError, match=r"since the run began, net.0.weight has a hook on its gradient"
+    ):
         trainer(1).fit(federated(learner(), engine=engine), blobs())
 
 
@@ -110,7 +125,9 @@ def test_one_that_a_step_registers_keeps_clients_off_copies() -> None:
                 self.net[0].weight.register_hook(lambda g: 0.5 * g)
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(UserError, match=r"engine='concurrent' cannot train InStep: its net.0.weight has a hook"):
+    with pytest.raises(
+        UserError, match=r"engine='concurrent' cannot train InStep: its net.0.weight has a hook"
+    ):
         trainer(1).fit(federated(InStep(), engine="concurrent"), blobs())
 
 
@@ -121,7 +138,9 @@ def test_a_run_that_copies_began_goes_on_one_after_the_other(tmp_path: Any) -> N
     learner = Lit()
     learner.net[0].weight.register_hook(lambda g: 0.5 * g)
     module = federated(learner)
-    with pytest.warns(UserWarning, match="engine='sequential' goes on with what 'concurrent' began"):
+    with pytest.warns(
+        UserWarning, match="engine='sequential' goes on with what 'concurrent' began"
+    ):
         trainer(2).fit(module, blobs(), ckpt_path=tmp_path / "run.ckpt")
 
 

@@ -16,7 +16,10 @@ from fl_lightning.callbacks import ControlVariates
 from fl_lightning.errors import UserError
 from tests.helpers.learners import InPlace, Lit, blobs, federated, fitted, trainer
 
-ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurrent", "workers": k} for k in (1, 2))]
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "sequential"},
+    *({"engine": "concurrent", "workers": k} for k in (1, 2)),
+]
 
 
 class Assigned(InPlace):
@@ -51,7 +54,9 @@ class Metered(Lit):
 
 @pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
-def test_a_metric_that_is_updated_is_logged_over_the_clients_samples(arguments: dict[str, Any]) -> None:
+def test_a_metric_that_is_updated_is_logged_over_the_clients_samples(
+    arguments: dict[str, Any],
+) -> None:
     data = blobs()
     data.setup("fit")
     labels = [torch.cat([y for (_, y), _ in data.full_batches(i)]).double() for i in range(10)]
@@ -65,14 +70,18 @@ def test_a_collection_of_metrics_is_the_same_side_by_side() -> None:
         def __init__(self) -> None:
             super().__init__()
             arguments: dict[str, Any] = {"task": "multiclass", "num_classes": 4, "average": "macro"}
-            kinds = {k.__name__: k(**arguments) for k in (torchmetrics.Precision, torchmetrics.Recall)}
+            kinds = {
+                k.__name__: k(**arguments) for k in (torchmetrics.Precision, torchmetrics.Recall)
+            }
             self.alone = torchmetrics.Recall(**arguments)
             self.updated = torchmetrics.MetricCollection(kinds)
             self.called = self.updated.clone(prefix="each")
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             for collection in (self.updated, self.called):
-                (collection.update if collection is self.updated else collection)(self.net(batch[0]), batch[1])
+                (collection.update if collection is self.updated else collection)(
+                    self.net(batch[0]), batch[1]
+                )
                 self.log_dict(collection)
             self.alone.update(self.net(batch[0]), batch[1])
             self.log("alone", self.alone)
@@ -139,7 +148,9 @@ class Averaging(Lit):
 
 @pytest.mark.parametrize("learner", [Counting, Gathering, Averaging])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
-def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(learner: type[Lit]) -> None:
+def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(
+    learner: type[Lit],
+) -> None:
     reference, logged = fitted(learner, engine="sequential")
     for engine in ("auto", "stacked"):
         module, own = fitted(learner, engine=engine, workers=2)
@@ -170,7 +181,9 @@ class Whole(Lit):
         self.net = Part()
 
 
-@pytest.mark.parametrize("arguments", [{"engine": "concurrent", "workers": 2}, {"engine": "stacked"}])
+@pytest.mark.parametrize(
+    "arguments", [{"engine": "concurrent", "workers": 2}, {"engine": "stacked"}]
+)
 def test_a_lightning_module_inside_the_learner_may_log(arguments: dict[str, Any]) -> None:
     reference, logged = fitted(Whole, engine="sequential")
     module, own = fitted(Whole, **arguments)
@@ -183,8 +196,12 @@ def test_a_lightning_module_inside_the_learner_may_log(arguments: dict[str, Any]
 
 
 @pytest.mark.parametrize("arguments", ENGINES[::2])
-@pytest.mark.parametrize(("at_first", "what"), [(True, r"0\.bias, … frozen"), (False, r"0\.bias, … unfrozen")])
-def test_the_set_of_trainable_parameters_is_fixed(arguments: dict[str, Any], at_first: bool, what: str) -> None:
+@pytest.mark.parametrize(
+    ("at_first", "what"), [(True, r"0\.bias, … frozen"), (False, r"0\.bias, … unfrozen")]
+)
+def test_the_set_of_trainable_parameters_is_fixed(
+    arguments: dict[str, Any], at_first: bool, what: str
+) -> None:
     class Turning(Lit):
         def __init__(self) -> None:
             super().__init__()

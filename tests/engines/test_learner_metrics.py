@@ -16,7 +16,10 @@ from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
 from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
 from tests.helpers.processes import launched
 
-ENGINES: list[dict[str, Any]] = [{"engine": "sequential"}, *({"engine": "concurrent", "workers": k} for k in (1, 2))]
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "sequential"},
+    *({"engine": "concurrent", "workers": k} for k in (1, 2)),
+]
 FOUR: dict[str, Any] = {"task": "multiclass", "num_classes": 4}
 
 
@@ -70,7 +73,10 @@ class Collected(Measured):
 
     def __init__(self) -> None:
         super().__init__()
-        kinds = {k.__name__: k(average="macro", **FOUR) for k in (torchmetrics.Precision, torchmetrics.Recall)}
+        kinds = {
+            k.__name__: k(average="macro", **FOUR)
+            for k in (torchmetrics.Precision, torchmetrics.Recall)
+        }
         self.own = torchmetrics.MetricCollection(kinds)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -96,7 +102,9 @@ def of_plain_lightning(learner: type[Lit]) -> dict[str, Tensor]:
     return {name: value for name, value in run.callback_metrics.items() if "/" not in name}
 
 
-def of_a_round(learner: type[Lit], callbacks: Any = (), settings: Any = None, **arguments: Any) -> dict[str, Tensor]:
+def of_a_round(
+    learner: type[Lit], callbacks: Any = (), settings: Any = None, **arguments: Any
+) -> dict[str, Tensor]:
     run = trainer(2, callbacks, **(settings or {}))
     run.fit(federated(made(learner), participation="all", **arguments), blobs())
     return run.callback_metrics
@@ -104,14 +112,20 @@ def of_a_round(learner: type[Lit], callbacks: Any = (), settings: Any = None, **
 
 @pytest.mark.parametrize("arguments", ENGINES)
 @pytest.mark.parametrize("learner", [Called, Updated, Collected])
-def test_metrics_have_the_numbers_of_plain_lightning(learner: type[Lit], arguments: dict[str, Any]) -> None:
+def test_metrics_have_the_numbers_of_plain_lightning(
+    learner: type[Lit], arguments: dict[str, Any]
+) -> None:
     expected, found = of_plain_lightning(learner), of_a_round(learner, **arguments)
     assert len(expected) == (2 if learner is Collected else 5)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            found[name].double(), value.double(), rtol=1e-5, atol=1e-6, msg=name
+        )
 
 
-@pytest.mark.parametrize("method", [SharpnessAwareMinimization, partial(ControlVariates, "gradient")])
+@pytest.mark.parametrize(
+    "method", [SharpnessAwareMinimization, partial(ControlVariates, "gradient")]
+)
 def test_gradients_that_are_no_steps_are_not_counted(method: Any) -> None:
     expected, found = of_a_round(Updated), of_a_round(Updated, [method()])
     assert all(found[name] == expected[name] for name in ("label", "accuracy", "auroc"))
@@ -120,12 +134,16 @@ def test_gradients_that_are_no_steps_are_not_counted(method: Any) -> None:
 def on_ranks(folder: Path, learner: type[Lit], rank: int, world: int) -> None:
     settings = {"devices": world, "strategy": "federated"} if world > 1 else {}
     found = of_a_round(learner, settings=settings, engine="sequential")
-    (folder / f"{world}-{rank}.json").write_text(json.dumps({k: float(v) for k, v in found.items() if "/" not in k}))
+    (folder / f"{world}-{rank}.json").write_text(
+        json.dumps({k: float(v) for k, v in found.items() if "/" not in k})
+    )
 
 
 @pytest.mark.parametrize("learner", [Called, Updated])
 def test_metrics_are_the_same_on_two_processes(learner: type[Lit], tmp_path: Path) -> None:
     for world in (1, 2):
         assert launched(on_ranks, world, tmp_path, learner) == [0] * world
-    one, *two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1"))
+    one, *two = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1")
+    )
     assert len(one) > 4 and two == [pytest.approx(one, rel=1e-6)] * 2

@@ -18,7 +18,10 @@ ENGINES = ["sequential", "concurrent"]
 
 
 def run(learner: Lit, methods: Any, rounds: int = 1, **arguments: Any) -> Any:
-    module, of = federated(learner, **{"participation": "all", **arguments}), trainer(rounds, methods)
+    module, of = (
+        federated(learner, **{"participation": "all", **arguments}),
+        trainer(rounds, methods),
+    )
     of.fit(module, blobs(clients=2))
     return module, of.callback_metrics
 
@@ -30,7 +33,11 @@ def test_both_passes_of_sam_draw_the_same_random_numbers(library: str) -> None:
 
     class Drawing(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            one = {"torch": lambda: float(torch.rand(1)), "numpy": np.random.rand, "python": random.random}[library]
+            one = {
+                "torch": lambda: float(torch.rand(1)),
+                "numpy": np.random.rand,
+                "python": random.random,
+            }[library]
             drawn.append(float(one()))
             return super().training_step(batch, batch_idx)
 
@@ -98,15 +105,24 @@ class Ordered(FederatedCallback):
 
 @pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
 @pytest.mark.parametrize("optimizer", [None, momentum])
-def test_a_gradient_is_mixed_then_corrected_then_clipped_then_stepped_with(engine: str, optimizer: Any) -> None:
+def test_a_gradient_is_mixed_then_corrected_then_clipped_then_stepped_with(
+    engine: str, optimizer: Any
+) -> None:
     data = blobs(clients=1)
-    arguments = {"participation": "all", "local_steps": 3, "clip_norm": 9.0, "client_optimizer": optimizer}
+    arguments = {
+        "participation": "all",
+        "local_steps": 3,
+        "clip_norm": 9.0,
+        "client_optimizer": optimizer,
+    }
     module = federated(engine=engine, **arguments)
     learner = Lit().double()
     learner.load_state_dict(module.learner.state_dict())
     trainer(1, [Ordered()]).fit(module, data)
 
-    own = (optimizer or (lambda p: torch.optim.SGD(p, 0.1, weight_decay=1e-3)))(learner.parameters())
+    own = (optimizer or (lambda p: torch.optim.SGD(p, 0.1, weight_decay=1e-3)))(
+        learner.parameters()
+    )
     for x, y in data.client_batches(0, 0, 3):
         own.zero_grad()
         torch.nn.functional.cross_entropy(learner.net(x), y).backward()
@@ -148,13 +164,24 @@ class Halved(FederatedCallback):
 @pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
 @pytest.mark.parametrize(
     ("methods", "reached"),
-    [([], [2.0, 1.0]), ([Aside], [1.875, 0.8125]), ([Halved], [3.0, 2.25]), ([Aside, Halved], [2.9375, 2.140625])],
+    [
+        ([], [2.0, 1.0]),
+        ([Aside], [1.875, 0.8125]),
+        ([Halved], [3.0, 2.25]),
+        ([Aside, Halved], [2.9375, 2.140625]),
+    ],
 )
-def test_a_step_goes_against_the_gradient_at_the_perturbed_point(engine: str, methods: Any, reached: Any) -> None:
+def test_a_step_goes_against_the_gradient_at_the_perturbed_point(
+    engine: str, methods: Any, reached: Any
+) -> None:
     """At a rate of ½ from 4; 0.25 aside of 4 the gradient is 4.25; half of it is mixed."""
     for steps, value in enumerate(reached, 1):
         made = [method() for method in methods]
         module, _ = run(
-            Bowl(), made, engine=engine, local_steps=steps, client_optimizer=lambda p: torch.optim.SGD(p, 0.5)
+            Bowl(),
+            made,
+            engine=engine,
+            local_steps=steps,
+            client_optimizer=lambda p: torch.optim.SGD(p, 0.5),
         )
         assert module.global_vector.tolist() == [value, value]

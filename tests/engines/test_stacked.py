@@ -37,7 +37,10 @@ CASES: dict[str, Any] = {
     ),
     "fedsmoo": (
         {},
-        lambda: [methods.GlobalSharpnessAwareMinimization(0.05), methods.DynamicRegularization(0.1)],
+        lambda: [
+            methods.GlobalSharpnessAwareMinimization(0.05),
+            methods.DynamicRegularization(0.1),
+        ],
     ),
     "rows of each step": ({}, lambda: [Walking()]),
     "clipping": ({"clip_norm": 0.5, "weighting": "samples"}, lambda: []),
@@ -48,12 +51,20 @@ CASES: dict[str, Any] = {
 }
 
 
-def ran(engine: str, arguments: Any, callbacks: Any, **more: Any) -> tuple[Any, dict[Any, Tensor], dict[str, Tensor]]:
+def ran(
+    engine: str, arguments: Any, callbacks: Any, **more: Any
+) -> tuple[Any, dict[Any, Tensor], dict[str, Tensor]]:
     torch.manual_seed(3)
-    module = federated(Lit(), engine=engine, participation=0.6, local_epochs=1.5, **arguments, **more)
+    module = federated(
+        Lit(), engine=engine, participation=0.6, local_epochs=1.5, **arguments, **more
+    )
     run = trainer(3, callbacks)
     run.fit(module, blobs())  # clients of 16 to 24 samples: unequal steps and unequal last batches
-    return module, client_rows(module), {k: v for k, v in run.callback_metrics.items() if not k.startswith("time/")}
+    return (
+        module,
+        client_rows(module),
+        {k: v for k, v in run.callback_metrics.items() if not k.startswith("time/")},
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,13 +74,17 @@ def test_stacking_changes_nothing_but_rounding(name: str) -> None:
     for at_once in (2, "auto"):
         module, rows, metrics = ran("stacked", arguments, callbacks(), clients_at_once=at_once)
         assert module.engine_facts["engine"] == "stacked"
-        torch.testing.assert_close(module.global_vector, reference.global_vector, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            module.global_vector, reference.global_vector, rtol=1e-9, atol=1e-9
+        )
         assert rows.keys() == reference_rows.keys()
         for key in rows:
             torch.testing.assert_close(rows[key], reference_rows[key], rtol=1e-9, atol=1e-9)
         assert metrics.keys() == reference_metrics.keys()
         for key in metrics:
-            torch.testing.assert_close(metrics[key].double(), reference_metrics[key].double(), rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(
+                metrics[key].double(), reference_metrics[key].double(), rtol=1e-6, atol=1e-9
+            )
 
 
 class Branching(Lit):
@@ -85,9 +100,12 @@ class NormedDropping(Normed):
 
 
 @pytest.mark.parametrize(
-    ("learner", "instead"), [(Normed, "concurrent"), (Branching, "concurrent"), (NormedDropping, "sequential")]
+    ("learner", "instead"),
+    [(Normed, "concurrent"), (Branching, "concurrent"), (NormedDropping, "sequential")],
 )
-def test_what_cannot_be_stacked_trains_otherwise_with_one_line(learner: type[Lit], instead: str) -> None:
+def test_what_cannot_be_stacked_trains_otherwise_with_one_line(
+    learner: type[Lit], instead: str
+) -> None:
     torch.manual_seed(3)
     module = federated(learner(), engine="stacked", workers=2)
     with pytest.warns(UserWarning, match="engine='stacked' cannot train"):

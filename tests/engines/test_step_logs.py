@@ -90,10 +90,14 @@ def of_lightning(learner: Lit, data: Any, client: int, steps: int) -> dict[str, 
 @pytest.mark.parametrize("learner", [Reducing, Moving])
 @pytest.mark.parametrize("arguments", ENGINES, ids=lambda given: given["engine"])
 @pytest.mark.filterwarnings("ignore")
-def test_numbers_are_the_mean_over_clients_of_plain_lightnings(learner: type[Lit], arguments: dict[str, Any]) -> None:
+def test_numbers_are_the_mean_over_clients_of_plain_lightnings(
+    learner: type[Lit], arguments: dict[str, Any]
+) -> None:
     # 24 and 22 samples: the second client's batches are alike
     data, run = blobs(clients=2, batch_size=11), trainer(1)
-    module = federated(learner(), participation="all", local_epochs=None, local_steps=2, **arguments)
+    module = federated(
+        learner(), participation="all", local_epochs=None, local_steps=2, **arguments
+    )
     start = {name: value.clone() for name, value in module.learner.state_dict().items()}
     run.fit(module, data)
     found = []
@@ -102,7 +106,9 @@ def test_numbers_are_the_mean_over_clients_of_plain_lightnings(learner: type[Lit
         alone.load_state_dict(start)
         found.append(of_lightning(alone, data, client, 2))
     names = found[0].keys() - {"train/loss"}
-    assert names >= ({"both_step", "both_epoch", "forked_step", "one"} if learner is Reducing else {"label_step"})
+    assert names >= (
+        {"both_step", "both_epoch", "forked_step", "one"} if learner is Reducing else {"label_step"}
+    )
     for name in names:
         mean = sum(each[name] for each in found) / 2
         assert float(run.callback_metrics[name]) == pytest.approx(mean, rel=1e-6), name
@@ -153,14 +159,26 @@ class Beside(Lit):
 @pytest.mark.parametrize(
     ("learner", "said", "before"),
     [
-        (OwnReduction, r"OwnReduction: self.log\('odd', reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'", True),
+        (
+            OwnReduction,
+            r"OwnReduction: self.log\('odd', reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'",
+            True,
+        ),
         (Beside, r"Beside: its metric Counts counts in seen, which is no state of it", True),
-        (TwoWays, r"TwoWays: self.log\('odd', reduce_fx='sum'\), and elsewhere reduce_fx='max'", False),
+        (
+            TwoWays,
+            r"TwoWays: self.log\('odd', reduce_fx='sum'\), and elsewhere reduce_fx='max'",
+            False,
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
-def test_what_cannot_be_reduced_is_refused_by_name(learner: Any, said: str, before: bool, engine: str) -> None:
+def test_what_cannot_be_reduced_is_refused_by_name(
+    learner: Any, said: str, before: bool, engine: str
+) -> None:
     module = federated(learner(), engine=engine)
     with pytest.raises(UserError, match=said):
         trainer(1).fit(module, blobs())
-    assert not before or (module.run.state.rounds == 0 and module.run.loop is None), "before round 0"
+    assert not before or (module.run.state.rounds == 0 and module.run.loop is None), (
+        "before round 0"
+    )

@@ -14,9 +14,22 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, SharpnessAwareMinimization
+from fl_lightning.callbacks import (
+    ControlVariates,
+    RelaxedInitialization,
+    SharpnessAwareMinimization,
+)
 from fl_lightning.errors import UserError
-from tests.helpers.learners import Dropping, Lit, Normed, blobs, client_rows, federated, momentum, trainer
+from tests.helpers.learners import (
+    Dropping,
+    Lit,
+    Normed,
+    blobs,
+    client_rows,
+    federated,
+    momentum,
+    trainer,
+)
 
 
 class Kept(FederatedCallback):
@@ -35,7 +48,11 @@ CASES: dict[str, Any] = {
     "fedsam": ({}, lambda: [SharpnessAwareMinimization(0.05)], Lit),
     "fedinit": ({}, lambda: [RelaxedInitialization(0.1)], Lit),
     "clipping": ({"clip_norm": 0.5}, lambda: [Kept()], Lit),
-    "momentum kept": ({"client_optimizer": momentum, "keep_optimizer_state": True}, lambda: [], Lit),
+    "momentum kept": (
+        {"client_optimizer": momentum, "keep_optimizer_state": True},
+        lambda: [],
+        Lit,
+    ),
     "buffers": ({}, lambda: [], Normed),
 }
 
@@ -47,7 +64,9 @@ def seeded(learner: type[Lit], **arguments: Any) -> Any:
 
 
 def ran(engine: str, arguments: Any, callbacks: Any, learner: Any, **more: Any) -> Any:
-    module = seeded(learner, engine=engine, participation=0.5, local_epochs=1.5, **arguments, **more)
+    module = seeded(
+        learner, engine=engine, participation=0.5, local_epochs=1.5, **arguments, **more
+    )
     run = trainer(3, callbacks)
     run.fit(module, blobs())
     return module, client_rows(module), run.callback_metrics["train/loss"]
@@ -64,7 +83,9 @@ def test_same_bits_for_any_number_of_workers(name: str) -> None:
         assert rows.keys() == reference_rows.keys()
         assert all(torch.equal(rows[key], reference_rows[key]) for key in rows)
         assert loss == reference_loss
-        for (_, a), (_, b) in zip(module.learner.named_buffers(), reference.learner.named_buffers(), strict=True):
+        for (_, a), (_, b) in zip(
+            module.learner.named_buffers(), reference.learner.named_buffers(), strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -112,7 +133,10 @@ def test_an_error_names_round_client_and_step_and_ends_the_round(engine: str) ->
         assert "round 1, client" in notes and "local step 1" in notes
     assert len(before) == 1 and torch.equal(before[0], module.global_vector.detach())
     for parameter in module.learner.parameters():  # tied to the global vector, not to a client's
-        assert module.global_vector.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        assert (
+            module.global_vector.untyped_storage().data_ptr()
+            == parameter.untyped_storage().data_ptr()
+        )
 
 
 def test_interrupting_a_round_stops_its_threads() -> None:
@@ -141,7 +165,10 @@ def test_random_numbers_of_the_process_go_one_client_after_the_other(kind: str) 
     module = seeded(learner, workers=2)
     state = torch.get_rng_state()
     trainer(1).fit(module, data)
-    assert module.engine_facts["engine"] == "sequential" and "draws random numbers" in module.engine_facts["why"]
+    assert (
+        module.engine_facts["engine"] == "sequential"
+        and "draws random numbers" in module.engine_facts["why"]
+    )
     # validation reads the data too
     assert kind == "data" or torch.equal(state, torch.get_rng_state())
     with pytest.raises(UserError, match=r"engine='concurrent'.*draws random numbers"):
@@ -198,4 +225,6 @@ def test_the_optimizer_alone_gives_the_bits_of_the_flat_gradient() -> None:
         direct, flat = (seeded(Lit, engine="sequential").to(kind) for _ in range(2))
         trainer(2).fit(direct, blobs(dtype=kind))
         trainer(2, [Neutral()]).fit(flat, blobs(dtype=kind))
-        assert np.array_equal(direct.global_vector.detach().numpy(), flat.global_vector.detach().numpy())
+        assert np.array_equal(
+            direct.global_vector.detach().numpy(), flat.global_vector.detach().numpy()
+        )

@@ -29,12 +29,26 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
     """One to eight steps in one group, with state in the client optimizer, rows, uploads, logs and moving hooks."""
-    options = {"participation": "all", "local_epochs": 2, "client_optimizer": OPTIMIZERS[name], **CLIPPED}
+    options = {
+        "participation": "all",
+        "local_epochs": 2,
+        "client_optimizer": OPTIMIZERS[name],
+        **CLIPPED,
+    }
     for beside in (BESIDE[:2], BESIDE[2:], BESIDE):
         reference = trained(([made() for made in beside], {}), "sequential", rounds=2, **options)
-        same_bits(trained(([made() for made in beside], {}), "concurrent", rounds=2, workers=3, **options), reference)
+        same_bits(
+            trained(
+                ([made() for made in beside], {}), "concurrent", rounds=2, workers=3, **options
+            ),
+            reference,
+        )
         run = trained(([made() for made in beside], {}), "stacked", rounds=2, **options)
-        assert run.module.engine_facts == {**run.module.engine_facts, "engine": "stacked", "clients": "6"}
+        assert run.module.engine_facts == {
+            **run.module.engine_facts,
+            "engine": "stacked",
+            "clients": "6",
+        }
         near(run, reference)
 
 
@@ -46,7 +60,13 @@ def test_a_client_that_diverges_leaves_the_others_alone(client: int) -> None:
         x[clients[client]] = torch.nan
         return in_memory(x, y, clients)
 
-    options = {"participation": "all", "on_nonfinite": "skip", "data": poisoned, "rounds": 2, **CLIPPED}
+    options = {
+        "participation": "all",
+        "on_nonfinite": "skip",
+        "data": poisoned,
+        "rounds": 2,
+        **CLIPPED,
+    }
     runs = [trained(([made() for made in BESIDE], {}), e, **options) for e in ENGINES]
     assert all(client not in rows for rows in runs[0].record.rows[-1].values())
     same_bits(runs[1], runs[0])
@@ -76,7 +96,9 @@ def dicts(x: Tensor, y: Tensor, clients: list[Any]) -> FromDatasets:
     """A batch has the order of its first sample."""
     orders = (("x", "target", "y"), ("target", "x", "y"))
     rows = [{"x": a, "target": a.flip(0), "y": b} for a, b in zip(x, y, strict=True)]
-    sets: list[Any] = [[{key: rows[k][key] for key in orders[int(y[k]) % 2]} for k in own] for own in clients]
+    sets: list[Any] = [
+        [{key: rows[k][key] for key in orders[int(y[k]) % 2]} for k in own] for own in clients
+    ]
     return FromDatasets(clients=sets, batch_size=BATCH)
 
 
@@ -86,7 +108,9 @@ class Normed(Logged):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv1d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+        self.body = nn.Sequential(
+            nn.Conv1d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+        )
         self.tied = nn.Linear(3, 4)
         self.tied.weight = self.net[0].weight
         self.body[4].requires_grad_(False)
@@ -100,10 +124,14 @@ class Normed(Logged):
         return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
-@pytest.mark.parametrize(("learner", "data"), [(Wordy, in_memory), (Dicts, dicts), (Normed, in_memory)])
+@pytest.mark.parametrize(
+    ("learner", "data"), [(Wordy, in_memory), (Dicts, dicts), (Normed, in_memory)]
+)
 def test_learners(learner: type[Logged], data: Any) -> None:
     options = {"learner": learner, "data": data, "workers": 2}
-    runs = [trained(([c.SharpnessAwareMinimization(0.05)], {}), engine, **options) for engine in ENGINES]
+    runs = [
+        trained(([c.SharpnessAwareMinimization(0.05)], {}), engine, **options) for engine in ENGINES
+    ]
     assert runs[2].module.engine_facts["engine"] == "stacked"
     same_bits(runs[1], runs[0])
     near(runs[2], runs[0])
@@ -144,7 +172,9 @@ class Recurrent(Logged):
 
 @pytest.mark.parametrize("learner", [Elsewhere, Counting, Recurrent])
 def test_learners_that_stacking_would_change_are_not_stacked(learner: type[Logged]) -> None:
-    reference, run = (trained(([], {}), engine, learner=learner) for engine in ("sequential", "stacked"))
+    reference, run = (
+        trained(([], {}), engine, learner=learner) for engine in ("sequential", "stacked")
+    )
     assert run.module.engine_facts["engine"] == "concurrent"
     same_bits(run, reference)
 

@@ -14,7 +14,16 @@ from torch import Tensor
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import PartialAveraging
 from fl_lightning.engines.random_state import seed_client
-from tests.helpers.learners import Dropping, InPlace, Lit, blobs, client_rows, federated, momentum, trainer
+from tests.helpers.learners import (
+    Dropping,
+    InPlace,
+    Lit,
+    blobs,
+    client_rows,
+    federated,
+    momentum,
+    trainer,
+)
 
 ALONE: dict[str, Any] = {"engine": "sequential", "participation": "all", "local_epochs": 1}
 
@@ -31,7 +40,9 @@ def test_a_clients_round_from_its_own_start_to_what_it_brings_home() -> None:
         trainer(2, [PartialAveraging(periods={"net.2.*": "never"}), Noting()]),
     )
     run.fit(module, blobs(clients=2))
-    assert float(run.callback_metrics["clipped_steps"]) == 1.0 and not torch.equal(module.learner.running_mean, before)
+    assert float(run.callback_metrics["clipped_steps"]) == 1.0 and not torch.equal(
+        module.learner.running_mean, before
+    )
     kept = module.layout["net.2.weight"][0]
     for (i, _, end), (j, start, _) in zip(met[:2], met[2:], strict=True):
         assert i == j and torch.equal(start[kept], end[kept]) and not torch.equal(start, end)
@@ -61,7 +72,9 @@ def test_the_full_gradient_is_that_of_all_samples_with_weight_decay() -> None:
         mine = data.client_indices(client)
         loss = torch.nn.functional.cross_entropy(learner.net(x[mine]), y[mine])
         gradients = torch.autograd.grad(loss, list(learner.parameters()))
-        expected = torch.cat([(g + 1e-3 * p).flatten() for g, p in zip(gradients, learner.parameters(), strict=True)])
+        expected = torch.cat(
+            [(g + 1e-3 * p).flatten() for g, p in zip(gradients, learner.parameters(), strict=True)]
+        )
         torch.testing.assert_close(rows["FullGradient.found", client], expected, rtol=0, atol=1e-12)
 
 
@@ -143,13 +156,19 @@ def test_random_numbers_are_a_function_of_seed_round_client_and_purpose() -> Non
             for purpose in ("full", "learner"):
                 seed_client(1, t, client, purpose)
                 expected.append(
-                    (torch.initial_seed(), purpose, (float(torch.rand(1)), float(np.random.rand()), random.random()))
+                    (
+                        torch.initial_seed(),
+                        purpose,
+                        (float(torch.rand(1)), float(np.random.rand()), random.random()),
+                    )
                 )
     assert found == expected
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_client_goes_on_with_its_own_optimizer_where_it_is_kept_and_else_begins_afresh(keep: bool) -> None:
+def test_a_client_goes_on_with_its_own_optimizer_where_it_is_kept_and_else_begins_afresh(
+    keep: bool,
+) -> None:
     """One client of one batch, all of whose steps are the same whoever counts the rounds."""
 
     class Sloped(Lit):

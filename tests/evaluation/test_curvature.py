@@ -56,9 +56,15 @@ def norm() -> nn.Module:
 
 CASES = {
     "logistic regression": lambda: Net(nn.Linear(6, 3)),
-    "multilayer perceptron": lambda: Net(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)),
-    "negative dominant eigenvalue": lambda: Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), sign=-1),
-    "BatchNorm and dropout": lambda: Net(nn.Linear(6, 8), norm(), nn.Tanh(), nn.Dropout(), nn.Linear(8, 3)),
+    "multilayer perceptron": lambda: Net(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)
+    ),
+    "negative dominant eigenvalue": lambda: Net(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), sign=-1
+    ),
+    "BatchNorm and dropout": lambda: Net(
+        nn.Linear(6, 8), norm(), nn.Tanh(), nn.Dropout(), nn.Linear(8, 3)
+    ),
     "tied weights": lambda: Net(TiedLinear(), nn.Linear(6, 3)),
 }
 
@@ -72,7 +78,9 @@ def made(case: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Tenso
     y = torch.arange(90) % 3
     x = torch.randn(90, 6) + 1.5 * nn.functional.one_hot(y, 6)
     clients = [range(0, 30), range(30, 36), range(36, 60), range(50, 70), range(70, 90)]
-    data = InMemoryDataModule((x.to(dtype), y), clients=[list(own) for own in clients], batch_size=7)
+    data = InMemoryDataModule(
+        (x.to(dtype), y), clients=[list(own) for own in clients], batch_size=7
+    )
     return learner, data, torch.cat([p.detach().reshape(-1) for p in learner.parameters()])
 
 
@@ -84,13 +92,17 @@ def exact(learner: Any, data: Any, w: Tensor) -> Any:
 
     def loss(vector: Tensor) -> Tensor:
         named = {n.removeprefix("net."): vector[s].view(shape) for n, (s, shape) in layout.items()}
-        out: Tensor = learner.sign * cross_entropy(functional_call(learner.net, named, (x.double(),)), y)
+        out: Tensor = learner.sign * cross_entropy(
+            functional_call(learner.net, named, (x.double(),)), y
+        )
         return out
 
     return torch.func.hessian(loss)(w.double()).numpy()
 
 
-def measured(case: str, dtype: torch.dtype = torch.float32, probes: int = 100) -> tuple[Curvature, Any]:
+def measured(
+    case: str, dtype: torch.dtype = torch.float32, probes: int = 100
+) -> tuple[Curvature, Any]:
     learner, data, w = made(case, dtype)
     hessian = Hessian(Evaluator(learner, Layout(learner), data), w, samples_of(data))
     return measure(hessian, 1e-3, probes, seed=0), (learner, data, w)
@@ -100,8 +112,12 @@ def measured(case: str, dtype: torch.dtype = torch.float32, probes: int = 100) -
 def test_eigenvalue_and_trace_are_those_of_the_exact_hessian(case: str) -> None:
     found, problem = measured(case)
     values = np.linalg.eigvalsh(exact(*problem))
-    assert len(values) <= 300 and found.norm == pytest.approx(float(problem[2].double().norm()), rel=1e-6)
-    assert found.top_eigenvalue == pytest.approx(values[-1], rel=1e-3) and found.top_residual <= 1.1e-3
+    assert len(values) <= 300 and found.norm == pytest.approx(
+        float(problem[2].double().norm()), rel=1e-6
+    )
+    assert (
+        found.top_eigenvalue == pytest.approx(values[-1], rel=1e-3) and found.top_residual <= 1.1e-3
+    )
     assert abs(found.trace - values.sum()) <= min(3 * found.trace_stderr, 0.05 * abs(values.sum()))
     if case.startswith("negative"):
         assert abs(values[0]) > 2 * values[-1] > 0
@@ -175,7 +191,9 @@ def test_flat_losses_and_losses_that_are_not_finite(size: int) -> None:
     data = made("logistic regression")[1]
     for kind in (Flat, Diverging):
         learner = kind(size)
-        hessian = Hessian(Evaluator(learner, Layout(learner), data), torch.ones(size), samples_of(data))
+        hessian = Hessian(
+            Evaluator(learner, Layout(learner), data), torch.ones(size), samples_of(data)
+        )
         found = measure(hessian, 1e-3, 4, 0)
         expected = 0.0 if kind is Flat else float("nan")
         assert [found.top_eigenvalue, found.trace] == pytest.approx([expected] * 2, nan_ok=True)
@@ -184,4 +202,8 @@ def test_flat_losses_and_losses_that_are_not_finite(size: int) -> None:
 def test_a_loss_that_cannot_be_differentiated_twice_is_refused_by_name() -> None:
     data, learner = made("logistic regression")[1], Rough(30)
     with pytest.raises(UserError, match="Rough: its loss cannot be differentiated twice"):
-        top(Hessian(Evaluator(learner, Layout(learner), data), torch.ones(30), samples_of(data)), 1e-3, 0)
+        top(
+            Hessian(Evaluator(learner, Layout(learner), data), torch.ones(30), samples_of(data)),
+            1e-3,
+            0,
+        )

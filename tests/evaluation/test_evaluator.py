@@ -61,24 +61,38 @@ def test_mean_loss_logs_and_gradient_are_those_of_all_samples_at_once() -> None:
     x, y = held(data)
     out = learner.net(x)
     loss = cross_entropy(out, y)
-    gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(learner.parameters()))])
+    gradient = torch.cat(
+        [g.reshape(-1) for g in torch.autograd.grad(loss, list(learner.parameters()))]
+    )
     loss = loss.detach()
     assert measured.samples == len(y) and measured.loss == pytest.approx(float(loss), rel=1e-12)
-    assert measured.logged["train/acc"] == pytest.approx(float((out.argmax(1) == y).double().mean()), abs=1e-7)
+    assert measured.logged["train/acc"] == pytest.approx(
+        float((out.argmax(1) == y).double().mean()), abs=1e-7
+    )
     assert measured.logged["train/loss"] == pytest.approx(float(loss), rel=1e-12)
-    assert measured.gradient is not None and torch.allclose(measured.gradient, gradient, rtol=1e-11, atol=1e-14)
+    assert measured.gradient is not None and torch.allclose(
+        measured.gradient, gradient, rtol=1e-11, atol=1e-14
+    )
     elsewhere = found.mean(w + 0.1, samples_of(data)).loss
-    assert abs(elsewhere - measured.loss) > 1e-3 and found.mean(w, samples_of(data)).loss == measured.loss
+    assert (
+        abs(elsewhere - measured.loss) > 1e-3
+        and found.mean(w, samples_of(data)).loss == measured.loss
+    )
 
 
 def test_samples_that_several_clients_hold_count_as_often() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 20, dtype=torch.float64), torch.arange(6) % 4
-    data, learner = InMemoryDataModule((x, y), clients=[[0, 1, 1], [1, 2, 3, 4, 5], [5]], batch_size=2), Lit()
+    data, learner = (
+        InMemoryDataModule((x, y), clients=[[0, 1, 1], [1, 2, 3, 4, 5], [5]], batch_size=2),
+        Lit(),
+    )
     found, w = evaluator(learner, data)
     own = torch.tensor([0, 1, 1, 1, 2, 3, 4, 5, 5])
     expected = cross_entropy(learner.net(x[own]), y[own])
-    assert found.mean(w, samples_of(data)).loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert found.mean(w, samples_of(data)).loss == pytest.approx(
+        float(expected.detach()), rel=1e-12
+    )
 
 
 def test_each_client_at_its_own_model_with_what_validation_logs() -> None:
@@ -93,8 +107,12 @@ def test_each_client_at_its_own_model_with_what_validation_logs() -> None:
         x, y = held(data, [client])
         torch.nn.utils.vector_to_parameters(models[j], learner.parameters())
         out = learner.net(x)
-        assert float(each["loss"][j]) == pytest.approx(float(cross_entropy(out, y).detach()), rel=1e-12)
-        assert float(each["val/acc"][j]) == pytest.approx(float((out.argmax(1) == y).double().mean()), rel=1e-6)
+        assert float(each["loss"][j]) == pytest.approx(
+            float(cross_entropy(out, y).detach()), rel=1e-12
+        )
+        assert float(each["val/acc"][j]) == pytest.approx(
+            float((out.argmax(1) == y).double().mean()), rel=1e-6
+        )
     assert each["loss"][2].isnan() and each["val/acc"][2].isnan() and "train/loss" not in each
 
 
@@ -117,7 +135,9 @@ def test_a_step_that_writes_buffers_or_takes_gradients_itself() -> None:
     first = found.mean(w, samples_of(data)).loss
     assert not moving.running_mean.any() and found.mean(w, samples_of(data)).loss == first
     found, w = evaluator(Penalised(), data)
-    assert found.mean(w, samples_of(data)).loss > found.mean(w, samples_of(data)).logged["train/loss"]
+    assert (
+        found.mean(w, samples_of(data)).loss > found.mean(w, samples_of(data)).logged["train/loss"]
+    )
 
 
 def test_batches_fit_into_memory() -> None:
@@ -126,7 +146,11 @@ def test_batches_fit_into_memory() -> None:
     found, w = evaluator(Lit(hidden=64), data)
     samples = samples_of(data)
     sizes = [found.size(w, samples, graph_bytes) for graph_bytes in (0, 2**18, 2**17)]
-    assert sizes[0] == 1000 and 1 < sizes[2] < sizes[1] < 1000 and sizes[1] == pytest.approx(2 * sizes[2], abs=1)
+    assert (
+        sizes[0] == 1000
+        and 1 < sizes[2] < sizes[1] < 1000
+        and sizes[1] == pytest.approx(2 * sizes[2], abs=1)
+    )
     batches = [n for share in found.shares(samples, 50) for _, n in share()]
     assert batches[:-1] == [50] * (len(batches) - 1) and sum(batches) == data.client_sizes().sum()
 
@@ -169,5 +193,7 @@ def test_a_run_sees_nothing_of_it() -> None:
     logged = dict(module.trainer.callback_metrics)
     module.evaluator().mean(module.evaluated_vector + 1, samples_of(data), gradient=True)
     assert all(torch.equal(v, state[k]) for k, v in module.learner.state_dict().items())
-    assert torch.equal(metric, module.learner.acc.tp) and torch.equal(drawn_before, torch.get_rng_state())
+    assert torch.equal(metric, module.learner.acc.tp) and torch.equal(
+        drawn_before, torch.get_rng_state()
+    )
     assert logged == dict(module.trainer.callback_metrics) and module.learner.training

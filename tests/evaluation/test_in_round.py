@@ -36,9 +36,14 @@ class LossAlone(FederatedCallback):
         self.last[clients] = clients.evaluate(clients.x)["loss"][:, 0]
 
 
-def ran(learner: type[Lit], callbacks: Any, rounds: int = 2, data: Any = None, **arguments: Any) -> Any:
+def ran(
+    learner: type[Lit], callbacks: Any, rounds: int = 2, data: Any = None, **arguments: Any
+) -> Any:
     torch.manual_seed(3)
-    module, run = federated(learner(), **{"engine": "sequential", **arguments}), trainer(rounds, callbacks)
+    module, run = (
+        federated(learner(), **{"engine": "sequential", **arguments}),
+        trainer(rounds, callbacks),
+    )
     run.fit(module, data or blobs())
     return module
 
@@ -58,8 +63,12 @@ def test_it_is_each_clients_own_loss_and_accuracy(engine: str) -> None:
     for i in module.participants(0):
         own = torch.as_tensor(data.client_indices(i))
         out = net.net(x[own])
-        assert float(rows["Evaluating.before", i]) == pytest.approx(float(nn.functional.cross_entropy(out, y[own])))
-        assert float(rows["Evaluating.right", i]) == pytest.approx(float((out.argmax(1) == y[own]).double().mean()))
+        assert float(rows["Evaluating.before", i]) == pytest.approx(
+            float(nn.functional.cross_entropy(out, y[own]))
+        )
+        assert float(rows["Evaluating.right", i]) == pytest.approx(
+            float((out.argmax(1) == y[own]).double().mean())
+        )
         assert float(rows["Evaluating.after", i]) < float(rows["Evaluating.before", i])
 
 
@@ -69,13 +78,26 @@ def test_the_run_sees_nothing_of_it(learner: type[Lit]) -> None:
     assert torch.equal(plain.global_vector, watched.global_vector)
     named = dict(watched.learner.named_buffers())
     assert all(torch.equal(value, named[name]) for name, value in plain.learner.named_buffers())
-    shown = [watched.trainer.callback_metrics[k] for k in ("train/loss", "val/loss") if learner is not InPlace]
-    assert shown == [plain.trainer.callback_metrics[k] for k in ("train/loss", "val/loss") if learner is not InPlace]
+    shown = [
+        watched.trainer.callback_metrics[k]
+        for k in ("train/loss", "val/loss")
+        if learner is not InPlace
+    ]
+    assert shown == [
+        plain.trainer.callback_metrics[k]
+        for k in ("train/loss", "val/loss")
+        if learner is not InPlace
+    ]
 
 
 def test_engines_leave_the_same_bits() -> None:
-    rows = [client_rows(ran(Lit, [Evaluating()], engine=e, workers=2)) for e in ("sequential", "concurrent")]
-    assert rows[0].keys() == rows[1].keys() and all(torch.equal(rows[0][k], rows[1][k]) for k in rows[0])
+    rows = [
+        client_rows(ran(Lit, [Evaluating()], engine=e, workers=2))
+        for e in ("sequential", "concurrent")
+    ]
+    assert rows[0].keys() == rows[1].keys() and all(
+        torch.equal(rows[0][k], rows[1][k]) for k in rows[0]
+    )
 
 
 def test_held_out_samples_and_clients_without_any() -> None:
@@ -83,12 +105,16 @@ def test_held_out_samples_and_clients_without_any() -> None:
 
     class Held(FederatedCallback):
         def on_local_end(self, clients: Any) -> None:
-            seen[int(clients.ids)] = {k: float(v) for k, v in clients.evaluate(clients.w, "test").items()}
+            seen[int(clients.ids)] = {
+                k: float(v) for k, v in clients.evaluate(clients.w, "test").items()
+            }
             seen[int(clients.ids)]["none"] = clients.evaluate(clients.w, "test").get("nothing")
 
     x, y = torch.randn(9, 20, dtype=torch.float64), torch.arange(9) % 4
     own = [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
-    data = InMemoryDataModule((x, y), test=(x, y), clients=own, batch_size=4, client_test_fraction=0.25)
+    data = InMemoryDataModule(
+        (x, y), test=(x, y), clients=own, batch_size=4, client_test_fraction=0.25
+    )
     ran(Lit, [Held()], rounds=1, data=data, participation="all")
     assert seen[0]["loss"] != seen[0]["loss"] and seen[1]["loss"] > 0 and 0 <= seen[1]["acc"] <= 1
 
@@ -114,6 +140,8 @@ def test_a_step_that_asks_for_it_is_not_captured_and_says_why() -> None:
             return gradient * (1 + 0 * clients.evaluate(clients.w)["loss"])
 
     with pytest.warns(UserWarning, match="not captured"):
-        captured = ran(Lit, [InSteps()], rounds=1, engine="concurrent", workers=1, capture=True, local_epochs=8)
+        captured = ran(
+            Lit, [InSteps()], rounds=1, engine="concurrent", workers=1, capture=True, local_epochs=8
+        )
     plain = ran(Lit, [InSteps()], rounds=1, engine="sequential", local_epochs=8)
     assert torch.equal(captured.global_vector, plain.global_vector)

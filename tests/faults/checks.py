@@ -10,7 +10,10 @@ ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
-    "fl_lightning/round/cohort.py": ["tests/round/test_cohort.py", "tests/engines/choice/test_batch_sizes.py"],
+    "fl_lightning/round/cohort.py": [
+        "tests/round/test_cohort.py",
+        "tests/engines/choice/test_batch_sizes.py",
+    ],
     "fl_lightning/round/context.py": [
         "tests/round/test_context.py",
         "tests/engines/test_client_scheduler.py",
@@ -82,10 +85,19 @@ CORE: dict[str, list[str]] = {
         "tests/callbacks/test_differential_privacy.py",
         "tests/callbacks/test_compositions.py",
     ],
-    "datamodules/partitions.py": ["tests/datamodules/test_partition_parts.py", "tests/datamodules/test_partitions.py"],
-    "datamodules/label_skew.py": ["tests/datamodules/test_label_skew.py", "tests/datamodules/test_partitions.py"],
+    "datamodules/partitions.py": [
+        "tests/datamodules/test_partition_parts.py",
+        "tests/datamodules/test_partitions.py",
+    ],
+    "datamodules/label_skew.py": [
+        "tests/datamodules/test_label_skew.py",
+        "tests/datamodules/test_partitions.py",
+    ],
 }
-LOGGERS, DISTANCES = "tests/callbacks/test_model_loggers.py", "tests/callbacks/test_distance_loggers.py"
+LOGGERS, DISTANCES = (
+    "tests/callbacks/test_model_loggers.py",
+    "tests/callbacks/test_distance_loggers.py",
+)
 METHODS = [
     ORACLE,
     "tests/callbacks/test_properties.py",
@@ -122,7 +134,10 @@ def of_method(file: str) -> list[str]:
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
-    "fl_lightning/engines/sequential.py": ["tests/aggregation/test_contributions.py", "tests/test_module.py"],
+    "fl_lightning/engines/sequential.py": [
+        "tests/aggregation/test_contributions.py",
+        "tests/test_module.py",
+    ],
     "fl_lightning/evaluation/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
     "fl_lightning/round/server.py": [CHOICES],

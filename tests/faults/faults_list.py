@@ -16,10 +16,19 @@ class Fault:
 
 
 FAULTS = [
-    Fault("SCAFFOLD: c_i is never stored", [("callbacks/control_variates.py", "self.c_i[clients] += change", "pass")]),
+    Fault(
+        "SCAFFOLD: c_i is never stored",
+        [("callbacks/control_variates.py", "self.c_i[clients] += change", "pass")],
+    ),
     Fault(
         "SCAFFOLD: the sign of c_i is flipped",
-        [("callbacks/control_variates.py", "self.c - self.c_i[clients]\n", "self.c_i[clients] - self.c\n")],
+        [
+            (
+                "callbacks/control_variates.py",
+                "self.c - self.c_i[clients]\n",
+                "self.c_i[clients] - self.c\n",
+            )
+        ],
     ),
     Fault(
         "SCAFFOLD: K is taken from the configuration, not counted",
@@ -33,7 +42,13 @@ FAULTS = [
     ),
     Fault(
         "FedDyn: the dual is not anchored at w^t",
-        [("callbacks/dynamic_regularization.py", "moved = clients.x - clients.w", "moved = clients.x - clients.start")],
+        [
+            (
+                "callbacks/dynamic_regularization.py",
+                "moved = clients.x - clients.w",
+                "moved = clients.x - clients.start",
+            )
+        ],
     ),
     Fault(
         "FedProx: the norm is not squared",
@@ -102,7 +117,13 @@ FAULTS = [
     ),
     Fault(
         "Cosine is one round late",
-        [("fl_lightning/schedules.py", "math.pi * round / self.rounds", "math.pi * max(round - 1, 0) / self.rounds")],
+        [
+            (
+                "fl_lightning/schedules.py",
+                "math.pi * round / self.rounds",
+                "math.pi * max(round - 1, 0) / self.rounds",
+            )
+        ],
     ),
     Fault(
         "buffers move during a full gradient",
@@ -121,7 +142,13 @@ FAULTS = [
     ),
     Fault(
         "the second pass of SAM draws new random numbers",
-        [("fl_lightning/engines/local_step.py", "            before.restore()\n", "            pass\n")],
+        [
+            (
+                "fl_lightning/engines/local_step.py",
+                "            before.restore()\n",
+                "            pass\n",
+            )
+        ],
     ),
     Fault(
         "who was chosen is forgotten after the round",
@@ -129,7 +156,13 @@ FAULTS = [
     ),
     Fault(
         "rows at the server are those of one process",
-        [("fl_lightning/round/server.py", "for each in gathered(found) for", "for each in [found] for")],
+        [
+            (
+                "fl_lightning/round/server.py",
+                "for each in gathered(found) for",
+                "for each in [found] for",
+            )
+        ],
     ),
     Fault(
         "updates are gathered in another order than the clients'",
@@ -153,11 +186,23 @@ FAULTS = [
     ),
     Fault(
         "the gradient at another point draws new random numbers",
-        [("fl_lightning/engines/local_step.py", "            self.before.restore()\n", "            pass\n")],
+        [
+            (
+                "fl_lightning/engines/local_step.py",
+                "            self.before.restore()\n",
+                "            pass\n",
+            )
+        ],
     ),
     Fault(
         "the gradient at another point begins from moved buffers",
-        [("fl_lightning/engines/local_step.py", "        self.model.load_buffers(self.buffers)\n", "")],
+        [
+            (
+                "fl_lightning/engines/local_step.py",
+                "        self.model.load_buffers(self.buffers)\n",
+                "",
+            )
+        ],
     ),
     Fault(
         "the number of the local step stands still",
@@ -185,7 +230,13 @@ FAULTS = [
     ),
     Fault(
         "Krum counts an update's distance to itself",
-        [("callbacks/robust_aggregation.py", "squared_distances(u).fill_diagonal_(torch.inf)", "squared_distances(u)")],
+        [
+            (
+                "callbacks/robust_aggregation.py",
+                "squared_distances(u).fill_diagonal_(torch.inf)",
+                "squared_distances(u)",
+            )
+        ],
     ),
     Fault(
         "mixing leaves an update itself out",
@@ -197,15 +248,33 @@ FAULTS = [
     ),
     Fault(
         "the median of an even number is the lower of two",
-        [("callbacks/robust_aggregation.py", "(ordered[(n - 1) // 2] + ordered[n // 2]) / 2", "ordered[(n - 1) // 2]")],
+        [
+            (
+                "callbacks/robust_aggregation.py",
+                "(ordered[(n - 1) // 2] + ordered[n // 2]) / 2",
+                "ordered[(n - 1) // 2]",
+            )
+        ],
     ),
     Fault(
         "alie takes mean and deviation over attackers too",
-        [("callbacks/byzantine_clients.py", "honest, n, a = u[~bad].double()", "honest, n, a = u.double()")],
+        [
+            (
+                "callbacks/byzantine_clients.py",
+                "honest, n, a = u[~bad].double()",
+                "honest, n, a = u.double()",
+            )
+        ],
     ),
     Fault(
         "privacy: the mean is over those that took part",
-        [("callbacks/differential_privacy.py", "d / (self._share * server.num_clients)", "d / max(server.n, 1)")],
+        [
+            (
+                "callbacks/differential_privacy.py",
+                "d / (self._share * server.num_clients)",
+                "d / max(server.n, 1)",
+            )
+        ],
     ),
     Fault(
         "privacy: noise is not scaled by the clipping norm",
@@ -223,10 +292,22 @@ FAULTS = [
     ),
     Fault(
         "Poisson rounds always have somebody",
-        [("fl_lightning/round/cohort.py", 'heads if self.sampling == "poisson" else max(1, heads)', "max(1, heads)")],
+        [
+            (
+                "fl_lightning/round/cohort.py",
+                'heads if self.sampling == "poisson" else max(1, heads)',
+                "max(1, heads)",
+            )
+        ],
     ),
     Fault(
         "Power-of-Choice takes the smallest losses",
-        [("callbacks/power_of_choice.py", "argsort(descending=True, stable=True)", "argsort(stable=True)")],
+        [
+            (
+                "callbacks/power_of_choice.py",
+                "argsort(descending=True, stable=True)",
+                "argsort(stable=True)",
+            )
+        ],
     ),
 ]

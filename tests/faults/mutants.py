@@ -30,7 +30,12 @@ COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 SWAPPED = {"mean": "sum", "sum": "mean", "weighted": "sum"}
 IN_PLACE = {"add_": "sub_", "sub_": "add_", "mul_": "div_", "div_": "mul_"}
-BOUNDARY: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Lt: ast.LtE, ast.LtE: ast.Lt}
+BOUNDARY: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+}
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **COMPARED,
     ast.Gt: ast.LtE,
@@ -74,7 +79,12 @@ def mutants(file: str, source: str, core: bool = False) -> list[Mutant]:
     tree, lines, found = ast.parse(source), source.splitlines(), []
     nodes: list[Any] = list(ast.walk(tree))
     skipped = {id(n) for node in nodes for root in _not_run(node) for n in ast.walk(root)}
-    function = {id(n): node.name for node in nodes if isinstance(node, ast.FunctionDef) for n in ast.walk(node)}
+    function = {
+        id(n): node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        for n in ast.walk(node)
+    }
     changes = _changes_of_core if core else _changes
     for number, node in enumerate(nodes):
         if id(node) in skipped or id(node) not in function:
@@ -102,7 +112,11 @@ def _not_run(node: ast.AST) -> list[ast.AST]:
     """What of a node is text for people or for the type checker."""
     if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
         return [node]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "cast"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "cast")
+    ):
         return [node]
     given = [getattr(node, "annotation", None), getattr(node, "returns", None)]
     return [part for part in given if part is not None]
@@ -135,9 +149,17 @@ def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, Callable[[Any]
         yield f"sign: {ast.unparse(node)}", lambda n: n.operand
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
         yield f"comparison: {ast.unparse(node)}", _set_comparison
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SWAPPED:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in SWAPPED
+    ):
         yield f"{SWAPPED[node.func.attr]} instead: {ast.unparse(node)}", _swap_method
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in IN_PLACE
+    ):
         yield f"sign: {ast.unparse(node)}", _opposite_method
         yield f"left out: {ast.unparse(node)}", lambda n: n.func.value
         yield f"factor: {ast.unparse(node)}", _double_argument
@@ -146,7 +168,9 @@ def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, Callable[[Any]
         yield f"factor: {ast.unparse(node)}", _double_value
 
 
-def _changes_of_core(node: ast.AST, function: str) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
+def _changes_of_core(
+    node: ast.AST, function: str
+) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
     """As :func:`_changes`, one or two of each place, and of decisions and statements rather than of factors."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and not _text(node):
         shown = ast.unparse(node)
@@ -164,7 +188,9 @@ def _changes_of_core(node: ast.AST, function: str) -> Iterator[tuple[str, Callab
             yield f"boundary: {ast.unparse(node)}", lambda n: _set_comparison(n, BOUNDARY)
     elif isinstance(node, ast.BoolOp):
         yield f"and ↔ or: {ast.unparse(node)}", _other_junction
-    elif isinstance(node, ast.If | ast.IfExp) and isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
+    elif isinstance(node, ast.If | ast.IfExp) and isinstance(
+        node.test, ast.Name | ast.Attribute | ast.Call
+    ):
         yield f"condition turned: {ast.unparse(node.test)}", _turn_condition
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield f"left out: {ast.unparse(node)}", lambda n: ast.Pass()
@@ -217,7 +243,9 @@ def _rename(node: Any, names: dict[str, str]) -> Any:
 
 
 def _stores(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript | ast.Attribute)
+    return isinstance(node, ast.Assign) and isinstance(
+        node.targets[0], ast.Subscript | ast.Attribute
+    )
 
 
 def _text(node: ast.BinOp | ast.AugAssign) -> bool:

@@ -5,25 +5,52 @@ from __future__ import annotations
 from tests.faults.faults_list import Fault
 
 FEDREP, DITTO, PFEDME = (
-    f"callbacks/{name}.py" for name in ("alternating_head", "proximal_personal_model", "moreau_envelope")
+    f"callbacks/{name}.py"
+    for name in ("alternating_head", "proximal_personal_model", "moreau_envelope")
 )
 EVALUATION, MODELS = "callbacks/per_client_evaluation.py", "fl_lightning/evaluation/personal.py"
 
 PERSONAL_FAULTS = [
     Fault(
         "FedRep: what rests is not put back after the optimizer's step",
-        [(FEDREP, "clients.x = torch.where(self.resting(clients), self.before[clients], clients.x)", "pass")],
+        [
+            (
+                FEDREP,
+                "clients.x = torch.where(self.resting(clients), self.before[clients], clients.x)",
+                "pass",
+            )
+        ],
     ),
-    Fault("FedRep: the body comes first", [(FEDREP, "[clients] ^ trains_head", "[clients] == trains_head")]),
+    Fault(
+        "FedRep: the body comes first",
+        [(FEDREP, "[clients] ^ trains_head", "[clients] == trains_head")],
+    ),
     Fault("Ditto: v follows the gradient at x", [(DITTO, "clients.gradient_at(v)", "gradient")]),
-    Fault("Ditto: the pull goes to where the client started", [(DITTO, "(v - clients.w)", "(v - clients.start)")]),
-    Fault("pFedMe: θ goes on from the client's latest round", [(PFEDME, "self.theta[clients] = clients.w", "pass")]),
-    Fault("pFedMe: θ is pushed away from x", [(PFEDME, "(theta - clients.x)", "(clients.x - theta)")]),
+    Fault(
+        "Ditto: the pull goes to where the client started",
+        [(DITTO, "(v - clients.w)", "(v - clients.start)")],
+    ),
+    Fault(
+        "pFedMe: θ goes on from the client's latest round",
+        [(PFEDME, "self.theta[clients] = clients.w", "pass")],
+    ),
+    Fault(
+        "pFedMe: θ is pushed away from x", [(PFEDME, "(theta - clients.x)", "(clients.x - theta)")]
+    ),
     Fault(
         "FedBN: clients start from the server's buffers",
-        [("fl_lightning/round/context.py", "        if not self.own_buffers:\n", "        if True:\n")],
+        [
+            (
+                "fl_lightning/round/context.py",
+                "        if not self.own_buffers:\n",
+                "        if True:\n",
+            )
+        ],
     ),
-    Fault("clients/*: the worst 10 % are the best", [(EVALUATION, "descending=not greater", "descending=greater")]),
+    Fault(
+        "clients/*: the worst 10 % are the best",
+        [(EVALUATION, "descending=not greater", "descending=greater")],
+    ),
     Fault(
         "personal models: a method is asked for clients that never finished a round",
         [(MODELS, " and round.read(FINISHED, client) is not None", "")],

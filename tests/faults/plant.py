@@ -41,7 +41,9 @@ from tests.faults.survivors import SURVIVORS
 
 # what is drawn for a reader; no method's arithmetic
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}
-METHOD_FILES = [f"callbacks/{p.name}" for p in sorted((ROOT / "callbacks").glob("*.py")) if p.name not in SHOWN]
+METHOD_FILES = [
+    f"callbacks/{p.name}" for p in sorted((ROOT / "callbacks").glob("*.py")) if p.name not in SHOWN
+]
 ENOUGH = 0.97
 
 
@@ -55,7 +57,9 @@ def edited(fault: Fault) -> dict[str, str]:
     for file, old, new in fault.edits:
         source = sources.get(file) or right(file)
         if source.count(old) != 1:
-            raise SystemExit(f"{fault.name}: {file} has {source.count(old)} times {old!r}; adapt the list of faults")
+            raise SystemExit(
+                f"{fault.name}: {file} has {source.count(old)} times {old!r}; adapt the list of faults"
+            )
         sources[file] = source.replace(old, new)
     return sources
 
@@ -70,9 +74,13 @@ class Planted:
     """Which tests each file has, what they call, and what a fault in it is caught by."""
 
     def __init__(self, checks: dict[str, list[str]]) -> None:
-        self.checks = checks = {f: [c for c in paths if (ROOT / c).exists()] for f, paths in checks.items()}
+        self.checks = checks = {
+            f: [c for c in paths if (ROOT / c).exists()] for f, paths in checks.items()
+        }
         wanted = {check for paths in checks.values() for check in paths}
-        self.all = sorted(c for c in wanted if not any(c.startswith(other + "/") for other in wanted))
+        self.all = sorted(
+            c for c in wanted if not any(c.startswith(other + "/") for other in wanted)
+        )
         self.tests, self.functions = prepare(self.all)
         self.uses: Uses = {}
         self.failing: list[str] = []  # tests, without a fault
@@ -89,9 +97,14 @@ class Planted:
         self.uses |= measured(self.functions, self.checks, mine)
         self.failing += [test for test in mine if test not in self.uses]
         if mine:
-            print(f"{file}: {len(mine)} tests without a fault ({time.monotonic() - began:.0f} s)", flush=True)
+            print(
+                f"{file}: {len(mine)} tests without a fault ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
 
-    def caught(self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]) -> str:
+    def caught(
+        self, sources: dict[str, ast.Module | str], called: set[Function], like_it: Counter[str]
+    ) -> str:
         """In a child: the first test that fails with these sources, or nothing."""
         for file, wrong in sources.items():
             plant(self.functions, file, wrong)
@@ -162,7 +175,9 @@ def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
         return
     planted.see(file, own)
     began, catchers = time.monotonic(), set[str]()
-    jobs: list[tuple[str, Callable[[], str]]] = [(str(k), partial(planted.by_mutant, m)) for k, m in enumerate(tried)]
+    jobs: list[tuple[str, Callable[[], str]]] = [
+        (str(k), partial(planted.by_mutant, m)) for k, m in enumerate(tried)
+    ]
     tally.alive = known
     for done, (k, answer) in enumerate(in_children(jobs), 1):
         mutant = tried[int(k)]
@@ -174,7 +189,12 @@ def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
             planted.catchers[around(file, mutant.number)][answer] += 1
         else:
             show(mutant, answer)
-        print(f"\r{done} of {len(tried)} mutants, {len(tally.alive)} survive", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r{done} of {len(tried)} mutants, {len(tally.alive)} survive",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
     print("\r", end="", file=sys.stderr)
     tally.false_alarms += planted.false_alarm(catchers)
     for mutant in tally.alive:
@@ -184,7 +204,9 @@ def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
 
 
 def show(mutant: Mutant, what: str) -> None:
-    print(f"  {mutant.file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {what}", flush=True)
+    print(
+        f"  {mutant.file}:{mutant.number}: {mutant.what}\n    {mutant.line}\n    {what}", flush=True
+    )
 
 
 def missed(faults: list[Fault], planted: Planted) -> int:
@@ -195,7 +217,9 @@ def missed(faults: list[Fault], planted: Planted) -> int:
         for own in (True, False):
             if alive:
                 planted.see(file, own)
-            for name, caught in in_children([(n, partial(planted.by_fault, f)) for n, f in alive.items()]):
+            for name, caught in in_children(
+                [(n, partial(planted.by_fault, f)) for n, f in alive.items()]
+            ):
                 if caught in planted.uses:
                     print(f"  {name} → {caught}", flush=True)
                     catchers.add(caught)
@@ -207,7 +231,9 @@ def missed(faults: list[Fault], planted: Planted) -> int:
 
 
 def main(names: list[str]) -> int:
-    faults = [f for f in [*FAULTS, *PERSONAL_FAULTS] if not names or any(n in f.name for n in names)]
+    faults = [
+        f for f in [*FAULTS, *PERSONAL_FAULTS] if not names or any(n in f.name for n in names)
+    ]
     every = [*CORE, *METHOD_FILES]
     asked = [name.partition(":") for name in names] or [("", "", "")]
     files: dict[str, list[int]] = {}
@@ -218,14 +244,20 @@ def main(names: list[str]) -> int:
     if not involved:
         raise SystemExit(f"nothing here is named like {', '.join(names)}")
     began = time.monotonic()
-    planted = Planted({file: {**CORE, **OTHERS}.get(file) or of_method(file) for file in sorted(involved)})
+    planted = Planted(
+        {file: {**CORE, **OTHERS}.get(file) or of_method(file) for file in sorted(involved)}
+    )
     print("fault → caught by" if faults else "", flush=True)
     not_seen = missed(faults, planted)
 
     print("\nmutants" if files else "", flush=True)
     tallies = {}
     for file, lines in files.items():
-        found = [m for m in mutants(file, right(file), core=file in CORE) if not lines or m.number in lines]
+        found = [
+            m
+            for m in mutants(file, right(file), core=file in CORE)
+            if not lines or m.number in lines
+        ]
         tallies[file] = Tally(planted=len(found), alive=found)
         try_alive(file, tallies[file], planted, own=True)
     for file, tally in tallies.items():
@@ -235,9 +267,15 @@ def main(names: list[str]) -> int:
     if files and not total.planted:
         raise SystemExit(f"no mutant is made of {', '.join(names)}")
     share = total.caught / total.planted if total.planted else 1.0
-    print("\n" + "\n".join(f"{file}: {tally}" for file, tally in [*tallies.items(), ("together", total)]))
+    print(
+        "\n"
+        + "\n".join(f"{file}: {tally}" for file, tally in [*tallies.items(), ("together", total)])
+    )
     print(f"{share:.1%}; {time.monotonic() - began:.0f} s")
-    return int(share < ENOUGH or any((not_seen, total.unexplained, total.not_run, total.false_alarms, planted.failing)))
+    return int(
+        share < ENOUGH
+        or any((not_seen, total.unexplained, total.not_run, total.false_alarms, planted.failing))
+    )
 
 
 if __name__ == "__main__":

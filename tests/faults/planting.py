@@ -100,7 +100,9 @@ class Marked(ast.NodeTransformer):
         said = ast.parse(f"__called__.add(({self.file!r}, {line}))").body[0]
         for part in ast.walk(said):
             ast.copy_location(part, node.body[0])
-        documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+        documented = isinstance(node.body[0], ast.Expr) and isinstance(
+            node.body[0].value, ast.Constant
+        )
         node.body.insert(1 if documented else 0, said)
         return node
 
@@ -141,7 +143,9 @@ def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionT
     """Import all that the checks need, here and once; gives their tests, and the package's functions."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plain = [Phase.explicit, Phase.generate]  # a failure is a failure: no search for the smallest
-    settings.register_profile("faults", database=None, derandomize=True, phases=plain, deadline=None)
+    settings.register_profile(
+        "faults", database=None, derandomize=True, phases=plain, deadline=None
+    )
     settings.load_profile("faults")
     recorder = run_tests(checks, "--collect-only")
     if recorder.failed:
@@ -171,7 +175,9 @@ def outer_codes(tree: ast.Module | str) -> dict[int, CodeType]:
     return found
 
 
-def plant(functions: dict[Function, list[FunctionType]], file: str, wrong: ast.Module | str) -> None:
+def plant(
+    functions: dict[Function, list[FunctionType]], file: str, wrong: ast.Module | str
+) -> None:
     """Give the functions of a file their wrong code, wherever they are held."""
     right = outer_codes((ROOT / file).read_text("utf-8"))
     changed = False
@@ -211,7 +217,9 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
         try:
             os.setpgid(0, 0)
             torch.set_num_threads(1)
-            there = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * resource.getpagesize()
+            there = (
+                int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * resource.getpagesize()
+            )
             resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.RLIM_INFINITY))
             for timer in (signal.SIGALRM, signal.SIGPROF):
                 signal.signal(timer, lambda *_: _end(answer))
@@ -226,11 +234,15 @@ def _fork(job: Callable[[], str], answer: Path) -> int:
 
 def _end(answer: Path) -> None:
     """Write down which test does not end, and end the child with all that it has started."""
-    answer.write_text(ENDLESS + os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0], "utf-8")
+    answer.write_text(
+        ENDLESS + os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0], "utf-8"
+    )
     os.killpg(0, signal.SIGKILL)
 
 
-def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str], tests: Iterable[str]) -> Uses:
+def measured(
+    functions: dict[Function, list[FunctionType]], files: Iterable[str], tests: Iterable[str]
+) -> Uses:
     """Each test once, without a fault: what it calls of these files, and how long it takes."""
     vars(builtins)["__called__"] = CALLED
     marked = {f: Marked(f).visit(ast.parse((ROOT / f).read_text("utf-8"))) for f in files}
@@ -240,7 +252,9 @@ def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str]
             for file, tree in marked.items():
                 plant(functions, file, tree)
             recorder = run_tests(some)
-            return repr((recorder.failed, {test: astuple(use) for test, use in recorder.uses.items()}))
+            return repr(
+                (recorder.failed, {test: astuple(use) for test, use in recorder.uses.items()})
+            )
 
         return run
 
@@ -262,7 +276,13 @@ def measured(functions: dict[Function, list[FunctionType]], files: Iterable[str]
 
 def _mean(cells: list[Use]) -> Use:
     called = set[Function]().union(*(cell.called for cell in cells))
-    return Use(called, *(sum(part) / len(cells) for part in zip(*((c.seconds, c.waited) for c in cells), strict=True)))
+    return Use(
+        called,
+        *(
+            sum(part) / len(cells)
+            for part in zip(*((c.seconds, c.waited) for c in cells), strict=True)
+        ),
+    )
 
 
 def _groups(tests: Iterable[str]) -> list[list[str]]:
@@ -271,7 +291,9 @@ def _groups(tests: Iterable[str]) -> list[list[str]]:
     for test in tests:
         last = groups[-1][-1] if groups else ""
         file = test.partition("::")[0]
-        if file != last.partition("::")[0] or (len(groups[-1]) >= TOGETHER and _row(test) != _row(last)):
+        if file != last.partition("::")[0] or (
+            len(groups[-1]) >= TOGETHER and _row(test) != _row(last)
+        ):
             groups.append([])
         groups[-1].append(test)
     return groups
@@ -281,7 +303,9 @@ def _row(test: str) -> str:
     return test.rpartition("-")[0] if "keep_the_contracts" in test else test
 
 
-def fitting(uses: Uses, checks: list[str], called: set[Function], caught: Counter[str]) -> list[str]:
+def fitting(
+    uses: Uses, checks: list[str], called: set[Function], caught: Counter[str]
+) -> list[str]:
     """The tests of these checks that call one of these functions, as many as end in time.
 
     First those that caught most like it, and the quickest; last, those that start processes, which may call them too.
@@ -289,7 +313,8 @@ def fitting(uses: Uses, checks: list[str], called: set[Function], caught: Counte
     mine = [
         (not use.called & called, use.seconds / (1 + caught[test]), test)
         for test, use in uses.items()
-        if any(within(test, check) for check in checks) and (use.called & called or FORKED in use.called)
+        if any(within(test, check) for check in checks)
+        and (use.called & called or FORKED in use.called)
     ]
     taken, total = list[str](), 0.0
     for _, _, test in sorted(mine):

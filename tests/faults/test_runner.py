@@ -46,12 +46,16 @@ def test_children_say_what_became_of_them(tmp_path: Path) -> None:
     file = tmp_path / "test_here.py"
     file.write_text(TESTS, "utf-8")
     command = [sys.executable, "-m", "tests.faults.test_runner", str(file)]
-    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    ).stdout
     answers = ast.literal_eval(said)
     assert answers["killed"].startswith("ERROR"), "by what else runs here"
     assert answers["left"].startswith(DIED)
     assert answers["test_quick"] == "[]"
-    assert answers["test_endless"].startswith(ENDLESS) and answers["test_endless"].endswith("::test_endless")
+    assert answers["test_endless"].startswith(ENDLESS) and answers["test_endless"].endswith(
+        "::test_endless"
+    )
     assert "::test_interrupted" in answers["test_interrupted"]
 
 

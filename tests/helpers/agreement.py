@@ -84,7 +84,9 @@ def trained(
     callbacks, given = case
     given = {"participation": 4, "local_epochs": 1, "lr_decay": 0.9, **given, **options}
     momentum = given.pop("momentum", 0.0)
-    given.setdefault("client_optimizer", lambda p: torch.optim.SGD(p, 0.3, weight_decay=0.01, momentum=momentum))
+    given.setdefault(
+        "client_optimizer", lambda p: torch.optim.SGD(p, 0.3, weight_decay=0.01, momentum=momentum)
+    )
     x, y, clients = samples(SIZES)
     record = Recorder()
     with warnings.catch_warnings():
@@ -101,9 +103,15 @@ def values(run: Run, last: int = 0) -> dict[str, Any]:
     record = run.record
     for t in range(-last or -len(record.w), 0):
         now = {"w": record.w[t], "evaluated": record.evaluated[t], **record.server[t]}
-        now |= {f"{name} of client {i}": row for name, rows in record.rows[t].items() for i, row in rows.items()}
+        now |= {
+            f"{name} of client {i}": row
+            for name, rows in record.rows[t].items()
+            for i, row in rows.items()
+        }
         now |= {f"server optimizer's {name}": value for name, value in record.optimizer[t].items()}
-        now |= {name: value for name, value in record.metrics[t].items() if not name.startswith("time/")}
+        now |= {
+            name: value for name, value in record.metrics[t].items() if not name.startswith("time/")
+        }
         found |= {f"{name}, {-t} from the end": np.asarray(value) for name, value in now.items()}
     return found
 

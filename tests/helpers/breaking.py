@@ -44,7 +44,9 @@ class Broken(Exception):
 class Fuse:
     """Raises at a place of round ``round``, the first time that it is reached."""
 
-    def __init__(self, place: str, kind: type[BaseException] = Broken, round: int = BROKEN_IN) -> None:
+    def __init__(
+        self, place: str, kind: type[BaseException] = Broken, round: int = BROKEN_IN
+    ) -> None:
         self.place, self.kind, self.round, self.now, self.blown = place, kind, round, 0, False
 
     def __deepcopy__(self, memo: Any) -> Fuse:
@@ -67,7 +69,12 @@ class Interrupt(Fuse):
         self.line = line
 
     def at(self, place: str) -> None:
-        if place == "on_client_end" and self.now == self.round and not self.blown and sys.gettrace() is None:
+        if (
+            place == "on_client_end"
+            and self.now == self.round
+            and not self.blown
+            and sys.gettrace() is None
+        ):
             frame: FrameType | None = sys._getframe()
             while frame is not None:
                 if frame.f_code.co_filename in LINES:
@@ -119,7 +126,11 @@ class Watcher(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self._fuse.at("on_train_batch_start")
-        if self._fuse.place == "spilling" and self._fuse.now == self._fuse.round and not self._fuse.blown:
+        if (
+            self._fuse.place == "spilling"
+            and self._fuse.now == self._fuse.round
+            and not self._fuse.blown
+        ):
             self._fuse.blown, pl_module.client_rows.store.budget_bytes = True, 0
             tempfile.tempdir = "/nowhere"
 
@@ -152,7 +163,9 @@ class Logged(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        values = {n: float(v) for n, v in metrics.items() if not n.startswith("time/") and n != "epoch"}
+        values = {
+            n: float(v) for n, v in metrics.items() if not n.startswith("time/") and n != "epoch"
+        }
         if values:
             self.fuse.at(self.place)
         self.add({step or 0: values})
@@ -209,7 +222,9 @@ def leavings(module: Any, run: pl.Trainer, logged: Logged) -> dict[str, Any]:
         **{f"row {name}": value.clone() for name, value in client_rows(module).items()},
         **{f"optimizer {name}": copy.deepcopy(value) for name, value in optimizer.items()},
         **{f"logged in round {t}": dict(sorted(row.items())) for t, row in logged.table.items()},
-        "monitored": {k: float(v) for k, v in run.callback_metrics.items() if not k.startswith("time/")},
+        "monitored": {
+            k: float(v) for k, v in run.callback_metrics.items() if not k.startswith("time/")
+        },
         "global_step": run.global_step,
         "rounds": module.run.state.rounds,
     }
@@ -219,18 +234,28 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """In what two runs' leavings differ."""
 
     def same(a: Any, b: Any) -> bool:
-        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        return (
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        )
 
-    return sorted(n for n in {**ours, **theirs} if n not in ours or n not in theirs or not same(ours[n], theirs[n]))
+    return sorted(
+        n
+        for n in {**ours, **theirs}
+        if n not in ours or n not in theirs or not same(ours[n], theirs[n])
+    )
 
 
 class Case:
     """A run of four rounds with these settings of the module; ``methods`` are made anew for each Trainer."""
 
-    def __init__(self, methods: Callable[[], list[Any]], normed: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, methods: Callable[[], list[Any]], normed: bool = True, **settings: Any
+    ) -> None:
         self.methods, self.normed, self.settings = methods, normed, settings
 
-    def begun(self, fuse: Fuse, *callbacks: Callback, **given: Any) -> tuple[Any, pl.Trainer, Logged]:
+    def begun(
+        self, fuse: Fuse, *callbacks: Callback, **given: Any
+    ) -> tuple[Any, pl.Trainer, Logged]:
         torch.manual_seed(0)
         settings = {"participation": 0.4, "local_epochs": 1.5, **self.settings}
         module = federated(Learner(fuse, self.normed), **settings)
@@ -238,7 +263,11 @@ class Case:
         watching = [*self.methods(), Method(fuse), Watcher(fuse), *callbacks]
         rounds = given.pop("rounds", ROUNDS)
         checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-        return module, trainer(rounds, watching, logger=loggers, enable_checkpointing=checkpoints, **given), loggers[0]
+        return (
+            module,
+            trainer(rounds, watching, logger=loggers, enable_checkpointing=checkpoints, **given),
+            loggers[0],
+        )
 
     def uninterrupted(self) -> dict[str, Any]:
         module, run, logged = self.begun(Fuse(""))
@@ -271,7 +300,13 @@ class Case:
 
 def broken(module: Any, run: pl.Trainer, fuse: Fuse) -> None:
     """Fit until the fuse blows."""
-    kind = SystemExit if fuse.kind is KeyboardInterrupt else OSError if fuse.place == "spilling" else fuse.kind
+    kind = (
+        SystemExit
+        if fuse.kind is KeyboardInterrupt
+        else OSError
+        if fuse.place == "spilling"
+        else fuse.kind
+    )
     folder = tempfile.tempdir
     try:
         with pytest.raises(kind):

@@ -24,9 +24,13 @@ class ClippedMedian(FederatedCallback):
         self.beta, self.clip = beta, clip
 
     def select(self, server: Any, available: Tensor, n: int) -> Tensor:
-        drawn = server.generator("candidates").choice(len(available), min(2 * n, len(available)), replace=False)
+        drawn = server.generator("candidates").choice(
+            len(available), min(2 * n, len(available)), replace=False
+        )
         candidates = available[torch.from_numpy(drawn)]
-        return candidates[self.loss.rows(server, candidates).argsort(descending=True, stable=True)[:n]]
+        return candidates[
+            self.loss.rows(server, candidates).argsort(descending=True, stable=True)[:n]
+        ]
 
     def on_local_start(self, clients: Any) -> None:
         self.loss[clients] = clients.evaluate(clients.w)["loss"][:, 0]

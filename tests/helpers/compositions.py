@@ -93,7 +93,9 @@ def server(config: Config) -> Any:
 
 def settings(weighting: str, **components: Any) -> Config:
     """Components of the oracle with what all runs here share."""
-    return Config(lr=0.3, lr_decay=0.9, weight_decay=0.01, clip_norm=CLIP, weighting=weighting, **components)
+    return Config(
+        lr=0.3, lr_decay=0.9, weight_decay=0.01, clip_norm=CLIP, weighting=weighting, **components
+    )
 
 
 HEAD = part("net.2.weight", "net.2.bias")
@@ -142,17 +144,31 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedNova, momentum": {"fednova": True, "momentum": 0.9},
     "top-k": {"topk": 0.1},
     "top-k + RI": {"topk": 0.1, "beta": 0.1},
-    "all that mix": {"mu": 0.05, "scaffold": "displacement", "feddyn": 0.1, "alpha": 0.3, "sam": 0.05, "beta": -0.1},
+    "all that mix": {
+        "mu": 0.05,
+        "scaffold": "displacement",
+        "feddyn": 0.1,
+        "alpha": 0.3,
+        "sam": 0.05,
+        "beta": -0.1,
+    },
     "median": {"robust": {"rule": "median"}},
     "trimmed mean": {"robust": {"rule": "trimmed_mean", "trim": 0.34}},
     "Krum": {"robust": {"rule": "krum", "byzantine": 0}},
     "multi-Krum": {"robust": {"rule": "multi_krum", "byzantine": 0, "keep": 2}},
     "geometric median": {"robust": {"rule": "geometric_median"}},
     "mixing + Krum": {"robust": {"rule": "krum", "byzantine": 0, "mixing": True}},
-    "median + SCAFFOLD + RI": {"robust": {"rule": "median"}, "scaffold": "displacement", "beta": 0.1},
+    "median + SCAFFOLD + RI": {
+        "robust": {"rule": "median"},
+        "scaffold": "displacement",
+        "beta": 0.1,
+    },
     "Krum + FedALS": {"robust": {"rule": "krum", "byzantine": 0}, "parts": ALS},
     "flipped signs": {"attack": ("sign_flip", 0.5)},
-    "flipped signs + FedAdam": {"attack": ("sign_flip", None), "server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
+    "flipped signs + FedAdam": {
+        "attack": ("sign_flip", None),
+        "server": ("adam", 0.1, 0.9, 0.99, 1e-3),
+    },
     "noise + median": {"attack": ("noise", 0.1), "robust": {"rule": "median"}},
     "flipped labels": {"attack": ("label_flip", None)},
     "alie": {"attack": ("alie", None)},
@@ -164,10 +180,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "every client alone": {"parts": [(part("net.0.*", "net.2.weight", "net.2.bias"), None)]},
     "FedRep": {"fedrep": (HEAD, 1, BATCH)},
     "FedRep, half an epoch, momentum": {"fedrep": (HEAD, 0.5, BATCH), "momentum": 0.9},
-    "FedRep + SCAFFOLD + FedProx": {"fedrep": (HEAD, 1, BATCH), "scaffold": "displacement", "mu": 0.1},
+    "FedRep + SCAFFOLD + FedProx": {
+        "fedrep": (HEAD, 1, BATCH),
+        "scaffold": "displacement",
+        "mu": 0.1,
+    },
     "Ditto": {"ditto": 0.1},
     "Ditto, momentum": {"ditto": 2.0, "momentum": 0.9},
-    "Ditto, schedule, + SCAFFOLD + RI": {"ditto": lambda t: 0.5 * t, "scaffold": "displacement", "beta": 0.1},
+    "Ditto, schedule, + SCAFFOLD + RI": {
+        "ditto": lambda t: 0.5 * t,
+        "scaffold": "displacement",
+        "beta": 0.1,
+    },
     "pFedMe": {"pfedme": (15.0, 5, 0.05)},
     "pFedMe, server rate 2": {"pfedme": (2.0, 3, 0.1), "server": ("sgd", 2.0)},
     "pFedMe + SCAFFOLD": {"pfedme": (15.0, 2, 0.05), "scaffold": "displacement"},
@@ -178,11 +202,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedALS + RI": {"parts": ALS, "beta": 0.1},
     "FedALS + RI, updates": {"parts": ALS, "beta": 0.1, "aggregate": "updates"},
     "FedALS + FedCM": {"parts": ALS, "alpha": 0.1},
-    "FedALS + FedCM + RI, updates": {"parts": ALS, "alpha": 0.1, "beta": 0.1, "aggregate": "updates"},
+    "FedALS + FedCM + RI, updates": {
+        "parts": ALS,
+        "alpha": 0.1,
+        "beta": 0.1,
+        "aggregate": "updates",
+    },
     "FedALS + FedDyn": {"parts": ALS, "feddyn": 0.1},
     "FedALS + FedDyn + RI": {"parts": ALS, "feddyn": 0.1, "beta": 0.1},
     "FedALS + FedSAM": {"parts": ALS, "sam": 0.05},
     "FedALS + FedAdam": {"parts": ALS, "server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
     "FedALS + FedAvgM": {"parts": ALS, "server": ("sgdm", 0.7, 0.9)},
-    "schedules": {"mu": lambda t: 0.1 / (t + 1), "beta": lambda t: 0.1 * (-1) ** t, "feddyn": lambda t: 0.1 + 0.1 * t},
+    "schedules": {
+        "mu": lambda t: 0.1 / (t + 1),
+        "beta": lambda t: 0.1 * (-1) ** t,
+        "feddyn": lambda t: 0.1 + 0.1 * t,
+    },
 }

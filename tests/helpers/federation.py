@@ -28,7 +28,9 @@ class Network(pl.LightningModule):
         generator = torch.Generator().manual_seed(5)
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
         for parameter in self.parameters():
-            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = 0.5 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -40,7 +42,10 @@ class Quadratics(pl.LightningModule):
 
     def __init__(self, problem: Quadratic, start: Vector) -> None:
         super().__init__()
-        self.curvature, self.centre = torch.from_numpy(problem.curvature), torch.from_numpy(problem.centre)
+        self.curvature, self.centre = (
+            torch.from_numpy(problem.curvature),
+            torch.from_numpy(problem.centre),
+        )
         self.w = nn.Parameter(torch.from_numpy(start.copy()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -64,10 +69,19 @@ class Recorder(pl.Callback):
         store = pl_module.client_rows.store
         self.w.append(pl_module.global_vector.detach().numpy().copy())
         self.evaluated.append(pl_module.evaluated_vector.detach().numpy().copy())
-        self.rows.append({n: {int(i): store.read(n, int(i)).numpy() for i in store.clients(n)} for n in store.names()})
-        self.server.append({name: value.numpy().copy() for name, value in pl_module.server_states.items()})
+        self.rows.append(
+            {
+                n: {int(i): store.read(n, int(i)).numpy() for i in store.clients(n)}
+                for n in store.names()
+            }
+        )
+        self.server.append(
+            {name: value.numpy().copy() for name, value in pl_module.server_states.items()}
+        )
         (state,) = pl_module.optimizers().state.values() or [{}]
-        self.optimizer.append({k: v.numpy().copy() for k, v in state.items() if isinstance(v, Tensor)})
+        self.optimizer.append(
+            {k: v.numpy().copy() for k, v in state.items() if isinstance(v, Tensor)}
+        )
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
@@ -85,12 +99,20 @@ def samples(sizes: Sequence[int] = SIZES) -> tuple[Tensor, Tensor, list[Any]]:
     """Heterogeneous clients: each has its own centre and its own favourite class."""
     rng = np.random.default_rng(3)
     x = np.concatenate([rng.normal(size=(n, 3)) + rng.normal(size=3) for n in sizes])
-    y = np.concatenate([np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(sizes)])
+    y = np.concatenate(
+        [np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(sizes)]
+    )
     ends = np.cumsum(sizes)
-    return torch.from_numpy(x), torch.from_numpy(y), [np.arange(e - n, e) for e, n in zip(ends, sizes, strict=True)]
+    return (
+        torch.from_numpy(x),
+        torch.from_numpy(y),
+        [np.arange(e - n, e) for e, n in zip(ends, sizes, strict=True)],
+    )
 
 
-def fit(learner: pl.LightningModule, data: Any, callbacks: Sequence[Any], rounds: int, **options: Any) -> Run:
+def fit(
+    learner: pl.LightningModule, data: Any, callbacks: Sequence[Any], rounds: int, **options: Any
+) -> Run:
     """Train quietly on the CPU and record every round."""
     torch.set_num_threads(1)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -109,9 +131,13 @@ def fit(learner: pl.LightningModule, data: Any, callbacks: Sequence[Any], rounds
             enable_model_summary=False,
         )
         trainer.fit(module, data)
-    table = [{i: _batches(module, data, t, i) for i in module.participants(t)} for t in range(rounds)]
+    table = [
+        {i: _batches(module, data, t, i) for i in module.participants(t)} for t in range(rounds)
+    ]
     everything = [_samples(data, data.client_indices(i)) for i in range(data.num_clients)]
-    return Run(module, record, start, Schedule(table, [int(n) for n in data.client_sizes()], everything))
+    return Run(
+        module, record, start, Schedule(table, [int(n) for n in data.client_sizes()], everything)
+    )
 
 
 def network(callbacks: Sequence[Any], rounds: int = 7, **options: Any) -> Run:
@@ -131,13 +157,17 @@ def network(callbacks: Sequence[Any], rounds: int = 7, **options: Any) -> Run:
     )
 
 
-def quadratics(problem: Quadratic, start: Vector, callbacks: Sequence[Any], rounds: int, **options: Any) -> Run:
+def quadratics(
+    problem: Quadratic, start: Vector, callbacks: Sequence[Any], rounds: int, **options: Any
+) -> Run:
     """All of a client's samples in one batch: K_i = local_steps of full gradients."""
     m, rate = len(problem.centre), options.pop("lr", 0.05)
     number = torch.arange(m, dtype=torch.float64).reshape(m, 1)
     return fit(
         Quadratics(problem, start),
-        InMemoryDataModule((number, torch.zeros(m)), clients=[[i] for i in range(m)], batch_size=None),
+        InMemoryDataModule(
+            (number, torch.zeros(m)), clients=[[i] for i in range(m)], batch_size=None
+        ),
         callbacks,
         rounds,
         client_optimizer=lambda p: torch.optim.SGD(p, rate),

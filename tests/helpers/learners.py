@@ -77,7 +77,9 @@ class InPlace(Lit):
         return nn.functional.cross_entropy(self.net(batch[0] - self.running_mean), batch[1])
 
 
-def blobs(clients: int = 10, per_client: int = 24, batch_size: int = 8, dtype: torch.dtype = torch.float64) -> Any:
+def blobs(
+    clients: int = 10, per_client: int = 24, batch_size: int = 8, dtype: torch.dtype = torch.float64
+) -> Any:
     """Four Gaussian classes; client i holds ``per_client - 2 (i mod 5)`` samples."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(4, 20, generator=generator, dtype=dtype)
@@ -94,7 +96,12 @@ def as_batches(batches: Any) -> DataLoader[Any]:
 
 def trainer(rounds: int = 2, callbacks: Any = (), **settings: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
     return pl.Trainer(
         max_epochs=rounds,
         callbacks=list(callbacks),
@@ -119,7 +126,11 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 def client_rows(module: FederatedModule) -> dict[Any, Tensor]:
     """All state of clients that a run holds, by (name, client)."""
     store = module.client_rows.store
-    return {(name, int(i)): store.read(name, int(i)) for name in store.names() for i in store.clients(name)}
+    return {
+        (name, int(i)): store.read(name, int(i))
+        for name in store.names()
+        for i in store.clients(name)
+    }
 
 
 def fitted(learner: type[Lit], rounds: int = 2, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:

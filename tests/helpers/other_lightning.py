@@ -16,7 +16,9 @@ NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightnin
 class StandIn(MetaPathFinder, Loader):
     """Finds ``pytorch_lightning.x`` in ``lightning.pytorch.x``: one module under two names."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name.split(".")[0] in NAMES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -20,7 +20,8 @@ def started(target: Callable[..., None], world: int, *arguments: Any) -> list[An
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")
     children = [
-        fork.Process(target=_under_torchelastic, args=(target, arguments, r, world, port)) for r in range(world)
+        fork.Process(target=_under_torchelastic, args=(target, arguments, r, world, port))
+        for r in range(world)
     ]
     for child in children:
         child.start()
@@ -51,10 +52,19 @@ def same_models_on_one_and_two(target: Callable[..., None], folder: Path) -> Non
         assert torch.equal(two[name], value), name
 
 
-def _under_torchelastic(target: Callable[..., None], arguments: Any, rank: int, world: int, port: int) -> None:
+def _under_torchelastic(
+    target: Callable[..., None], arguments: Any, rank: int, world: int, port: int
+) -> None:
     if world > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID="test",
+            GROUP_RANK="0",
+        )
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+        )
     target(*arguments, rank, world)
 
 

@@ -12,7 +12,14 @@ from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 
 def ran(learner: type[Lit], callbacks: Any, arguments: dict[str, Any], **more: Any) -> Any:
     torch.manual_seed(3)
-    settings = {"engine": "concurrent", "workers": 2, "participation": 0.8, "local_epochs": 4.5, **arguments, **more}
+    settings = {
+        "engine": "concurrent",
+        "workers": 2,
+        "participation": 0.8,
+        "local_epochs": 4.5,
+        **arguments,
+        **more,
+    }
     module = federated(learner(), **settings)
     engines: list[Any] = []
     module.learner.on_train_epoch_start = lambda: engines.append(module.run.engine)
@@ -21,7 +28,12 @@ def ran(learner: type[Lit], callbacks: Any, arguments: dict[str, Any], **more: A
     logged = {k: v for k, v in run.callback_metrics.items() if not k.startswith("time")}
     return (
         module,
-        {"w": module.global_vector.detach(), **client_rows(module), **module.server_states, **logged},
+        {
+            "w": module.global_vector.detach(),
+            **client_rows(module),
+            **module.server_states,
+            **logged,
+        },
         engines[0],
     )
 

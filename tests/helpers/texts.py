@@ -9,7 +9,21 @@ from typing import Any
 
 GENRES = ("fiction", "government", "slate", "telephone", "travel")
 CLASSES = ("contradiction", "entailment", "neutral")
-WORDS = ("the", "king", "and", "his", "crown", "are", "come", "to", "no", "good", "end", "by", "night")
+WORDS = (
+    "the",
+    "king",
+    "and",
+    "his",
+    "crown",
+    "are",
+    "come",
+    "to",
+    "no",
+    "good",
+    "end",
+    "by",
+    "night",
+)
 
 
 def text_file(folder: Path, words: int = 3000) -> Path:
@@ -48,7 +62,12 @@ def multinli_files(folder: Path, train: int = 110, test: int = 30) -> Path:
 def opt(layers: int = 2, width: int = 16, **more: Any) -> dict[str, Any]:
     """The architecture of a small OPT for bytes."""
     tokens = {"vocab_size": 259, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 2 * width}
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "word_embed_proj_dim": width,
+        "ffn_dim": 2 * width,
+    }
     rest = {"num_attention_heads": 2, "max_position_embeddings": 64, "dropout": 0.0}
     return {"model_type": "opt", **tokens, **sizes, **rest, **more}
 
@@ -76,6 +95,10 @@ def tokenizer_folder(folder: Path) -> Path:
     made = Tokenizer(WordLevel(numbers, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=made,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
     ).save_pretrained(folder)
     return folder

@@ -197,7 +197,11 @@ WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (HiddenMomentum, "state is declared", "self.velocity changed"),
     (HiddenMomentum, "resume is exact", "declare it"),
     (HiddenElsewhere, "resume is exact", "declare it"),
-    (AttributeInHook, "client hooks set nothing on self", "on_local_end set or changed self.latest"),
+    (
+        AttributeInHook,
+        "client hooks set nothing on self",
+        "on_local_end set or changed self.latest",
+    ),
     (Item, "local steps can be captured", "on_local_gradient reads a tensor's value"),
     (Item, "groups of 1, 3 and D clients", "clients.norm(v)"),
     (Branch, "local steps can be captured", "torch.where"),

@@ -57,7 +57,9 @@ class Process:
             status = int(_appears(self._files.with_suffix(".status"), timeout))
         except TimeoutError:
             self.kill(group=True)
-            raise TimeoutError(f"still runs after {timeout} s:\n{self.stdout[-2000:]}{self.stderr[-2000:]}") from None
+            raise TimeoutError(
+                f"still runs after {timeout} s:\n{self.stdout[-2000:]}{self.stderr[-2000:]}"
+            ) from None
         return Result(status, self.stdout, self.stderr)
 
     def wait_for(self, path: Path, timeout: float = 100) -> None:
@@ -65,7 +67,9 @@ class Process:
         deadline = time.monotonic() + timeout
         while not path.exists():
             if self.ended() or time.monotonic() > deadline:
-                raise AssertionError(f"{path} did not come:\n{self.stdout[-2000:]}{self.stderr[-2000:]}")
+                raise AssertionError(
+                    f"{path} did not come:\n{self.stdout[-2000:]}{self.stderr[-2000:]}"
+                )
             time.sleep(0.005)
 
 
@@ -85,7 +89,11 @@ class Zygote:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("FL_", "PL_"))}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
 
     def start(self, argv: list[str], cwd: Path, env: Mapping[str, str], files: Path) -> Process:
@@ -108,7 +116,9 @@ class Cli:
         self._zygote, self.folder, self._files = zygote, folder, files
         self._processes: list[Process] = []
 
-    def start(self, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Process:
+    def start(
+        self, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> Process:
         """Start a command; the process is killed at the end of the test if it still runs."""
         files = self._files / f"command-{len(self._processes)}"
         process = self._zygote.start([str(a) for a in argv], cwd or self.folder, env or {}, files)
@@ -116,7 +126,11 @@ class Cli:
         return process
 
     def __call__(
-        self, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 100
+        self,
+        *argv: object,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 100,
     ) -> Result:
         """Run a command to its end."""
         return self.start(*argv, cwd=cwd, env=env).wait(timeout)
@@ -168,7 +182,9 @@ def _serve() -> None:
         command = json.loads(line)
         pid = os.fork()
         if pid:
-            threading.Thread(target=_report, args=(pid, Path(command["files"])), daemon=True).start()
+            threading.Thread(
+                target=_report, args=(pid, Path(command["files"])), daemon=True
+            ).start()
             continue
         status = 1
         try:

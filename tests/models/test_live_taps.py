@@ -30,14 +30,19 @@ def test_same_values_and_gradients(side: int, stride: int) -> None:
 
 def test_a_network_keeps_its_names_and_can_be_stacked() -> None:
     network = nn.Sequential(
-        nn.Conv2d(2, 3, 3, 2, 1, bias=False), nn.Conv2d(3, 3, 3, 1, 1, bias=False), nn.Conv2d(3, 2, 1)
+        nn.Conv2d(2, 3, 3, 2, 1, bias=False),
+        nn.Conv2d(3, 3, 3, 1, 1, bias=False),
+        nn.Conv2d(3, 2, 1),
     )
     names = list(network.state_dict())
     leave_out_dead_taps(network)
     assert list(network.state_dict()) == names
     assert [type(layer) for layer in network] == [LiveTaps, LiveTaps, nn.Conv2d]
     x = torch.randn(3, 4, 2, 2, 2)
-    stacked = {name: torch.stack([p.detach() * k for k in (1, 2, 3)]) for name, p in network.named_parameters()}
+    stacked = {
+        name: torch.stack([p.detach() * k for k in (1, 2, 3)])
+        for name, p in network.named_parameters()
+    }
 
     def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return functional_call(network, parameters, (x,)).square().sum()

@@ -50,7 +50,13 @@ def test_groups_and_shortcuts():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: LeNet(10, input_size=8), lambda: LeNet(10, channels=0), lambda: MLP([3]), lambda: MLP([3, 0])]
+    "make",
+    [
+        lambda: LeNet(10, input_size=8),
+        lambda: LeNet(10, channels=0),
+        lambda: MLP([3]),
+        lambda: MLP([3, 0]),
+    ],
 )
 def test_refusals(make):
     with pytest.raises(UserError, match=r"(input_size is 8|channels is 0|sizes is \[3)"):
@@ -76,7 +82,9 @@ def test_learner_trains_and_logs_under_the_published_names():
     assert {"train/loss", "train/acc", "val/loss", "val/acc"} <= trainer.callback_metrics.keys()
     with torch.no_grad():
         logits = learner(x)
-    assert trainer.callback_metrics["val/acc"] == pytest.approx((logits.argmax(1) == y).float().mean())
+    assert trainer.callback_metrics["val/acc"] == pytest.approx(
+        (logits.argmax(1) == y).float().mean()
+    )
     loss = torch.nn.functional.cross_entropy(logits, y)
     assert trainer.callback_metrics["val/loss"] == pytest.approx(float(loss), rel=1e-4)
     assert trainer.callback_metrics["val/acc"] > 0.9
@@ -84,10 +92,20 @@ def test_learner_trains_and_logs_under_the_published_names():
     assert tested.keys() == {"test/loss", "test/acc"}
     predicted = torch.cat(trainer.predict(learner, loader))
     torch.testing.assert_close(predicted.sum(1), torch.ones(90))
-    assert dict(learner.hparams) == {"num_classes": 3, "lr": 0.5, "weight_decay": 1e-4, "momentum": 0.0}
+    assert dict(learner.hparams) == {
+        "num_classes": 3,
+        "lr": 0.5,
+        "weight_decay": 1e-4,
+        "momentum": 0.0,
+    }
     group = learner.configure_optimizers().param_groups[0]
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 1e-4, 0)
-    assert ImageClassifier(learner.network, 3, momentum=0.9).configure_optimizers().param_groups[0]["momentum"] == 0.9
+    assert (
+        ImageClassifier(learner.network, 3, momentum=0.9)
+        .configure_optimizers()
+        .param_groups[0]["momentum"]
+        == 0.9
+    )
 
 
 def test_importing_a_small_network_is_light():

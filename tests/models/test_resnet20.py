@@ -45,7 +45,9 @@ def test_any_channels_and_size(make: type[torch.nn.Module], side: int) -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
 
 
-@pytest.mark.parametrize("wrong", [{"norm": "grop"}, {"depth": 21}, {"depth": 2}, {"width": 0}, {"width": 3}])
+@pytest.mark.parametrize(
+    "wrong", [{"norm": "grop"}, {"depth": 21}, {"depth": 2}, {"width": 0}, {"width": 3}]
+)
 def test_refusals(wrong: dict[str, object]) -> None:
     name, value = next(iter(wrong.items()))
     with pytest.raises(UserError, match=f"ResNet20's {name} is {value!r}: give"):

@@ -20,12 +20,16 @@ from fl_lightning.learner import Layout
 from fl_lightning.models import CausalLanguageModel, TextClassifier
 from tests.helpers.texts import multinli_files, opt, opt_layer, opt_rest, text_file
 
-transformers = pytest.importorskip("transformers", reason="texts need transformers: pip install 'fl-lightning[text]'")
+transformers = pytest.importorskip(
+    "transformers", reason="texts need transformers: pip install 'fl-lightning[text]'"
+)
 
 
 def tokens(*lengths: int) -> Tensor:
     """Texts of these lengths, -1 where they have ended."""
-    made = torch.randint(3, 259, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    made = torch.randint(
+        3, 259, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0)
+    )
     for row, length in zip(made, lengths, strict=True):
         row[length:] = -1
     return made.int()
@@ -33,7 +37,9 @@ def tokens(*lengths: int) -> Tensor:
 
 def logged(learner: Any, step: str, batch: Any) -> dict[str, tuple[float, int | None]]:
     found: dict[str, tuple[float, int | None]] = {}
-    learner.log = lambda name, value, batch_size=None, **_: found.update({name: (float(value), batch_size)})
+    learner.log = lambda name, value, batch_size=None, **_: found.update(
+        {name: (float(value), batch_size)}
+    )
     getattr(learner, step)(batch, 0)
     return found
 
@@ -41,15 +47,27 @@ def logged(learner: Any, step: str, batch: Any) -> dict[str, tuple[float, int | 
 def test_the_loss_is_that_of_the_library_and_padding_does_not_count() -> None:
     learner = CausalLanguageModel(config=opt())
     x = tokens(12, 5, 9)
-    theirs = torch.tensor([float(learner.network(input_ids=row[None], labels=row[None]).loss) for row in rows(x)])
+    theirs = torch.tensor(
+        [float(learner.network(input_ids=row[None], labels=row[None]).loss) for row in rows(x)]
+    )
     counts = torch.tensor([11, 4, 8])
     expected = float((theirs * counts).sum() / counts.sum())
     batch = (x, torch.full((3,), -1))
-    assert float(logged(learner, "training_step", batch)["train/loss"][0]) == pytest.approx(expected, rel=1e-6)
-    assert logged(learner, "validation_step", batch)["val/loss"] == (pytest.approx(expected, rel=1e-6), 23)
+    assert float(logged(learner, "training_step", batch)["train/loss"][0]) == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert logged(learner, "validation_step", batch)["val/loss"] == (
+        pytest.approx(expected, rel=1e-6),
+        23,
+    )
     assert learner.predict_step(batch, 0).tolist() == pytest.approx(theirs.tolist(), rel=1e-6)
-    guesses = [(learner.network(input_ids=row[None]).logits[0, :-1].argmax(-1) == row[1:]).sum() for row in rows(x)]
-    assert logged(learner, "test_step", batch)["test/acc"][0] == pytest.approx(float(sum(guesses)) / 23)
+    guesses = [
+        (learner.network(input_ids=row[None]).logits[0, :-1].argmax(-1) == row[1:]).sum()
+        for row in rows(x)
+    ]
+    assert logged(learner, "test_step", batch)["test/acc"][0] == pytest.approx(
+        float(sum(guesses)) / 23
+    )
 
 
 def rows(x: Tensor) -> list[Tensor]:
@@ -63,13 +81,18 @@ def test_a_class_does_not_depend_on_padding() -> None:
     torch.testing.assert_close(learner(x), alone)
     torch.testing.assert_close(learner.predict_step((x, y), 0), alone.softmax(1))
     found = logged(learner, "validation_step", (x, y))
-    assert found["val/loss"] == (pytest.approx(float(torch.nn.functional.cross_entropy(alone, y))), 3)
+    assert found["val/loss"] == (
+        pytest.approx(float(torch.nn.functional.cross_entropy(alone, y))),
+        3,
+    )
     assert found["val/acc"][0] == pytest.approx(float((alone.argmax(1) == y).float().mean()))
 
 
 def test_an_encoder_classifies_too_and_ends_of_texts_are_hidden_from_it() -> None:
     sizes = {"vocab_size": 259, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
-    learner = TextClassifier(2, config={"model_type": "bert", **sizes, "num_attention_heads": 2}).eval()
+    learner = TextClassifier(
+        2, config={"model_type": "bert", **sizes, "num_attention_heads": 2}
+    ).eval()
     x = tokens(12, 5)
     torch.testing.assert_close(learner(x)[1:], learner(x[1:, :5]))
 
@@ -78,8 +101,14 @@ def test_tied_embeddings_are_one_parameter() -> None:
     learner = CausalLanguageModel(config=opt(layers=3))
     layout = Layout(learner)
     assert layout.size == 3 * opt_layer() + opt_rest()
-    head, embedding = learner.network.get_output_embeddings(), learner.network.get_input_embeddings()
-    assert head.weight is embedding.weight and sum("embed_tokens" in n or "lm_head" in n for n in layout) == 1
+    head, embedding = (
+        learner.network.get_output_embeddings(),
+        learner.network.get_input_embeddings(),
+    )
+    assert (
+        head.weight is embedding.weight
+        and sum("embed_tokens" in n or "lm_head" in n for n in layout) == 1
+    )
     untied = Layout(CausalLanguageModel(config=opt(layers=3, tie_word_embeddings=False)))
     assert untied.size == layout.size + 259 * 16
 
@@ -88,7 +117,12 @@ def test_the_first_ten_of_twelve_layers_are_the_extractor() -> None:
     layout = Layout(CausalLanguageModel(config=opt(layers=12)))
     ((mask, period),) = PartialAveraging(extractor="*.layers.[0-9].*").parts(layout)
     assert int(mask.sum()) == 10 * opt_layer() and period == 10
-    kept = {k for n, (where, _) in layout.items() if mask[where].any() for k in re.findall(r"layers\.(\d+)\.", n)}
+    kept = {
+        k
+        for n, (where, _) in layout.items()
+        if mask[where].any()
+        for k in re.findall(r"layers\.(\d+)\.", n)
+    }
     assert kept == {str(k) for k in range(10)}, "by the pattern none but layers have it"
 
 
@@ -105,34 +139,59 @@ def test_low_rank_matrices_make_d_small(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="lora needs peft: pip install 'fl-lightning[lora]'")
     lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
     learner = CausalLanguageModel(config=opt(layers=3), lora=lora, lr=0.05)
-    assert Layout(learner).size == 3 * 2 * 2 * (2 * 16), "of 3 layers two matrices, each r x 16 and 16 x r"
+    assert Layout(learner).size == 3 * 2 * 2 * (2 * 16), (
+        "of 3 layers two matrices, each r x 16 and 16 x r"
+    )
     text_file(tmp_path)
     data = LanguageModelling(tmp_path, length=12, num_clients=3, batch_size=4)
     start = learner.state_dict()
     start = {name: value.clone() for name, value in start.items()}
     module = fitted(learner, data, PartialAveraging(extractor="*.layers.[01].*", period=2))
-    moved = {name for name, value in module.export().state_dict().items() if not torch.equal(value, start[name])}
+    moved = {
+        name
+        for name, value in module.export().state_dict().items()
+        if not torch.equal(value, start[name])
+    }
     assert moved and all("lora_" in name for name in moved)
 
 
-def fitted(learner: Any, data: Any, *callbacks: pl.Callback, rounds: int = 2, **options: Any) -> FederatedModule:
-    module = FederatedModule(learner, participation="all", local_steps=2, seed=0, engine="sequential", **options)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_epochs=rounds, callbacks=list(callbacks), accelerator="cpu", logger=False, **quiet)
+def fitted(
+    learner: Any, data: Any, *callbacks: pl.Callback, rounds: int = 2, **options: Any
+) -> FederatedModule:
+    module = FederatedModule(
+        learner, participation="all", local_steps=2, seed=0, engine="sequential", **options
+    )
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = pl.Trainer(
+        max_epochs=rounds, callbacks=list(callbacks), accelerator="cpu", logger=False, **quiet
+    )
     trainer.fit(module, data)
     return module
 
 
-def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_replaced(tmp_path: Path) -> None:
+def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_replaced(
+    tmp_path: Path,
+) -> None:
     whole = CausalLanguageModel(config=opt(dropout=0.1)).network
     whole.half().save_pretrained(tmp_path)
     learner = CausalLanguageModel(str(tmp_path), config={"dropout": 0.0})
-    assert {p.dtype for p in learner.parameters()} == {torch.float32} and learner.network.config.dropout == 0.0
+    assert {p.dtype for p in learner.parameters()} == {
+        torch.float32
+    } and learner.network.config.dropout == 0.0
     assert all(module.training for module in learner.modules()), "where there is dropout, it is on"
-    for (name, here), (_, there) in zip(learner.network.named_parameters(), whole.named_parameters(), strict=True):
+    for (name, here), (_, there) in zip(
+        learner.network.named_parameters(), whole.named_parameters(), strict=True
+    ):
         assert torch.equal(here, there.float()), name
     classifier = TextClassifier(3, str(tmp_path))
-    assert torch.equal(classifier.network.get_input_embeddings().weight, whole.get_input_embeddings().weight.float())
+    assert torch.equal(
+        classifier.network.get_input_embeddings().weight,
+        whole.get_input_embeddings().weight.float(),
+    )
 
 
 def test_a_checkpoint_loads_as_lightning_does(tmp_path: Path) -> None:
@@ -146,19 +205,33 @@ def test_a_checkpoint_loads_as_lightning_does(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "no folder": ({"path": "nowhere/opt-125m"}, "path is 'nowhere/opt-125m', which is no folder. Give a local folder"),
+    "no folder": (
+        {"path": "nowhere/opt-125m"},
+        "path is 'nowhere/opt-125m', which is no folder. Give a local folder",
+    ),
     "no network": ({"path": "."}, "which has no config.json"),
     "neither": ({}, "neither path nor config.model_type is given"),
-    "unknown": ({"config": {"model_type": "opd"}}, "'opd', which transformers does not know. Did you mean 'opt'?"),
+    "unknown": (
+        {"config": {"model_type": "opd"}},
+        "'opd', which transformers does not know. Did you mean 'opt'?",
+    ),
     "sizes": ({"config": opt(width=17)}, "no network can be made of config.model_type 'opt'"),
-    "pattern": ({"config": opt(), "trainable": ["scores.*"]}, "trainable has 'scores.*', but no parameter"),
-    "both": ({"config": opt(), "trainable": ["*"], "lora": {"r": 2}}, "lora and trainable both say what is trained"),
+    "pattern": (
+        {"config": opt(), "trainable": ["scores.*"]},
+        "trainable has 'scores.*', but no parameter",
+    ),
+    "both": (
+        {"config": opt(), "trainable": ["*"], "lora": {"r": 2}},
+        "lora and trainable both say what is trained",
+    ),
     "rate": ({"config": opt(), "lr": float("nan")}, "lr=nan is not accepted"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_cannot_be_made_is_one_paragraph(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_made_is_one_paragraph(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     arguments, says = BROKEN[case]
     with pytest.raises(UserError, match=re.escape(says)) as error:
@@ -172,20 +245,30 @@ def test_a_damaged_folder_is_named(damage: str, tmp_path: Path) -> None:
     if damage == "config":
         (tmp_path / "config.json").write_text("{")
     else:
-        (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:1000])
+        (tmp_path / "model.safetensors").write_bytes(
+            (tmp_path / "model.safetensors").read_bytes()[:1000]
+        )
     with pytest.raises(UserError, match=f"the network in path '{tmp_path}' cannot be read"):
         CausalLanguageModel(str(tmp_path))
 
 
-def test_without_the_libraries_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_libraries_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"lora needs peft.* pip install 'fl-lightning\[lora\]'"):
         CausalLanguageModel(config=opt(), lora={"r": 2})
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"TextClassifier needs transformers.* pip install 'fl-lightning\[text\]'"):
+    with pytest.raises(
+        UserError, match=r"TextClassifier needs transformers.* pip install 'fl-lightning\[text\]'"
+    ):
         TextClassifier(3, config=opt())
-    with pytest.raises(UserError, match=r"data\.tokenizer is .* pip install 'fl-lightning\[text\]'"):
-        LanguageModelling(multinli_files(tmp_path), "multinli_1.0_train.jsonl", tokenizer=tmp_path).setup()
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer is .* pip install 'fl-lightning\[text\]'"
+    ):
+        LanguageModelling(
+            multinli_files(tmp_path), "multinli_1.0_train.jsonl", tokenizer=tmp_path
+        ).setup()
 
 
 def test_data_that_do_not_fit_the_network_are_refused_before_training(tmp_path: Path) -> None:
@@ -193,14 +276,26 @@ def test_data_that_do_not_fit_the_network_are_refused_before_training(tmp_path: 
     multinli_files(tmp_path)
     pairs: dict[str, Any] = {"length": 24, "batch_size": 8}
     cases = [
-        (CausalLanguageModel(config=opt(vocab_size=200)), LanguageModelling(tmp_path), "has 200 tokens, but LanguageM"),
+        (
+            CausalLanguageModel(config=opt(vocab_size=200)),
+            LanguageModelling(tmp_path),
+            "has 200 tokens, but LanguageM",
+        ),
         (
             CausalLanguageModel(config=opt()),
             LanguageModelling(tmp_path, length=65),
             "length is 65, .* at most 64 token",
         ),
-        (TextClassifier(2, config=opt()), TextClassification(tmp_path, **pairs), "num_classes is 2, but .* 3 classes"),
-        (TextClassifier(2, config=opt()), LanguageModelling(tmp_path), "LanguageModelling has no classes"),
+        (
+            TextClassifier(2, config=opt()),
+            TextClassification(tmp_path, **pairs),
+            "num_classes is 2, but .* 3 classes",
+        ),
+        (
+            TextClassifier(2, config=opt()),
+            LanguageModelling(tmp_path),
+            "LanguageModelling has no classes",
+        ),
     ]
     for learner, data, says in cases:
         with pytest.raises(UserError, match=says):
@@ -209,5 +304,7 @@ def test_data_that_do_not_fit_the_network_are_refused_before_training(tmp_path: 
 
 def test_data_of_one_s_own_need_say_nothing() -> None:
     x = tokens(*[10] * 8)
-    data = InMemoryDataModule((x, torch.full((8,), -1)), clients=[range(4), range(4, 8)], batch_size=2)
+    data = InMemoryDataModule(
+        (x, torch.full((8,), -1)), clients=[range(4), range(4, 8)], batch_size=2
+    )
     assert torch.isfinite(fitted(CausalLanguageModel(config=opt()), data).global_vector).all()

@@ -16,7 +16,9 @@ import yaml
 from tests.helpers.texts import multinli_files, opt, opt_layer, opt_rest, text_file
 from tests.helpers.zygote import Cli
 
-pytest.importorskip("transformers", reason="texts need transformers: pip install 'fl-lightning[text]'")
+pytest.importorskip(
+    "transformers", reason="texts need transformers: pip install 'fl-lightning[text]'"
+)
 pytestmark = pytest.mark.slow
 
 CLIENTS, ROUNDS, PERIOD = 3, 20, 10
@@ -29,17 +31,28 @@ def config(folder: Path, **learner: Any) -> Path:
         "seed_everything": 0,
         "trainer": {"max_epochs": ROUNDS, "accelerator": "cpu", "enable_progress_bar": False},
         "model": {
-            "learner": {"class_path": "CausalLanguageModel", "init_args": {"config": opt(12), "lr": 0.003, **learner}},
+            "learner": {
+                "class_path": "CausalLanguageModel",
+                "init_args": {"config": opt(12), "lr": 0.003, **learner},
+            },
             "participation": "all",
             "local_steps": 2,
             "keep_optimizer_state": True,
         },
         "data": {
             "class_path": "LanguageModelling",
-            "init_args": {"root": str(folder), "length": 16, "num_clients": CLIENTS, "batch_size": 4},
+            "init_args": {
+                "root": str(folder),
+                "length": 16,
+                "num_clients": CLIENTS,
+                "batch_size": 4,
+            },
         },
         "method": [
-            {"class_path": "PartialAveraging", "init_args": {"period": PERIOD, "extractor": ["*.layers.[0-9].*"]}}
+            {
+                "class_path": "PartialAveraging",
+                "init_args": {"period": PERIOD, "extractor": ["*.layers.[0-9].*"]},
+            }
         ],
     }
     path = folder / "texts.yaml"
@@ -53,7 +66,9 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 
 def weights(run: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    state: dict[str, Any] = torch.load(run / "checkpoints/last.ckpt", weights_only=True)[
+        "state_dict"
+    ]
     return state
 
 
@@ -65,9 +80,13 @@ def test_without_a_network(tmp_path: Path) -> None:
     except FileNotFoundError:
         possible = False
     if not possible:
-        pytest.skip("this machine lets nobody make a network namespace (unshare --map-root-user --net)")
+        pytest.skip(
+            "this machine lets nobody make a network namespace (unshare --map-root-user --net)"
+        )
     fit = [*apart, sys.executable, "-m", "fl_lightning", "fit", "-c", str(config(tmp_path))]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("FL_", "PL_", "HF_"))} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FL_", "PL_", "HF_"))} | {
+        "OMP_NUM_THREADS": "1"
+    }
     env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH")])])
     env["HOME"] = str(tmp_path / "home")  # so that nothing comes from an earlier download
     of: Any = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
@@ -80,13 +99,20 @@ def test_without_a_network(tmp_path: Path) -> None:
     for k, row in enumerate(metrics(tmp_path / "x"), 1):
         down = CLIENTS * (k * head + -(-k // PERIOD) * extractor)
         up = CLIENTS * (k * head + k // PERIOD * extractor)
-        counted = [int(float(row[f"communication/{way}_parameters"])) for way in ("down", "up", "total")]
+        counted = [
+            int(float(row[f"communication/{way}_parameters"])) for way in ("down", "up", "total")
+        ]
         assert counted == [down, up, down + up], f"after {k} rounds"
 
-    wrong = subprocess.run([*fit, "--trainer.default_root_dir", "y", "--model.learner.path", "facebook/opt-125m"], **of)
+    wrong = subprocess.run(
+        [*fit, "--trainer.default_root_dir", "y", "--model.learner.path", "facebook/opt-125m"], **of
+    )
     assert wrong.returncode == 2 and not (tmp_path / "y").exists()
     (paragraph,) = [line for line in wrong.stderr.splitlines() if line.startswith("fl-lightning:")]
-    assert "path is 'facebook/opt-125m', which is no folder" in paragraph and "Traceback" not in wrong.stderr
+    assert (
+        "path is 'facebook/opt-125m', which is no folder" in paragraph
+        and "Traceback" not in wrong.stderr
+    )
 
 
 def test_killed_and_resumed_it_leaves_the_same_bits(cli: Cli) -> None:
@@ -108,7 +134,9 @@ def test_killed_and_resumed_it_leaves_the_same_bits(cli: Cli) -> None:
     assert whole.keys() == x.keys() and all(torch.equal(whole[name], x[name]) for name in whole)
 
 
-def test_clients_side_by_side_leave_the_same_bits_and_with_dropout_the_reason_is_said(cli: Cli) -> None:
+def test_clients_side_by_side_leave_the_same_bits_and_with_dropout_the_reason_is_said(
+    cli: Cli,
+) -> None:
     fit = ("fit", "-c", config(cli.folder), "--trainer.max_epochs", 2)
     engines = {"sequential": (), "concurrent": ("--model.workers", 2), "auto": ()}
     for engine, options in engines.items():
@@ -117,7 +145,9 @@ def test_clients_side_by_side_leave_the_same_bits_and_with_dropout_the_reason_is
     first, *others = (weights(cli.folder / engine) for engine in engines)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
     fit = ("fit", "-c", config(cli.folder, config=opt(2, dropout=0.1)), "--trainer.max_epochs", 1)
-    result = cli(*fit, "--method", "[]", "--model.engine", "auto", "--trainer.default_root_dir", "dropout")
+    result = cli(
+        *fit, "--method", "[]", "--model.engine", "auto", "--trainer.default_root_dir", "dropout"
+    )
     assert result.returncode == 0, result.stderr
     assert "| engine | sequential |" in (cli.folder / "dropout/card.md").read_text()
     assert "random" in (cli.folder / "dropout/card.md").read_text(), "dropout is the reason"
@@ -133,9 +163,32 @@ def test_the_published_experiment_on_a_small_folder(cli: Cli, split: str) -> Non
     tokens = {"vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     CausalLanguageModel(config=opt(12, **tokens)).network.save_pretrained(folder)
     multinli_files(cli.folder / "texts")
-    experiment = ("-c", f"experiment/fedals/table1-multinli-{split}-5", "-c", "experiment/fedals/method/fedals-opt")
-    here = ("--model.learner.path", "opt", "--data.tokenizer", "opt", "--data.root", "texts", "--data.length", 32)
-    small = ("--trainer.max_epochs", 2, "--model.local_steps", 1, "-c", "trainer/cpu", "--model.engine", "sequential")
+    experiment = (
+        "-c",
+        f"experiment/fedals/table1-multinli-{split}-5",
+        "-c",
+        "experiment/fedals/method/fedals-opt",
+    )
+    here = (
+        "--model.learner.path",
+        "opt",
+        "--data.tokenizer",
+        "opt",
+        "--data.root",
+        "texts",
+        "--data.length",
+        32,
+    )
+    small = (
+        "--trainer.max_epochs",
+        2,
+        "--model.local_steps",
+        1,
+        "-c",
+        "trainer/cpu",
+        "--model.engine",
+        "sequential",
+    )
     result = cli("fit", *experiment, *here, *small, "--trainer.default_root_dir", "x")
     assert result.returncode == 0, result.stderr
     last = metrics(cli.folder / "x")[-1]
@@ -144,7 +197,14 @@ def test_the_published_experiment_on_a_small_folder(cli: Cli, split: str) -> Non
     assert 0 < float(last["val/loss"]) < 10
     card = (cli.folder / "x/card.md").read_text()
     assert ("0 fiction, 1 government" in card) == (split == "genre")
-    classified = ("--model.learner", "TextClassifier", "--model.learner.path", "opt", "--model.learner.num_classes", 3)
+    classified = (
+        "--model.learner",
+        "TextClassifier",
+        "--model.learner.path",
+        "opt",
+        "--model.learner.num_classes",
+        3,
+    )
     result = cli("fit", *experiment, *here, *small, *classified, "--trainer.default_root_dir", "y")
     assert result.returncode == 0, result.stderr
     assert float(metrics(cli.folder / "y")[-1]["val/acc"]) >= 0

@@ -34,7 +34,9 @@ def constant(slopes: list[Any]) -> Any:
 def sampled(rounds: int, n: int, steps: list[int], seed: int = 1) -> Schedule:
     rng, m = np.random.default_rng(seed), len(steps)
     cohorts = [rng.choice(m, n, replace=False) for _ in range(rounds)]
-    return Schedule([{int(i): [None] * steps[i] for i in ids} for ids in cohorts], list(range(3, 3 + m)))
+    return Schedule(
+        [{int(i): [None] * steps[i] for i in ids} for ids in cohorts], list(range(3, 3 + m))
+    )
 
 
 def learning(rounds: int = 7) -> tuple[TwoLayer, Vector, Schedule]:
@@ -48,7 +50,9 @@ def learning(rounds: int = 7) -> tuple[TwoLayer, Vector, Schedule]:
         for i in map(int, rng.choice(M, 3, replace=False)):
             order = rng.permutation(sizes[i])
             x, y = data[i]
-            table[-1][i] = [(x[order[k : k + 4]], y[order[k : k + 4]]) for k in range(0, sizes[i], 4)]
+            table[-1][i] = [
+                (x[order[k : k + 4]], y[order[k : k + 4]]) for k in range(0, sizes[i], 4)
+            ]
     return net, 0.5 * rng.normal(size=net.size), Schedule(table, sizes, data)
 
 
@@ -57,6 +61,7 @@ REAL = Config(lr=0.3, lr_decay=0.9, weight_decay=0.01)
 
 def same(a: list[Round], b: list[Round], tolerance: float = 1e-13) -> bool:
     return all(
-        np.allclose(r.w, q.w, rtol=0, atol=tolerance) and np.allclose(r.evaluated, q.evaluated, rtol=0, atol=tolerance)
+        np.allclose(r.w, q.w, rtol=0, atol=tolerance)
+        and np.allclose(r.evaluated, q.evaluated, rtol=0, atol=tolerance)
         for r, q in zip(a, b, strict=True)
     )

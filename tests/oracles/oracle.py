@@ -95,7 +95,11 @@ def to_length(v: Vector, length: float) -> Vector:
 
 def vectors(config: Config) -> tuple[int, int, int]:
     """Vectors of D down, up, and kept by a client beside what it keeps of parts (§ 12)."""
-    ri, scaffold, smoo = config.beta is not None, config.scaffold is not None, config.fedsmoo is not None
+    ri, scaffold, smoo = (
+        config.beta is not None,
+        config.scaffold is not None,
+        config.fedsmoo is not None,
+    )
     feddyn, fedcm = config.feddyn is not None, config.alpha is not None
     updates = ri and config.aggregate == "updates"
     mean = ri and config.offset != "own"  # the mean of what clients ended with travels
@@ -129,14 +133,18 @@ def server_step(
     return w + lr * m / (np.sqrt(v) + tau), {"m": m, "v": v}
 
 
-def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule) -> list[Round]:
+def run(
+    problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule
+) -> list[Round]:
     """Rounds 0 … rounds - 1 from w0; entry t holds what there is after round t (its `w` is w^{t+1})."""
     cfg, D, m = config, len(w0), len(schedule.sizes)
     parts = [*cfg.parts, *([] if cfg.fedrep is None else [(cfg.fedrep[0], None)])]
     if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
         raise ValueError("FedSMOO, FedNova and top-k are not defined with partial averaging")
     if cfg.parts and cfg.offset != "own":
-        raise ValueError("the controls of relaxed initialization are not defined with partial averaging")
+        raise ValueError(
+            "the controls of relaxed initialization are not defined with partial averaging"
+        )
     if cfg.sam is not None and cfg.fedsmoo is not None:
         raise ValueError("two perturbations")
     zeros = np.zeros(D)
@@ -164,7 +172,9 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
         n = len(cohort)
         eta = decayed(cfg.lr, cfg.lr_decay, t)
         total = sum(schedule.sizes[i] for i in cohort)
-        p = {i: schedule.sizes[i] / total if cfg.weighting == "samples" else 1.0 / n for i in cohort}
+        p = {
+            i: schedule.sizes[i] / total if cfg.weighting == "samples" else 1.0 / n for i in cohort
+        }
         K = {i: len(schedule.rounds[t][i]) for i in cohort}
         averaged = np.ones(D, dtype=bool)
         for part, period in parts:
@@ -289,7 +299,9 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
             if cfg.fednova:
                 rho = cfg.momentum
                 tau = {i: sum((1 - rho**j) / (1 - rho) for j in range(1, K[i] + 1)) for i in cohort}
-                d = sum(p[i] * tau[i] for i in cohort) * sum((p[i] * u[i] / tau[i] for i in cohort), zeros)
+                d = sum(p[i] * tau[i] for i in cohort) * sum(
+                    (p[i] * u[i] / tau[i] for i in cohort), zeros
+                )
             elif cfg.robust is not None:
                 d = robust.aggregate(U_n, **cfg.robust)
             else:
@@ -327,15 +339,31 @@ def run(problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Sch
         metrics["divergence/all"] = float(np.mean([np.sum((x - evaluated) ** 2) for x in everyone]))
         if cohort:
             centre = sum(x_K.values(), zeros) / n
-            metrics["divergence/participants"] = float(np.mean([np.sum((x - evaluated) ** 2) for x in x_K.values()]))
-            metrics["consensus/total"] = float(np.mean([np.sum((x - centre) ** 2) for x in x_K.values()]))
+            metrics["divergence/participants"] = float(
+                np.mean([np.sum((x - evaluated) ** 2) for x in x_K.values()])
+            )
+            metrics["consensus/total"] = float(
+                np.mean([np.sum((x - centre) ** 2) for x in x_K.values()])
+            )
         sent["down"] += sum(down.values())
         sent["up"] += sum(up.values())
         for way, count in (*sent.items(), ("total", sum(sent.values()))):
             metrics[f"communication/{way}_parameters"] = count
         w = new_w
-        rows = {"c_i": c_i, "lambda_i": lambda_i, "mu_i": mu_i, "e_i": e_i, "momentum_i": momentum_i}
-        rows |= {"v_i": v_i, "theta_i": theta_i, "last_i": last_i, "origin": origin, "elapsed": elapsed}
+        rows = {
+            "c_i": c_i,
+            "lambda_i": lambda_i,
+            "mu_i": mu_i,
+            "e_i": e_i,
+            "momentum_i": momentum_i,
+        }
+        rows |= {
+            "v_i": v_i,
+            "theta_i": theta_i,
+            "last_i": last_i,
+            "origin": origin,
+            "elapsed": elapsed,
+        }
         # rows are replaced, never changed
         clients = {name: dict(table) for name, table in rows.items()}
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer

@@ -34,7 +34,9 @@ class TwoLayer:
         pieces: list[Vector] = np.split(w, ends)
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
-    def loss_and_gradient(self, w: Vector, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[float, Vector]:
+    def loss_and_gradient(
+        self, w: Vector, x: npt.NDArray[Any], y: npt.NDArray[Any]
+    ) -> tuple[float, Vector]:
         weight1, bias1, weight2, bias2 = self.split(w)
         rows, x = np.arange(len(y)), np.asarray(x, dtype=np.float64).reshape(len(y), -1)
         h = np.tanh(x @ weight1.T + bias1)

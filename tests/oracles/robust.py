@@ -16,7 +16,12 @@ Vector = npt.NDArray[np.float64]
 
 
 def aggregate(
-    U: Matrix, rule: str, trim: float = 0.1, byzantine: int = 1, keep: int | None = None, mixing: bool = False
+    U: Matrix,
+    rule: str,
+    trim: float = 0.1,
+    byzantine: int = 1,
+    keep: int | None = None,
+    mixing: bool = False,
 ) -> Vector:
     """One vector from the rows of U, whatever their weights."""
     n, D = U.shape
@@ -54,7 +59,12 @@ def aggregate(
 
 
 def attacked(
-    U: Matrix, ids: Sequence[int], attackers: Any, attack: str, scale: float | None, noise: Mapping[int, Vector]
+    U: Matrix,
+    ids: Sequence[int],
+    attackers: Any,
+    attack: str,
+    scale: float | None,
+    noise: Mapping[int, Vector],
 ) -> Matrix:
     """What arrives of the rows of U, of clients ``ids``; ``noise``: N(0, I) by client."""
     bad, U = [i in attackers for i in ids], U.copy()
@@ -63,7 +73,13 @@ def attacked(
         share = min(1.0, (n - (n // 2 + 1)) / (n - a))
         z = scale
         if z is None:
-            z = 0.0 if share <= 0.5 else 3.0 if share >= 1 else min(3.0, NormalDist().inv_cdf(share))
+            z = (
+                0.0
+                if share <= 0.5
+                else 3.0
+                if share >= 1
+                else min(3.0, NormalDist().inv_cdf(share))
+            )
         honest = np.array([u for u, b in zip(U, bad, strict=True) if not b])
         mean = honest.mean(axis=0)
         deviation = np.sqrt(np.mean((honest - mean) ** 2, axis=0))

@@ -17,7 +17,9 @@ def test_gradient_agrees_with_finite_differences() -> None:
     x, y = schedule.data[4]
     gradient = net.loss_and_gradient(w, x, y)[1]
     h = 1e-6 * np.eye(net.size)
-    differences = [net.loss_and_gradient(w + e, x, y)[0] - net.loss_and_gradient(w - e, x, y)[0] for e in h]
+    differences = [
+        net.loss_and_gradient(w + e, x, y)[0] - net.loss_and_gradient(w - e, x, y)[0] for e in h
+    ]
     assert np.allclose(np.array(differences) / 2e-6, gradient, atol=1e-9)
 
 
@@ -53,11 +55,17 @@ def test_fedsmoo_with_radius_zero_is_feddyn_and_its_first_step_is_fedsam() -> No
     smoo = run(net, replace(dyn, fedsmoo=0.1), 1, w, one)
     assert same(run(net, replace(dyn, sam=0.1), 1, w, one), smoo)
     assert not same(run(net, dyn, 1, w, one), smoo, 1e-6)
-    assert np.isclose(np.linalg.norm(run(net, replace(dyn, fedsmoo=0.1), 7, w, schedule)[-1].server["s"]), 0.1)
+    assert np.isclose(
+        np.linalg.norm(run(net, replace(dyn, fedsmoo=0.1), 7, w, schedule)[-1].server["s"]), 0.1
+    )
 
 
-@pytest.mark.parametrize("method", [{"scaffold": "displacement"}, {"scaffold": "gradient"}, {"feddyn": 1.0}])
-def test_corrected_methods_reach_the_optimum_under_partial_participation(method: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "method", [{"scaffold": "displacement"}, {"scaffold": "gradient"}, {"feddyn": 1.0}]
+)
+def test_corrected_methods_reach_the_optimum_under_partial_participation(
+    method: dict[str, Any],
+) -> None:
     problem, w0 = quadratics(), np.full(D, 3.0)
     schedule = sampled(1000, 2, [5, 3, 8, 4, 6, 5])
     end = run(problem, Config(lr=0.05, **method), 1000, w0, schedule)[-1]
@@ -79,11 +87,15 @@ def test_corrected_methods_reach_the_optimum_under_partial_participation(method:
     ],
 )
 @pytest.mark.parametrize("estimate", ["displacement", "gradient"])
-def test_server_variables_are_the_means_of_the_clients(extra: dict[str, Any], estimate: str) -> None:
+def test_server_variables_are_the_means_of_the_clients(
+    extra: dict[str, Any], estimate: str
+) -> None:
     net, w, schedule = learning()
     for after in run(net, replace(REAL, scaffold=estimate, feddyn=0.1, **extra), 7, w, schedule):
         assert np.allclose(after.server["c"], sum(after.clients["c_i"].values()) / M, atol=1e-13)
-        assert np.allclose(after.server["lambda"], sum(after.clients["lambda_i"].values()) / M, atol=1e-13)
+        assert np.allclose(
+            after.server["lambda"], sum(after.clients["lambda_i"].values()) / M, atol=1e-13
+        )
         assert np.isfinite(after.w).all() and np.abs(after.server["c"]).max() > 0
 
 
@@ -105,7 +117,11 @@ def test_scaffold_estimates_the_mean_gradient_from_the_real_start_and_count() ->
 
 @pytest.mark.parametrize(
     ("rule", "m", "v"),
-    [("adam", 0.2, 0.99 * 0.01 + 0.01 * 4), ("yogi", 0.2, 0.01 + 0.01 * 4), ("adagrad", 0.2, 0.01 + 4)],
+    [
+        ("adam", 0.2, 0.99 * 0.01 + 0.01 * 4),
+        ("yogi", 0.2, 0.01 + 0.01 * 4),
+        ("adagrad", 0.2, 0.01 + 4),
+    ],
 )
 def test_adaptive_servers_by_hand(rule: str, m: float, v: float) -> None:
     cfg = Config(lr=1.0, server=(rule, 0.5, 0.9, 0.99, 0.1))
@@ -118,7 +134,9 @@ def test_fedprox_solves_its_proximal_problem() -> None:
     problem, w0 = quadratics(m=1), np.full(D, 2.0)
     after = run(problem, Config(lr=0.2, mu=0.7), 1, w0, sampled(1, 1, [400]))[0]
     pulled = problem.curvature[0] + 0.7 * np.eye(D)
-    assert np.allclose(after.w, np.linalg.solve(pulled, problem.curvature[0] @ problem.centre[0] + 0.7 * w0))
+    assert np.allclose(
+        after.w, np.linalg.solve(pulled, problem.curvature[0] @ problem.centre[0] + 0.7 * w0)
+    )
 
 
 def test_fedcm_with_one_full_step_is_gradient_descent_with_momentum() -> None:
@@ -134,10 +152,14 @@ def test_relaxed_initialization_has_the_speed_that_theory_gives() -> None:
     m, n, beta, rounds = 50, 5, 0.05, 400
     schedule = sampled(rounds, n, [1] * m)
     moved = {
-        rule: run(constant([-1.0] * m), Config(beta=beta, aggregate=rule), rounds, np.zeros(1), schedule)
+        rule: run(
+            constant([-1.0] * m), Config(beta=beta, aggregate=rule), rounds, np.zeros(1), schedule
+        )
         for rule in ("models", "updates")
     }
-    speed = (moved["models"][-1].w[0] - moved["models"][rounds // 4 - 1].w[0]) / (0.1 * 0.75 * rounds)
+    speed = (moved["models"][-1].w[0] - moved["models"][rounds // 4 - 1].w[0]) / (
+        0.1 * 0.75 * rounds
+    )
     assert speed == pytest.approx(1 / (1 - beta * 0.9 / 0.1), rel=0.05)
     assert moved["updates"][-1].w[0] == pytest.approx(0.1 * rounds)
 
@@ -153,7 +175,8 @@ def test_fednova_removes_the_bias_of_unequal_work() -> None:
     problem, steps = quadratics(), [2, 20, 4, 8, 2, 10]
     schedule = sampled(600, M, steps)
     nova, plain = (
-        run(problem, Config(lr=0.002, fednova=use), 600, np.ones(D), schedule)[-1].w for use in (True, False)
+        run(problem, Config(lr=0.002, fednova=use), 600, np.ones(D), schedule)[-1].w
+        for use in (True, False)
     )
     error, bias = np.abs(nova - problem.optimum()).max(), np.abs(plain - problem.optimum()).max()
     assert error < 0.01 and bias > 20 * error
@@ -181,7 +204,9 @@ def test_topk_loses_nothing_and_breaks_ties_by_index() -> None:
         assert after.up == {0: 12} and after.down == {0: 40}
         assert np.allclose(after.w + after.clients["e_i"][0], -(t + 1.0))
     uneven = np.tile([1.0, 2.0], 200)
-    largest = run(constant([uneven]), Config(lr=1.0, topk=0.3), 1, np.zeros(400), sampled(1, 1, [1]))[0]
+    largest = run(
+        constant([uneven]), Config(lr=1.0, topk=0.3), 1, np.zeros(400), sampled(1, 1, [1])
+    )[0]
     assert np.array_equal(np.flatnonzero(largest.w), np.arange(1, 240, 2))
 
 
@@ -190,13 +215,17 @@ def test_clipping_acts_on_the_corrected_gradient_before_weight_decay() -> None:
     after = run(constant([3.0]), cfg, 1, np.full(4, 2.0), sampled(1, 1, [2]))[0]
     first = 2 - 0.25 - 0.2  # the norm of four equal numbers is twice one of them
     second = 3.0 + first - 2.0
-    assert after.clipped_steps == 2 and np.allclose(after.w, first - 0.25 * np.sign(second) - 0.1 * first)
+    assert after.clipped_steps == 2 and np.allclose(
+        after.w, first - 0.25 * np.sign(second) - 0.1 * first
+    )
 
 
 def test_momentum_is_fresh_or_kept() -> None:
     for keep, expected in ((False, -2.0), (True, -2.9)):
         cfg = Config(lr=1.0, momentum=0.9, keep_momentum=keep)
-        assert run(constant([1.0]), cfg, 2, np.zeros(1), sampled(2, 1, [1]))[-1].w[0] == pytest.approx(expected)
+        assert run(constant([1.0]), cfg, 2, np.zeros(1), sampled(2, 1, [1]))[-1].w[
+            0
+        ] == pytest.approx(expected)
 
 
 def test_weights_are_of_the_participants() -> None:
@@ -210,7 +239,9 @@ def test_weights_are_of_the_participants() -> None:
 def test_a_round_without_learning_rate_or_without_clients_moves_nothing() -> None:
     net, w, schedule = learning()
     schedule = replace(schedule, rounds=[*schedule.rounds[:3], {}, *schedule.rounds[4:]])
-    cfg = replace(REAL, lr_decay=lambda t: float(t != 2), scaffold="displacement", alpha=0.3, feddyn=0.1)
+    cfg = replace(
+        REAL, lr_decay=lambda t: float(t != 2), scaffold="displacement", alpha=0.3, feddyn=0.1
+    )
     history = run(net, replace(cfg, feddyn=None), 7, w, schedule)
     assert np.array_equal(history[2].w, history[1].w) and np.array_equal(history[3].w, history[1].w)
     assert np.array_equal(history[2].server["c"], history[1].server["c"])
@@ -233,7 +264,9 @@ def test_divergences() -> None:
 
 def test_clipping_begins_at_the_norm() -> None:
     for clip, expected in ((0.9, -0.9), (1.0, -1.0), (1.1, -1.0)):
-        after = run(constant([1.0]), Config(lr=1.0, clip_norm=clip), 1, np.zeros(1), sampled(1, 1, [1]))[0]
+        after = run(
+            constant([1.0]), Config(lr=1.0, clip_norm=clip), 1, np.zeros(1), sampled(1, 1, [1])
+        )[0]
         assert after.w[0] == pytest.approx(expected) and after.clipped_steps == (clip < 1)
 
 
@@ -250,13 +283,17 @@ def test_feddyn_and_fedprox_pull_to_the_server_model_under_relaxed_initializatio
     methods: list[dict[str, Any]] = [{"feddyn": 0.5}, {"mu": 0.5}]
     for method in methods:
         cfg = Config(lr=1.0, beta=0.1, **method)
-        first, second, third = run(constant([1.0, 2.0]), cfg, 3, np.zeros(1), Schedule(rounds, [1, 1]))
+        first, second, third = run(
+            constant([1.0, 2.0]), cfg, 3, np.zeros(1), Schedule(rounds, [1, 1])
+        )
         start = second.w + 0.1 * (second.w - first.x[0])
         assert abs(second.w[0] - first.x[0][0]) > 0.5 and third.start[0] == pytest.approx(start)
         dual = -0.5 * first.x[0] if "feddyn" in method else 0.0
         assert third.x[0] == pytest.approx(start - (1.0 - dual + 0.5 * (start - second.w)))
         if "feddyn" in method:
-            assert third.clients["lambda_i"][0] == pytest.approx(dual - 0.5 * (third.x[0] - second.w))
+            assert third.clients["lambda_i"][0] == pytest.approx(
+                dual - 0.5 * (third.x[0] - second.w)
+            )
             assert third.w == pytest.approx(third.x[0] - third.server["lambda"] / 0.5)
 
 

@@ -12,7 +12,9 @@ from tests.oracles.oracle import Config, Schedule, run, vectors
 def test_scaffold_and_fedcm_measure_over_all_rounds_since_a_part_was_averaged() -> None:
     slopes = [0.5, -1.0]
     schedule = sampled(3, 2, [5, 3])
-    cfg = Config(lr=0.1, lr_decay=0.5, scaffold="displacement", alpha=1.0, beta=0.3, parts=[(FIRST, 3)])
+    cfg = Config(
+        lr=0.1, lr_decay=0.5, scaffold="displacement", alpha=1.0, beta=0.3, parts=[(FIRST, 3)]
+    )
     before, _, after = run(constant(slopes), cfg, 3, np.ones(D), schedule)
     assert np.allclose(before.clients["c_i"][1], [0, 0, -1, -1])
     assert np.allclose(before.server["Delta"], [0, 0, -0.25, -0.25])
@@ -65,7 +67,9 @@ def test_server_optimizer_rests_on_parts_that_are_not_averaged() -> None:
         assert (history[0].server[name][:2] == initial).all()
         assert (history[1].server[name] != history[0].server[name]).all()
         assert (history[2].server[name][:2] == history[1].server[name][:2]).all()
-    assert (history[2].w[:2] == history[1].w[:2]).all() and (history[2].w[2:] != history[1].w[2:]).all()
+    assert (history[2].w[:2] == history[1].w[:2]).all() and (
+        history[2].w[2:] != history[1].w[2:]
+    ).all()
 
 
 COSTS = {  # vectors down, up, kept

@@ -58,7 +58,9 @@ def quiet_trainer(**options: Any) -> Any:
     return pl.Trainer(accelerator="cpu", **silent, **options)
 
 
-def fit(recipe: Recipe, folder: Path, ckpt_path: Path | None = None) -> tuple[FederatedModule, float, dict[str, Any]]:
+def fit(
+    recipe: Recipe, folder: Path, ckpt_path: Path | None = None
+) -> tuple[FederatedModule, float, dict[str, Any]]:
     """All rounds, or those after a checkpoint; gives the module, its metric and copies of all weights and buffers."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -68,7 +70,11 @@ def fit(recipe: Recipe, folder: Path, ckpt_path: Path | None = None) -> tuple[Fe
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, recipe.data(), ckpt_path=ckpt_path, weights_only=recipe.weights_only)
-    weights = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    weights = {
+        name: value.clone()
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
     return module, float(trainer.callback_metrics[recipe.metric]), weights
 
 
@@ -83,13 +89,19 @@ def check(recipe: Recipe, tmp_path: Path, rtol: float = 1e-6) -> None:
     module.export(exported)
     outside = recipe.outside(exported)
     torch.manual_seed(99)
-    _, in_resumed, again = fit(recipe, tmp_path / "resumed", tmp_path / "whole" / f"epoch={MIDDLE - 1}.ckpt")
-    same = weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    _, in_resumed, again = fit(
+        recipe, tmp_path / "resumed", tmp_path / "whole" / f"epoch={MIDDLE - 1}.ckpt"
+    )
+    same = weights.keys() == again.keys() and all(
+        torch.equal(weights[name], again[name]) for name in weights
+    )
     facts = filter(None, (NAMESPACE, module.engine_facts["engine"], recipe.case))
     what = f"{recipe.package} {version(recipe.package)} ({', '.join(facts)})"
     numbers = f"{recipe.metric} {untrained:.6g} untrained, {in_run:.6g} in the run, {outside:.6g} of the export"
     TABLE.append(f"{what}: {numbers}, resumed bits {'equal' if same else 'DIFFER'}")
-    assert abs(untrained - in_run) > 100 * rtol * abs(in_run), f"the metric does not see the training: {TABLE[-1]}"
+    assert abs(untrained - in_run) > 100 * rtol * abs(in_run), (
+        f"the metric does not see the training: {TABLE[-1]}"
+    )
     assert abs(outside - in_run) <= rtol * abs(in_run), TABLE[-1]
     assert same, [name for name in weights if not torch.equal(weights[name], again[name])]
     assert in_resumed == in_run

@@ -11,16 +11,23 @@ from chemprop import data, featurizers, models, nn
 from fl_lightning.datamodules import FromDatasets
 from tests.public.agreement import Recipe, check, quiet_trainer
 
-CHAINS = ["C" * n + head for n in range(1, 13) for head in ("", "O", "N", "Cl", "c1ccccc1", "C(=O)O")]
+CHAINS = [
+    "C" * n + head for n in range(1, 13) for head in ("", "O", "N", "Cl", "c1ccccc1", "C(=O)O")
+]
 
 
 def molecules() -> tuple[data.MoleculeDataset, data.MoleculeDataset, nn.UnscaleTransform]:
     """Training and validation molecules with scaled targets, and what scales predictions back."""
     rng = np.random.default_rng(0)
-    points = [data.MoleculeDatapoint.from_smi(s, np.array([0.5 * len(s) + s.count("O")])) for s in CHAINS]
+    points = [
+        data.MoleculeDatapoint.from_smi(s, np.array([0.5 * len(s) + s.count("O")])) for s in CHAINS
+    ]
     order = rng.permutation(len(points))
     featurizer = featurizers.SimpleMoleculeMolGraphFeaturizer()
-    train, val = (data.MoleculeDataset([points[i] for i in part], featurizer) for part in (order[:56], order[56:]))
+    train, val = (
+        data.MoleculeDataset([points[i] for i in part], featurizer)
+        for part in (order[:56], order[56:])
+    )
     scaler = train.normalize_targets()
     val.normalize_targets(scaler)
     return train, val, nn.UnscaleTransform.from_standard_scaler(scaler)
@@ -29,7 +36,9 @@ def molecules() -> tuple[data.MoleculeDataset, data.MoleculeDataset, nn.UnscaleT
 def learner() -> models.MPNN:
     ffn = nn.RegressionFFN(input_dim=32, dropout=0.1, output_transform=molecules()[2])
     metrics = [nn.metrics.RMSE(), nn.metrics.MAE()]
-    return models.MPNN(nn.BondMessagePassing(d_h=32), nn.MeanAggregation(), ffn, batch_norm=True, metrics=metrics)
+    return models.MPNN(
+        nn.BondMessagePassing(d_h=32), nn.MeanAggregation(), ffn, batch_norm=True, metrics=metrics
+    )
 
 
 def federated() -> FromDatasets:
@@ -50,4 +59,6 @@ def error_in_real_units(exported: Path) -> float:
 @pytest.mark.public
 def test_recipe(tmp_path: Path) -> None:
     options = {"participation": 2, "local_epochs": 2, "client_scheduler": "rounds"}
-    check(Recipe("chemprop", learner, federated, "val/rmse", error_in_real_units, options), tmp_path)
+    check(
+        Recipe("chemprop", learner, federated, "val/rmse", error_in_real_units, options), tmp_path
+    )

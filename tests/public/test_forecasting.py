@@ -37,7 +37,9 @@ def series() -> tuple[TimeSeriesDataSet, TimeSeriesDataSet]:
         add_target_scales=True,
         add_encoder_length=True,
     )
-    return train, TimeSeriesDataSet.from_dataset(train, frame, predict=True, stop_randomization=True)
+    return train, TimeSeriesDataSet.from_dataset(
+        train, frame, predict=True, stop_randomization=True
+    )
 
 
 class Series(LightningDataModule):
@@ -68,7 +70,12 @@ def federated() -> FromDataModule:
 def error(exported: Path) -> float:
     """MAE of the tutorial's ``predict``."""
     model = TemporalFusionTransformer.load_from_checkpoint(exported)
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     loader = series()[1].to_dataloader(train=False, batch_size=SERIES)
     predicted = model.predict(loader, return_y=True, trainer_kwargs=quiet)
     return float(MAE()(predicted.output, predicted.y))
@@ -78,4 +85,15 @@ def error(exported: Path) -> float:
 def test_temporal_fusion_transformer(tmp_path: Path) -> None:
     options = {"participation": 2, "local_epochs": 1}
     trusted = False  # the model saves parameters of the dataset, objects among them
-    check(Recipe("pytorch-forecasting", learner, federated, "val_MAE", error, options, weights_only=trusted), tmp_path)
+    check(
+        Recipe(
+            "pytorch-forecasting",
+            learner,
+            federated,
+            "val_MAE",
+            error,
+            options,
+            weights_only=trusted,
+        ),
+        tmp_path,
+    )

@@ -39,7 +39,10 @@ class Stripes(torch.utils.data.Dataset[Any]):
         self.targets = [i % CLASSES for i in range(number)]
         across, down = np.meshgrid(np.arange(SIDE), np.arange(SIDE))
         waves = [np.sin(across), np.sin(down), np.sin((across + down) / 1.4)]
-        pixels = [128 + 40 * waves[k][..., None] + 60 * rng.normal(size=(SIDE, SIDE, 3)) for k in self.targets]
+        pixels = [
+            128 + 40 * waves[k][..., None] + 60 * rng.normal(size=(SIDE, SIDE, 3))
+            for k in self.targets
+        ]
         self.images = [Image.fromarray(p.clip(0, 255).astype(np.uint8)) for p in pixels]
 
     def __len__(self) -> int:
@@ -76,7 +79,9 @@ class BYOL(BenchmarkModule):
         return self.prediction_head(self.projection_head(self.backbone(x).flatten(start_dim=1)))
 
     def forward_momentum(self, x: Tensor) -> Tensor:
-        return self.projection_head_momentum(self.backbone_momentum(x).flatten(start_dim=1)).detach()
+        return self.projection_head_momentum(
+            self.backbone_momentum(x).flatten(start_dim=1)
+        ).detach()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         momentum = cosine_schedule(self.current_epoch, 10, 0.9, 1)
@@ -100,7 +105,9 @@ def views() -> BYOLTransform:
 
 def federated(num_workers: int) -> FromDatasets:
     val = dataset(60, 2, ToTensor())
-    return FromDatasets(dataset(60, 1, views()), val, num_clients=3, batch_size=10, num_workers=num_workers)
+    return FromDatasets(
+        dataset(60, 1, views()), val, num_clients=3, batch_size=10, num_workers=num_workers
+    )
 
 
 def accuracy(exported: Path) -> float:
@@ -114,8 +121,12 @@ def accuracy(exported: Path) -> float:
 def test_byol(tmp_path: Path, engine: str, num_workers: int) -> None:
     options = {"participation": 2, "local_epochs": 1, "engine": engine}
     data = partial(federated, num_workers)
-    check(Recipe("lightly", lambda: BYOL(known()), data, "kNN_accuracy", accuracy, options), tmp_path)
+    check(
+        Recipe("lightly", lambda: BYOL(known()), data, "kNN_accuracy", accuracy, options), tmp_path
+    )
     files = (tmp_path / "whole" / f"epoch={t}.ckpt" for t in (MIDDLE, ROUNDS - 1))
     early, late = (torch.load(file, weights_only=True)["state_dict"] for file in files)
-    teacher = next(name for name in early if name.startswith("backbone_momentum") and name.endswith("weight"))
+    teacher = next(
+        name for name in early if name.startswith("backbone_momentum") and name.endswith("weight")
+    )
     assert not torch.equal(early[teacher], late[teacher]), "the momentum encoder stands still"

@@ -39,10 +39,25 @@ def test_training_plan(tmp_path: Path) -> None:
     def outside(exported: Path) -> float:
         plan = TrainingPlan.load_from_checkpoint(exported, module=module())
         data = plain()
-        return float(quiet_trainer(callbacks=[Draws(draws)]).validate(plan, data, verbose=False)[0]["elbo_validation"])
+        return float(
+            quiet_trainer(callbacks=[Draws(draws)]).validate(plan, data, verbose=False)[0][
+                "elbo_validation"
+            ]
+        )
 
     def learner() -> TrainingPlan:
         return TrainingPlan(module(), n_epochs_kl_warmup=3)
 
     options = {"participation": 2, "local_epochs": 1}
-    check(Recipe("scvi-tools", learner, federated, "elbo_validation", outside, options, callbacks=(draws,)), tmp_path)
+    check(
+        Recipe(
+            "scvi-tools",
+            learner,
+            federated,
+            "elbo_validation",
+            outside,
+            options,
+            callbacks=(draws,),
+        ),
+        tmp_path,
+    )

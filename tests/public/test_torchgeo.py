@@ -25,7 +25,9 @@ def images(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     root = tmp_path / "eurosat"
     names: dict[str, list[str]] = {split: [] for split in SPLITS}
-    mean, std = (np.array([of[band] for band in EuroSAT.all_band_names])[:, None, None] for of in (MEAN, STD))
+    mean, std = (
+        np.array([of[band] for band in EuroSAT.all_band_names])[:, None, None] for of in (MEAN, STD)
+    )
     for k, label in enumerate(CLASSES):
         folder = root / EuroSAT.base_dir / label
         folder.mkdir(parents=True)
@@ -34,7 +36,13 @@ def images(tmp_path: Path) -> Path:
                 names[split].append(f"{label}_{split}_{i}.tif")
                 noise = rng.normal(size=(13, SIDE, SIDE))
                 pixels = mean + std * (0.3 * (np.arange(13) % 3 == k)[:, None, None] + noise)
-                kind = {"driver": "GTiff", "count": 13, "width": SIDE, "height": SIDE, "dtype": "uint16"}
+                kind = {
+                    "driver": "GTiff",
+                    "count": 13,
+                    "width": SIDE,
+                    "height": SIDE,
+                    "dtype": "uint16",
+                }
                 with rasterio.open(folder / names[split][-1], "w", **kind) as file:
                     file.write(pixels.clip(0, 65535).astype("uint16"))
     for split, files in names.items():
@@ -43,7 +51,9 @@ def images(tmp_path: Path) -> Path:
 
 
 def learner() -> ClassificationTask:
-    return ClassificationTask(model="test_resnet", in_channels=13, num_classes=len(CLASSES), lr=1e-3)
+    return ClassificationTask(
+        model="test_resnet", in_channels=13, num_classes=len(CLASSES), lr=1e-3
+    )
 
 
 @pytest.mark.public
@@ -56,7 +66,9 @@ def test_task_and_data_module(images: Path, tmp_path: Path) -> None:
 
     def outside(exported: Path) -> float:
         task = ClassificationTask.load_from_checkpoint(exported)
-        return float(quiet_trainer().validate(task, datamodule=plain(), verbose=False)[0]["val_loss"])
+        return float(
+            quiet_trainer().validate(task, datamodule=plain(), verbose=False)[0]["val_loss"]
+        )
 
     options = {"participation": 2, "local_epochs": 1}
     check(Recipe("torchgeo", learner, federated, "val_loss", outside, options), tmp_path)

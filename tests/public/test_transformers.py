@@ -36,18 +36,28 @@ class Sentences(Dataset[dict[str, Tensor]]):
         self.labels = torch.arange(number) % CLASSES
         words = torch.randint(1, WORDS, (number, LENGTH), generator=draw)
         own = torch.rand(number, LENGTH, generator=draw) < 0.4
-        self.words = torch.where(own, words - words % CLASSES + self.labels[:, None], words).clamp(1, WORDS - 1)
-        self.mask = (torch.arange(LENGTH) < torch.randint(6, LENGTH + 1, (number, 1), generator=draw)).long()
+        self.words = torch.where(own, words - words % CLASSES + self.labels[:, None], words).clamp(
+            1, WORDS - 1
+        )
+        self.mask = (
+            torch.arange(LENGTH) < torch.randint(6, LENGTH + 1, (number, 1), generator=draw)
+        ).long()
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input_ids": self.words[i], "attention_mask": self.mask[i], "labels": self.labels[i]}
+        return {
+            "input_ids": self.words[i],
+            "attention_mask": self.mask[i],
+            "labels": self.labels[i],
+        }
 
 
 class Classifier(LightningModule):
-    def __init__(self, learning_rate: float = 2e-3, warmup_steps: int = 3, weight_decay: float = 0.01) -> None:
+    def __init__(
+        self, learning_rate: float = 2e-3, warmup_steps: int = 3, weight_decay: float = 0.01
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = BertForSequenceClassification(TINY)
@@ -79,7 +89,9 @@ class Classifier(LightningModule):
 
 def federated() -> FromDatasets:
     groups = [i // 9 % 4 for i in range(108)]
-    return FromDatasets(Sentences(108, 1), Sentences(60, 2), partition=ByGroup(groups), batch_size=6)
+    return FromDatasets(
+        Sentences(108, 1), Sentences(60, 2), partition=ByGroup(groups), batch_size=6
+    )
 
 
 def loss_of_the_model_itself(exported: Path, folder: Path) -> float:
@@ -98,4 +110,6 @@ def test_warm_up(tmp_path: Path, unit: str) -> None:
         return loss_of_the_model_itself(exported, tmp_path / "bert")
 
     options = {"participation": 2, "local_steps": STEPS, "client_scheduler": unit}
-    check(Recipe("transformers", Classifier, federated, "val_loss", outside, options, unit), tmp_path)
+    check(
+        Recipe("transformers", Classifier, federated, "val_loss", outside, options, unit), tmp_path
+    )

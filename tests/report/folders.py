@@ -29,7 +29,9 @@ def make_run(
         writer.writerow(["round", *columns])
         for t in range(length):
             cells = [column[t] if t < len(column) else None for column in columns.values()]
-            writer.writerow([t if rounds is None else rounds[t], *("" if c is None else repr(c) for c in cells)])
+            writer.writerow(
+                [t if rounds is None else rounds[t], *("" if c is None else repr(c) for c in cells)]
+            )
     content = {
         "status": status, "seed": seed, "arm": arm, "title": "FedAvg", "partition_hash": partition or f"split-{seed}",
         "config_hash": "c", "claims_hash": None, "rounds": length, "command": ["fl-lightning", "fit"], "versions": {},
@@ -38,7 +40,9 @@ def make_run(
     return folder
 
 
-def make_arm(parent: Path, arm: str, levels: Mapping[int, float], metric: str = "val/acc", **record: Any) -> list[Path]:
+def make_arm(
+    parent: Path, arm: str, levels: Mapping[int, float], metric: str = "val/acc", **record: Any
+) -> list[Path]:
     """Runs of one arm whose metric is ``levels[seed]`` in each of 20 rounds."""
     return [
         make_run(parent / arm / f"seed-{seed}", arm, seed, {metric: [level] * 20}, **record)

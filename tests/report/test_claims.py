@@ -23,11 +23,22 @@ EFFECTS = {  # differences to the base by seed
     "flat": [0.001, -0.001, 0.0005, 0.0, 0.002],
     "wild": [0.08, -0.06, 0.05, -0.03, 0.01],
 }
-VERDICTS = {"up": "reproduced", "down": "contradicted", "flat": "not reproduced", "wild": "inconclusive"}
+VERDICTS = {
+    "up": "reproduced",
+    "down": "contradicted",
+    "flat": "not reproduced",
+    "wild": "inconclusive",
+}
 
 
 def claim(id: str, a: str, b: str = "base", **other: Any) -> dict[str, Any]:
-    given = {"metric": "val/acc", "score": "last10", "direction": "greater", "margin": 0.005, "scale": "difference"}
+    given = {
+        "metric": "val/acc",
+        "score": "last10",
+        "direction": "greater",
+        "margin": 0.005,
+        "scale": "difference",
+    }
     return {"id": id, "a": a, "b": b, **given, **other}
 
 
@@ -60,9 +71,20 @@ def test_four_planted_effects_give_the_four_verdicts(tmp_path: Path) -> None:
         low, high = tests[arm].confidence_interval(0.95)
         wanted = (float(np.mean(EFFECTS[arm])), low, high)
         assert (said["mean"], said["low"], said["high"]) == pytest.approx(wanted, abs=1e-9)
-        assert (pair["mean"], pair["low"], pair["high"]) == (said["mean"], said["low"], said["high"])
-        assert (pair["a"], pair["b"], pair["metric"], pair["score"]) == (arm, "base", "val/acc", "last10")
-        assert (pair["p"], pair["p_holm"]) == pytest.approx((float(tests[arm].pvalue), holm[arm]), abs=1e-9)
+        assert (pair["mean"], pair["low"], pair["high"]) == (
+            said["mean"],
+            said["low"],
+            said["high"],
+        )
+        assert (pair["a"], pair["b"], pair["metric"], pair["score"]) == (
+            arm,
+            "base",
+            "val/acc",
+            "last10",
+        )
+        assert (pair["p"], pair["p_holm"]) == pytest.approx(
+            (float(tests[arm].pvalue), holm[arm]), abs=1e-9
+        )
         assert (said["n"], said["margin"], said["changed"]) == (5, 0.005, None)
 
 
@@ -70,7 +92,9 @@ def test_four_planted_effects_give_the_four_verdicts(tmp_path: Path) -> None:
 def test_less_turns_the_rule_round_and_not_what_is_stored(tmp_path: Path, scale: str) -> None:
     effects(tmp_path / "s", "val/loss")
     claims = [claim(arm, arm, metric="val/loss", direction="less", scale=scale) for arm in EFFECTS]
-    found = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims))
+    found = report(
+        tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims)
+    )
     verdicts = {said["id"]: said["verdict"] for said in found["claims"]}
     assert verdicts == {**VERDICTS, "up": "contradicted", "down": "reproduced"}
     for said in found["claims"]:
@@ -80,7 +104,9 @@ def test_less_turns_the_rule_round_and_not_what_is_stored(tmp_path: Path, scale:
         else:
             differences = [math.log(a / b) for a, b in zip(levels, BASE.values(), strict=True)]
         low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
-        assert (said["mean"], said["low"], said["high"]) == pytest.approx((np.mean(differences), low, high), abs=1e-9)
+        assert (said["mean"], said["low"], said["high"]) == pytest.approx(
+            (np.mean(differences), low, high), abs=1e-9
+        )
 
 
 def test_an_edited_file_of_claims_is_reported(tmp_path: Path) -> None:
@@ -117,7 +143,9 @@ def test_a_diverged_pair_never_supports_a_claim(tmp_path: Path) -> None:
         claim("rise", "up", metric="val/loss", direction="greater"),
         claim("wrong", "down", metric="val/loss", direction="greater"),
     ]
-    found = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims))
+    found = report(
+        tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims)
+    )
     said = {entry["id"]: entry for entry in found["claims"]}
     assert (said["loss"]["verdict"], said["loss"]["n"]) == ("inconclusive", 5)
     assert (said["rise"]["verdict"], said["wrong"]["verdict"]) == ("reproduced", "contradicted")
@@ -127,9 +155,9 @@ def test_a_diverged_run_counts_as_lost_where_greater_is_better(tmp_path: Path) -
     effects(tmp_path / "s")
     make_run(tmp_path / "s/base/seed-8", "base", 8, {"val/acc": [0.7] * 20})
     make_run(tmp_path / "s/up/seed-8", "up", 8, {"val/acc": [0.9] * 20}, "diverged")
-    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", claim("A", "up")))[
-        "claims"
-    ]
+    (said,) = report(
+        tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", claim("A", "up"))
+    )["claims"]
     differences = [*EFFECTS["up"], 0.0 - 0.7]
     assert said["n"] == 6 and said["mean"] == pytest.approx(np.mean(differences), abs=1e-9)
     assert said["verdict"] == "inconclusive"
@@ -143,7 +171,9 @@ def test_what_cannot_be_judged_is_inconclusive(tmp_path: Path) -> None:
         claim("arm", "upp"),
         claim("zero", "zero", scale="log_ratio"),
     ]
-    found = report(tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims))
+    found = report(
+        tmp_path / "out", tmp_path / "s", "--claims", write(tmp_path / "c.yaml", *claims)
+    )
     assert [(said["verdict"], said["n"]) for said in found["claims"]] == [
         ("inconclusive", 0), ("inconclusive", 0), ("inconclusive", 1),
     ]  # fmt: skip
@@ -172,8 +202,14 @@ def test_two_sweeps_bring_their_own_claims(tmp_path: Path) -> None:
             "- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, score: lst}",
             "tail, last10, smoothed",
         ),
-        ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: much}", "a number of at least 0"),
-        ("- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, marign: 2}", "Did you mean 'margin'?"),
+        (
+            "- {id: A1, a: x, b: y, metric: m, direction: less, margin: much}",
+            "a number of at least 0",
+        ),
+        (
+            "- {id: A1, a: x, b: y, metric: m, direction: less, margin: 1, marign: 2}",
+            "Did you mean 'margin'?",
+        ),
         ("- [", "cannot be read"),
     ],
 )
@@ -181,5 +217,13 @@ def test_claims_that_are_none_are_refused(tmp_path: Path, content: str, words: s
     make_arm(tmp_path / "s", "a", BASE)
     (tmp_path / "claims.yaml").write_text(content)
     with pytest.raises(UserError) as error:
-        main([str(tmp_path / "s"), "--claims", str(tmp_path / "claims.yaml"), "--out", str(tmp_path / "out")])
+        main(
+            [
+                str(tmp_path / "s"),
+                "--claims",
+                str(tmp_path / "claims.yaml"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     assert words in str(error.value) and not (tmp_path / "out").exists()

@@ -23,7 +23,9 @@ from fl_lightning.report.summary import summarise
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69}
 
 
-def columns(level: float, rounds: int = 20, vectors: int = 1, gradients: int = 10) -> dict[str, list[float]]:
+def columns(
+    level: float, rounds: int = 20, vectors: int = 1, gradients: int = 10
+) -> dict[str, list[float]]:
     return {
         "val/acc": [min(level, 0.2 + 0.1 * t) for t in range(rounds)],
         "train/loss": [2.0 / (t + 1) for t in range(rounds)],
@@ -44,12 +46,25 @@ def sweep(tmp_path: Path) -> Path:
     for seed, level in LEVELS.items():
         make_run(folder / f"fedavg/seed-{seed}", "fedavg", seed, columns(level))
         status = "done" if seed < 2 else "diverged"
-        make_run(folder / f"fed<smoo>/seed-{seed}", "fed<smoo>", seed, columns(level + 0.05, vectors=2), status)
+        make_run(
+            folder / f"fed<smoo>/seed-{seed}",
+            "fed<smoo>",
+            seed,
+            columns(level + 0.05, vectors=2),
+            status,
+        )
     make_run(folder / "fed<smoo>/seed-3", "fed<smoo>", 3, columns(0.5, 7), "running")
-    for arm, methods in (("fedavg", []), ("fed<smoo>", ["DynamicRegularization", "GlobalSharpnessAwareMinimization"])):
+    for arm, methods in (
+        ("fedavg", []),
+        ("fed<smoo>", ["DynamicRegularization", "GlobalSharpnessAwareMinimization"]),
+    ):
         for run in (folder / arm).iterdir():
-            config = {"method": [{"class_path": f"fl_lightning.callbacks.x.{name}"} for name in methods]}
-            (run / "config.yaml").write_text(yaml.safe_dump({"model": {"participation": 0.1}, **config}))
+            config = {
+                "method": [{"class_path": f"fl_lightning.callbacks.x.{name}"} for name in methods]
+            }
+            (run / "config.yaml").write_text(
+                yaml.safe_dump({"model": {"participation": 0.1}, **config})
+            )
     return folder
 
 
@@ -66,7 +81,11 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name == "id":
                 self.ids.append(str(value))
-            if name in ("src", "href", "xlink:href", "action", "srcset") or tag in ("link", "iframe", "object"):
+            if name in ("src", "href", "xlink:href", "action", "srcset") or tag in (
+                "link",
+                "iframe",
+                "object",
+            ):
                 self.asked.append(str(value))
 
 
@@ -76,12 +95,18 @@ def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
     page = Page(text)
     assert all(place.startswith("#") for place in page.asked), page.asked
     assert not re.findall(r"@import|url\((?!#)|fetch\(|https?://(?!www\.w3\.org/)", text)
-    assert len(page.ids) == len(set(page.ids)) and {place[1:] for place in page.asked} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids)) and {place[1:] for place in page.asked} <= set(
+        page.ids
+    )
     assert "fed<smoo>" not in text and "fed&lt;smoo&gt;" in text
     # 4 curves, intervals, heat map, layers, measurements
     assert text.count("<figure>") == text.count("<svg") == 8
     assert "smoothed by a Hanning window of 3 values" in text  # of 20
-    assert "70.00" in text and "diverged with seed 2" in text and "fed&lt;smoo&gt;, seed 3: running" in text
+    assert (
+        "70.00" in text
+        and "diverged with seed 2" in text
+        and "fed&lt;smoo&gt;, seed 3: running" in text
+    )
 
 
 def test_figures_tables_and_rows_lie_beside_it(sweep: Path, tmp_path: Path) -> None:
@@ -93,17 +118,23 @@ def test_figures_tables_and_rows_lie_beside_it(sweep: Path, tmp_path: Path) -> N
     for path in figures:
         data = path.read_bytes()
         assert (
-            data.startswith(b"\x89PNG") if path.suffix == ".png" else ElementTree.fromstring(data).tag.endswith("svg")
+            data.startswith(b"\x89PNG")
+            if path.suffix == ".png"
+            else ElementTree.fromstring(data).tag.endswith("svg")
         )
     markdown, latex = ((tmp_path / f"out/report.{kind}").read_text() for kind in ("md", "tex"))
     assert "| fedavg | **70.33 ± 1.53** |" in markdown
     assert set(re.findall(r"\]\(figures/([\w-]+)\.png\)", markdown)) == names
     made = len(re.findall(r"^\|---", markdown, re.MULTILINE))
     assert latex.count(r"\begin{table}") == latex.count(r"\bottomrule") == made > 4
-    assert not re.search(r"[±×−–≥_](?<!\\_)", re.sub(r"\\label\{.*?\}", "", latex).replace(r"\_", ""))
+    assert not re.search(
+        r"[±×−–≥_](?<!\\_)", re.sub(r"\\label\{.*?\}", "", latex).replace(r"\_", "")
+    )
     with open(tmp_path / "out/report.csv") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 7 and rows[0]["last10"] == repr(found["arms"]["fed<smoo>"]["scores"]["last10"]["values"]["0"])
+    assert len(rows) == 7 and rows[0]["last10"] == repr(
+        found["arms"]["fed<smoo>"]["scores"]["last10"]["values"]["0"]
+    )
 
 
 def test_both_conventions_of_communication(sweep: Path) -> None:
@@ -127,7 +158,10 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
     """20 rounds of 10 gradients against 30 of 5: nothing that a run did later than the budget counts."""
     rising = [0.01 * t for t in range(30)]
     for seed in (0, 1):
-        spent = {"started": f"2026-01-0{seed + 1}T00:00:00+00:00", "ended": f"2026-01-0{seed + 1}T01:00:00+00:00"}
+        spent = {
+            "started": f"2026-01-0{seed + 1}T00:00:00+00:00",
+            "ended": f"2026-01-0{seed + 1}T01:00:00+00:00",
+        }
         for arm, rounds, gradients in (("a", 20, 10.0), ("b", 30, 5.0)):
             columns = {
                 "val/acc": rising[:rounds],
@@ -149,7 +183,10 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
     for axis, rows in wanted.items():
         for arm, rounds in zip("ab", rows, strict=True):
             mean = sum(rising[t] for t in rounds) / len(rounds)
-            assert found[axis].values[arm] == pytest.approx({0: mean, 1: mean}, abs=1e-12), (axis, arm)
+            assert found[axis].values[arm] == pytest.approx({0: mean, 1: mean}, abs=1e-12), (
+                axis,
+                arm,
+            )
     report(tmp_path / "out", tmp_path / "s")
     assert "| arm | 20 rounds | 150 gradients | 16 kB sent | 5 s of processors |" in (
         (tmp_path / "out/report.md").read_text()
@@ -157,9 +194,13 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_seconds_of_the_clock_are_compared_of_runs_that_were_alone(tmp_path: Path, overlap: bool) -> None:
+def test_seconds_of_the_clock_are_compared_of_runs_that_were_alone(
+    tmp_path: Path, overlap: bool
+) -> None:
     for number, arm in enumerate("ab"):
-        began, ended = (f"2026-01-01T0{hour}:00:00+00:00" for hour in (number, number + 1 + overlap))
+        began, ended = (
+            f"2026-01-01T0{hour}:00:00+00:00" for hour in (number, number + 1 + overlap)
+        )
         columns = {"val/acc": [0.5] * 9, "time/round": [1.0] * 9}
         make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, columns, started=began, ended=ended)
     found = [view.axis for view in views(find([tmp_path / "s"]).arms, "val/acc")]
@@ -171,7 +212,9 @@ def test_a_grid_of_two_axes_is_drawn_as_one(tmp_path: Path) -> None:
         make_arm(tmp_path / "s", arm, LEVELS)
     report(tmp_path / "out", tmp_path / "s")
     drawn = (tmp_path / "out/figures/heatmap.svg").read_text()
-    assert all(f">{name}<" in drawn for name in ("iid", "skew", "0", "0.1")) and "seed 0" not in drawn
+    assert (
+        all(f">{name}<" in drawn for name in ("iid", "skew", "0", "0.1")) and "seed 0" not in drawn
+    )
 
 
 def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -> None:
@@ -180,7 +223,13 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
         "model": {
             "participation": 0.1,
             "local_epochs": 5.0,
-            "learner": {"init_args": {"network": {"class_path": "x.ResNet18GN"}, "lr": 0.1, "weight_decay": 0.001}},
+            "learner": {
+                "init_args": {
+                    "network": {"class_path": "x.ResNet18GN"},
+                    "lr": 0.1,
+                    "weight_decay": 0.001,
+                }
+            },
         },
         "data": {
             "class_path": "fl_lightning.datamodules.CIFAR10",
@@ -189,7 +238,12 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
                 "batch_size": 50,
                 "partition": {
                     "class_path": "x.Dirichlet",
-                    "init_args": {"alpha": 0.1, "replacement": True, "samples_per_client": None, "prior": "uniform"},
+                    "init_args": {
+                        "alpha": 0.1,
+                        "replacement": True,
+                        "samples_per_client": None,
+                        "prior": "uniform",
+                    },
                 },
             },
         },
@@ -201,11 +255,16 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     report(tmp_path / "out", tmp_path / "s")
     text = (tmp_path / "out/report.md").read_text()
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
-    packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text("utf-8")
+    packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text(
+        "utf-8"
+    )
     # known by its text
     (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")
     report(tmp_path / "out", tmp_path / "s")
-    assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in (tmp_path / "out/report.md").read_text()
+    assert (
+        "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |"
+        in (tmp_path / "out/report.md").read_text()
+    )
     (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
     report(tmp_path / "out", tmp_path / "s")
     assert "75.95" not in (tmp_path / "out/report.md").read_text()

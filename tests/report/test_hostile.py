@@ -23,7 +23,14 @@ def run(folder: Path, **record: Any) -> Path:
 
 @pytest.mark.parametrize(
     "record",
-    [{"claims_hash": [1]}, {"config_hash": {}}, {"arm": "x" * 9999}, {"arm": "\ud800"}, {"command": 3}, {"arm": [1]}],
+    [
+        {"claims_hash": [1]},
+        {"config_hash": {}},
+        {"arm": "x" * 9999},
+        {"arm": "\ud800"},
+        {"command": 3},
+        {"arm": [1]},
+    ],
     ids=str,
 )
 def test_what_no_run_writes_into_run_json(tmp_path: Path, record: dict[str, Any]) -> None:
@@ -44,7 +51,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         find([tmp_path])
 
 
-@pytest.mark.parametrize("record", [{"commit": "\ud800"}, {"axes": {"x": "\ud800"}}, {"rounds": "\ud800"}], ids=ascii)
+@pytest.mark.parametrize(
+    "record", [{"commit": "\ud800"}, {"axes": {"x": "\ud800"}}, {"rounds": "\ud800"}], ids=ascii
+)
 def test_text_that_no_file_can_hold(tmp_path: Path, record: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="surrogate"):
         find([run(tmp_path, **record)])
@@ -65,7 +74,9 @@ def test_numbers_without_a_sum_and_rounds_without_end(tmp_path: Path) -> None:
     path = tmp_path / "s/a/seed-0/metrics.csv"
     path.write_text("round,val/acc\n0,1e308\n1,1e308\n2,0.5\n")
     scores = report(tmp_path / "out", tmp_path / "s")["arms"]["a"]["scores"]
-    assert scores["last10"]["mean"] == 0.5  # as if the others were infinite, which a longer number is read as
+    assert (
+        scores["last10"]["mean"] == 0.5
+    )  # as if the others were infinite, which a longer number is read as
     path.write_text(f"round,val/acc\n{'9' * 400},0.5\n")
     with pytest.raises(UserError, match="rounds in"):
         find([tmp_path / "s"])

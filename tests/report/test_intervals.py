@@ -15,7 +15,10 @@ from fl_lightning.report.intervals import holm, paired
 def test_a_paired_interval_is_the_t_test_of_the_differences(differences: list[float]) -> None:
     found, wanted = paired(differences), stats.ttest_1samp(differences, 0.0)
     low, high = wanted.confidence_interval(0.95)
-    assert (found.n, found.mean) == (len(differences), pytest.approx(np.mean(differences), abs=1e-12))
+    assert (found.n, found.mean) == (
+        len(differences),
+        pytest.approx(np.mean(differences), abs=1e-12),
+    )
     assert found.sd == pytest.approx(np.std(differences, ddof=1), rel=1e-9)
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
     assert found.p == pytest.approx(wanted.pvalue, abs=1e-9)
@@ -23,7 +26,14 @@ def test_a_paired_interval_is_the_t_test_of_the_differences(differences: list[fl
 
 def test_too_few_and_all_equal_differences() -> None:
     none, one = paired([]), paired([0.3])
-    assert (none.n, none.mean, none.sd, none.low, none.high, none.p) == (0, None, None, None, None, None)
+    assert (none.n, none.mean, none.sd, none.low, none.high, none.p) == (
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
     assert (one.n, one.mean, one.sd, one.low, one.high, one.p) == (1, 0.3, None, None, None, None)
     equal, nothing = paired([0.1, 0.1, 0.1]), paired([0.0, 0.0])
     assert (equal.mean, equal.low, equal.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-12)

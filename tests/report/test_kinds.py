@@ -21,7 +21,13 @@ EFFECTS = {"base": 0.0, "up": 0.03, "same": 0.0004, "other": 0.01}
 def curves(arm: str, seed: int) -> dict[str, Any]:
     """Noisy curves whose costs differ from arm to arm, some rounds without an evaluation."""
     rng = np.random.default_rng([sum(map(ord, arm)), seed])
-    level = 0.6 + 0.01 * seed + EFFECTS[arm] + 0.2 * np.linspace(0, 1, ROUNDS) + rng.normal(0, 0.003, ROUNDS)
+    level = (
+        0.6
+        + 0.01 * seed
+        + EFFECTS[arm]
+        + 0.2 * np.linspace(0, 1, ROUNDS)
+        + rng.normal(0, 0.003, ROUNDS)
+    )
     gradients = rng.integers(5, 40, ROUNDS)
     gradients[2] = 0  # nobody took part: the cell is empty
     return {
@@ -70,13 +76,19 @@ def until(arm: str, seed: int, target: float, cost: str) -> float | None:
     width -= width % 2 == 0
     if width >= 3:
         window = 0.5 * (1 - np.cos(2 * np.pi * np.arange(1, width + 1) / (width + 1)))
-        values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+        values = np.convolve(values, window, "same") / np.convolve(
+            np.ones_like(values), window, "same"
+        )
     last = next((t for t, v in zip(rounds, values, strict=True) if v >= target), None)
     if last is None:
         return None
     if cost == "bytes":
         return float(columns["communication/total_bytes"][last])
-    return float(last + 1) if cost == "rounds" else float(sum(filter(None, columns["cost/gradients"][: last + 1])))
+    return (
+        float(last + 1)
+        if cost == "rounds"
+        else float(sum(filter(None, columns["cost/gradients"][: last + 1])))
+    )
 
 
 def holm(p_values: dict[str, float]) -> dict[str, float]:
@@ -116,12 +128,20 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
         return float(np.log(scores[one][seed] / scores[other][seed]))
 
     def ratio(one: str, other: str, target: dict[int, float], cost: str) -> dict[int, float]:
-        pairs = {s: (until(one, s, target[s], cost), until(other, s, target[s], cost)) for s in SEEDS}
-        return {s: float(np.log(a / b)) for s, (a, b) in pairs.items() if a is not None and b is not None}
+        pairs = {
+            s: (until(one, s, target[s], cost), until(other, s, target[s], cost)) for s in SEEDS
+        }
+        return {
+            s: float(np.log(a / b))
+            for s, (a, b) in pairs.items()
+            if a is not None and b is not None
+        }
 
     def rho(seed: int) -> float:
         columns = curves("base", seed)
-        means = [np.mean(columns[f"consensus_relative/{name}"]) for name in ("conv", "norm", "head")]
+        means = [
+            np.mean(columns[f"consensus_relative/{name}"]) for name in ("conv", "norm", "head")
+        ]
         return float(stats.spearmanr([0, 1, 2], means).statistic)
 
     wanted = {
@@ -137,28 +157,44 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
         entry, numbers = said[name], list(values.values())
         test = stats.ttest_1samp(numbers, 0.0)
         low, high = test.confidence_interval(0.95)
-        assert entry["values"] == pytest.approx({str(s): v for s, v in values.items()}, abs=1e-9), name
+        assert entry["values"] == pytest.approx({str(s): v for s, v in values.items()}, abs=1e-9), (
+            name
+        )
         assert (entry["n"], entry["left_out"]) == (len(numbers), 6 - len(numbers))
-        assert (entry["mean"], entry["low"], entry["high"]) == pytest.approx((np.mean(numbers), low, high), abs=1e-9)
+        assert (entry["mean"], entry["low"], entry["high"]) == pytest.approx(
+            (np.mean(numbers), low, high), abs=1e-9
+        )
         one_sided = (
             stats.ttest_1samp(numbers, -0.01, alternative="greater").pvalue,
             stats.ttest_1samp(numbers, 0.01, alternative="less").pvalue,
         )
         p_values[name] = float(max(one_sided) if name == "like" else test.pvalue)
     first = ("rises", "like", "more", "sooner")
-    corrected = {**holm({n: p_values[n] for n in first}), **holm({n: p_values[n] for n in ("tail", "layers")})}
+    corrected = {
+        **holm({n: p_values[n] for n in first}),
+        **holm({n: p_values[n] for n in ("tail", "layers")}),
+    }
     for name in wanted:
-        assert (said[name]["p"], said[name]["p_holm"]) == pytest.approx((p_values[name], corrected[name]), abs=1e-9)
+        assert (said[name]["p"], said[name]["p_holm"]) == pytest.approx(
+            (p_values[name], corrected[name]), abs=1e-9
+        )
     assert {n: said[n]["verdict"] for n in first} == dict.fromkeys(first, "reproduced")
     assert [(pair["a"], pair["p_holm"]) for pair in found["pairs"]] == [
         ("up", said["rises"]["p_holm"]), ("same", said["like"]["p_holm"]),
     ]  # fmt: skip
-    assert (said["rises"]["kind"], said["rises"]["family"], said["rises"]["primary"]) == ("difference", None, True)
+    assert (said["rises"]["kind"], said["rises"]["family"], said["rises"]["primary"]) == (
+        "difference",
+        None,
+        True,
+    )
     assert said["layers"]["family"] == "targets" and said["layers"]["kind"] == "trend"
     latex = (tmp_path / "out/report.tex").read_text()
     assert not set("≈ρ±×−") & set(latex) and r"same $\approx$ base" in latex
     page = (tmp_path / "out/report.md").read_text()
-    assert "rises: up > base in val/acc (last third of gradients) (primary)" in page and "paper: +3 points" in page
+    assert (
+        "rises: up > base in val/acc (last third of gradients) (primary)" in page
+        and "paper: +3 points" in page
+    )
 
 
 # --------------------------------------------------------------------------- what is lost, missing or too few
@@ -166,7 +202,11 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
 
 def test_a_diverged_run_supports_no_likeness_and_no_interaction(tmp_path: Path) -> None:
     for arm in ("a", "b", "d"):
-        make_arm(tmp_path / "s", arm, {s: 0.7 + 0.001 * s + (0.1 + 0.001 * (s % 2)) * (arm == "a") for s in range(7)})
+        make_arm(
+            tmp_path / "s",
+            arm,
+            {s: 0.7 + 0.001 * s + (0.1 + 0.001 * (s % 2)) * (arm == "a") for s in range(7)},
+        )
     make_arm(tmp_path / "s", "c", {s: 0.7 + 0.001 * s for s in range(6)})
     make_run(tmp_path / "s/c/seed-6", "c", 6, {"val/acc": [0.7]}, "diverged")
     claims = [
@@ -175,7 +215,9 @@ def test_a_diverged_run_supports_no_likeness_and_no_interaction(tmp_path: Path) 
         {"id": "like", "kind": "equivalence", "a": "c", "b": "d", "margin": 0.01, "metric": "val/acc"},
         {"id": "real", "kind": "equivalence", "a": "b", "b": "d", "margin": 0.01, "metric": "val/acc"},
     ]  # fmt: skip
-    said = report(tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims))["claims"]
+    said = report(
+        tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims)
+    )["claims"]
     assert [(entry["verdict"], entry["n"]) for entry in said] == [
         ("inconclusive", 6), ("inconclusive", 6), ("reproduced", 7),
     ]  # fmt: skip
@@ -184,17 +226,42 @@ def test_a_diverged_run_supports_no_likeness_and_no_interaction(tmp_path: Path) 
 def test_who_never_arrives_is_left_out_and_proves_no_claim_of_being_cheaper(tmp_path: Path) -> None:
     quick, slow, never = [0.9] * 30, [0.1] * 20 + [0.9] * 10, [0.1] * 30
     for seed in range(6):
-        make_run(tmp_path / f"s/quick/seed-{seed}", "quick", seed, {"val/acc": quick if seed else never})
+        make_run(
+            tmp_path / f"s/quick/seed-{seed}", "quick", seed, {"val/acc": quick if seed else never}
+        )
         late = [0.1] * (seed % 2) + slow
         make_run(tmp_path / f"s/slow/seed-{seed}", "slow", seed, {"val/acc": late[:30]})
-        make_run(tmp_path / f"s/never/seed-{seed}", "never", seed, {"val/acc": late[:30] if seed else never})
-    shared = {"kind": "to_target", "metric": "val/acc", "target": 0.8, "cost": "rounds", "margin": 0.0}
+        make_run(
+            tmp_path / f"s/never/seed-{seed}",
+            "never",
+            seed,
+            {"val/acc": late[:30] if seed else never},
+        )
+    shared = {
+        "kind": "to_target",
+        "metric": "val/acc",
+        "target": 0.8,
+        "cost": "rounds",
+        "margin": 0.0,
+    }
     claims = [
         {"id": "cheaper", "a": "quick", "b": "slow", "direction": "less", **shared},
-        {"id": "dearer", "a": "never", "b": "quick", "direction": "greater", **shared, "family": "f"},
+        {
+            "id": "dearer",
+            "a": "never",
+            "b": "quick",
+            "direction": "greater",
+            **shared,
+            "family": "f",
+        },
     ]
-    made_ = report(tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims))["claims"]
-    assert [(e["verdict"], e["n"], e["left_out"]) for e in made_] == [("inconclusive", 5, 1), ("inconclusive", 5, 1)]
+    made_ = report(
+        tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims)
+    )["claims"]
+    assert [(e["verdict"], e["n"], e["left_out"]) for e in made_] == [
+        ("inconclusive", 5, 1),
+        ("inconclusive", 5, 1),
+    ]
     claims[0]["a"], claims[0]["b"] = (
         "slow",
         "never",
@@ -206,7 +273,10 @@ def test_who_never_arrives_is_left_out_and_proves_no_claim_of_being_cheaper(tmp_
         )
     written(tmp_path / "c.yaml", *claims)
     made_ = report(tmp_path / "out", tmp_path / "s", "--claims", tmp_path / "c.yaml")["claims"]
-    assert [(e["verdict"], e["n"], e["left_out"]) for e in made_] == [("reproduced", 5, 1), ("reproduced", 5, 1)]
+    assert [(e["verdict"], e["n"], e["left_out"]) for e in made_] == [
+        ("reproduced", 5, 1),
+        ("reproduced", 5, 1),
+    ]
 
 
 @pytest.mark.parametrize("direction, verdicts", [("greater", "rcni"), ("less", "crni")])
@@ -228,9 +298,15 @@ def test_divergence_is_claimed_in_every_seed(tmp_path: Path, direction: str, ver
         }
         for arm in ("tenfold", "double", "mixed", "few")
     ]
-    said = report(tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims))["claims"]
+    said = report(
+        tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims)
+    )["claims"]
     assert "".join(entry["verdict"][0] for entry in said) == verdicts
-    assert said[0]["values"] == {"0": 1.0, "1": 1.0, "2": 1.0} and said[0]["p"] is None and said[0]["low"] is None
+    assert (
+        said[0]["values"] == {"0": 1.0, "1": 1.0, "2": 1.0}
+        and said[0]["p"] is None
+        and said[0]["low"] is None
+    )
 
 
 def test_fewer_than_five_pairs_decide_nothing_and_a_family_shares_its_p(tmp_path: Path) -> None:
@@ -242,8 +318,16 @@ def test_fewer_than_five_pairs_decide_nothing_and_a_family_shares_its_p(tmp_path
         assert report(tmp_path / f"out-{n}", tmp_path / f"{n}")["claims"][0]["verdict"] == verdict
     values = [0.03, 0.01, 0.02, 0.045, -0.005, 0.02]  # p = 0.03
     alone, six = (
-        [said.verdict for said in judge([(Claim(str(k), "a", "b", "m", "greater", 0.005), evidence) for k in range(n)])]
-        for n, evidence in ((1, Evidence(dict(enumerate(values)))), (6, Evidence(dict(enumerate(values)))))
+        [
+            said.verdict
+            for said in judge(
+                [(Claim(str(k), "a", "b", "m", "greater", 0.005), evidence) for k in range(n)]
+            )
+        ]
+        for n, evidence in (
+            (1, Evidence(dict(enumerate(values)))),
+            (6, Evidence(dict(enumerate(values)))),
+        )
     )
     assert alone == ["reproduced"] and six == ["inconclusive"] * 6
 
@@ -251,27 +335,67 @@ def test_fewer_than_five_pairs_decide_nothing_and_a_family_shares_its_p(tmp_path
 def test_verdicts_are_provisional_while_runs_of_the_family_are_missing(tmp_path: Path) -> None:
     folder = made(tmp_path / "s")
     claims = [
-        {"id": "A", "a": "up", "b": "base", "metric": "val/acc", "direction": "greater", "margin": 0.0},
-        {"id": "B", "a": "up", "b": "none", "metric": "val/acc", "direction": "greater", "margin": 0.0, "family": "f"},
-        {"id": "C", "a": "up", "b": "other", "metric": "val/acc", "direction": "greater", "margin": 0.0, "family": "f"},
+        {
+            "id": "A",
+            "a": "up",
+            "b": "base",
+            "metric": "val/acc",
+            "direction": "greater",
+            "margin": 0.0,
+        },
+        {
+            "id": "B",
+            "a": "up",
+            "b": "none",
+            "metric": "val/acc",
+            "direction": "greater",
+            "margin": 0.0,
+            "family": "f",
+        },
+        {
+            "id": "C",
+            "a": "up",
+            "b": "other",
+            "metric": "val/acc",
+            "direction": "greater",
+            "margin": 0.0,
+            "family": "f",
+        },
     ]
-    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))["claims"]
+    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))[
+        "claims"
+    ]
     assert [entry["provisional"] for entry in said] == [False, True, True]
     rows = [f"{arm},{seed},done,x" for arm in EFFECTS for seed in SEEDS]
-    (folder / "runs.csv").write_text("arm,seed,status,folder\n" + "\n".join([*rows, "base,9,waiting,x"]) + "\n")
+    (folder / "runs.csv").write_text(
+        "arm,seed,status,folder\n" + "\n".join([*rows, "base,9,waiting,x"]) + "\n"
+    )
     said = report(tmp_path / "out", folder, "--claims", tmp_path / "c.yaml")["claims"]
-    assert said[0]["provisional"] and "reproduced, provisional" in (tmp_path / "out/report.md").read_text()
+    assert (
+        said[0]["provisional"]
+        and "reproduced, provisional" in (tmp_path / "out/report.md").read_text()
+    )
 
 
 # --------------------------------------------------------------------------- what chance alone would say
 
 
 def families(
-    rng: np.random.Generator, number: int, claims: list[Claim], mean: float, sd: float = 0.01, n: int = 8
+    rng: np.random.Generator,
+    number: int,
+    claims: list[Claim],
+    mean: float,
+    sd: float = 0.01,
+    n: int = 8,
 ) -> Any:
     for _ in range(number):
         drawn = rng.normal(mean, sd, (len(claims), n))
-        yield judge([(c, Evidence(dict(enumerate(map(float, row))))) for c, row in zip(claims, drawn, strict=True)])
+        yield judge(
+            [
+                (c, Evidence(dict(enumerate(map(float, row)))))
+                for c, row in zip(claims, drawn, strict=True)
+            ]
+        )
 
 
 def test_of_families_without_effect_few_hold_a_finding() -> None:
@@ -285,5 +409,8 @@ def test_of_families_without_effect_few_hold_a_finding() -> None:
 
 def test_of_equivalences_at_the_margin_few_are_reproduced() -> None:
     claim = [Claim("E", "a", "b", "m", "greater", 0.01, kind="equivalence")]
-    hits = sum(said.verdict == "reproduced" for (said,) in families(np.random.default_rng(1), 2000, claim, 0.01, 0.004))
+    hits = sum(
+        said.verdict == "reproduced"
+        for (said,) in families(np.random.default_rng(1), 2000, claim, 0.01, 0.004)
+    )
     assert 0.03 * 2000 < hits <= 0.06 * 2000

@@ -13,7 +13,17 @@ import pytest
 
 from tests.helpers.zygote import Cli
 
-FIT = ("fit", "-c", "base", "-c", "data/digits", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "data/digits",
+    "-c",
+    "trainer/cpu",
+    "--trainer.enable_progress_bar",
+    "false",
+)
 FIT = (*FIT, "--model.engine", "sequential")
 LEARNER = """
 import time, torch, pytorch_lightning as pl
@@ -47,7 +57,11 @@ def git(*argv: str) -> str | None:
 
 
 TRACKED = git("ls-files", "fl_lightning/cli/run_record.py")
-COMMIT = f"{git('rev-parse', 'HEAD')}{'-dirty' * bool(git('status', '--porcelain', '-uno'))}" if TRACKED else None
+COMMIT = (
+    f"{git('rev-parse', 'HEAD')}{'-dirty' * bool(git('status', '--porcelain', '-uno'))}"
+    if TRACKED
+    else None
+)
 
 
 def header(folder: Path) -> list[str]:
@@ -61,14 +75,29 @@ def record(folder: Path) -> dict[str, Any]:
 
 def test_three_runs_and_their_report(cli: Cli) -> None:
     for name, method, seed in (("a", "fedavg", 1), ("b", "fedinit", 1), ("c", "fedinit", 2)):
-        argv = ("-c", f"method/{method}", "--seed_everything", seed, "--trainer.default_root_dir", name)
+        argv = (
+            "-c",
+            f"method/{method}",
+            "--seed_everything",
+            seed,
+            "--trainer.default_root_dir",
+            name,
+        )
         assert cli(*FIT, *argv, "--trainer.max_epochs", 3).returncode == 0
     a, b, c = (record(cli.folder / name) for name in "abc")
-    assert (a["status"], a["seed"], a["arm"], a["title"], a["rounds"]) == ("done", 1, None, "FedAvg", 3)
+    assert (a["status"], a["seed"], a["arm"], a["title"], a["rounds"]) == (
+        "done",
+        1,
+        None,
+        "FedAvg",
+        3,
+    )
     assert a["partition_hash"] == b["partition_hash"] != c["partition_hash"]
     assert b["config_hash"] == c["config_hash"] != a["config_hash"]  # the seed is no part of it
     assert a["claims_hash"] is None and a["command"][:4] == ["fl-lightning", "fit", "-c", "base"]
-    assert a["axes"] == {} and datetime.fromisoformat(a["started"]) <= datetime.fromisoformat(a["ended"])
+    assert a["axes"] == {} and datetime.fromisoformat(a["started"]) <= datetime.fromisoformat(
+        a["ended"]
+    )
     assert datetime.fromisoformat(a["started"]).utcoffset() == timedelta(0)
     assert a["commit"] == COMMIT and {"time/cpu", "time/round"} <= set(header(cli.folder / "a"))
     assert set(a["versions"]) >= {"fl-lightning", "torch", "pytorch-lightning", "python"}
@@ -97,7 +126,13 @@ def test_a_run_that_ends_badly_says_how(cli: Cli, fault: str, status: str) -> No
 
 
 def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli: Cli) -> None:
-    argv = (*own(cli, "slow"), "--model.local_epochs=null", "--model.local_steps=8", "--ckpt_path", "last")
+    argv = (
+        *own(cli, "slow"),
+        "--model.local_epochs=null",
+        "--model.local_steps=8",
+        "--ckpt_path",
+        "last",
+    )
     for number, status in ((signal.SIGKILL, "running"), (signal.SIGTERM, "stopped")):
         process = cli.start(*argv)
         process.wait_for(cli.folder / "training")
@@ -117,5 +152,7 @@ def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli:
 
 
 def test_a_refused_run_leaves_no_record(cli: Cli) -> None:
-    assert cli(*FIT, "--trainer.default_root_dir", "x", "--model.participation", 2.0).returncode == 2
+    assert (
+        cli(*FIT, "--trainer.default_root_dir", "x", "--model.participation", 2.0).returncode == 2
+    )
     assert not (cli.folder / "x").exists()

@@ -36,17 +36,30 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
     curves: dict[str, dict[int, Any]] = {}
     for arm, seeds in (("base", 4), ("better", 4), ("same", 3)):
         for seed in range(seeds):
-            curves.setdefault(arm, {})[seed] = LEVELS[seed] + 0.05 * (arm == "better") + rng.normal(0, 0.01, 30)
+            curves.setdefault(arm, {})[seed] = (
+                LEVELS[seed] + 0.05 * (arm == "better") + rng.normal(0, 0.01, 30)
+            )
     for arm, own in curves.items():
         for seed, curve in own.items():
-            make_run(tmp_path / "s" / arm / f"seed-{seed}", arm, seed, {"val/acc": [float(v) for v in curve]})
+            make_run(
+                tmp_path / "s" / arm / f"seed-{seed}",
+                arm,
+                seed,
+                {"val/acc": [float(v) for v in curve]},
+            )
     (tmp_path / "s" / "runs.csv").write_text(
-        "arm,seed,status,folder\n" + "".join(f"{a},{s},done,x\n" for a in ("base", "same", "better") for s in curves[a])
+        "arm,seed,status,folder\n"
+        + "".join(f"{a},{s},done,x\n" for a in ("base", "same", "better") for s in curves[a])
     )
     found = report(tmp_path / "out", tmp_path / "s")
-    assert list(found) == ["metric", "arms", "pairs", "claims", "settings"] and found["metric"] == "val/acc"
+    assert (
+        list(found) == ["metric", "arms", "pairs", "claims", "settings"]
+        and found["metric"] == "val/acc"
+    )
     assert list(found["arms"]) == ["base", "same", "better"]  # the grid's order
-    last10 = {arm: {s: float(np.mean(c[-10:])) for s, c in own.items()} for arm, own in curves.items()}
+    last10 = {
+        arm: {s: float(np.mean(c[-10:])) for s, c in own.items()} for arm, own in curves.items()
+    }
     for arm, own in curves.items():
         entry = found["arms"][arm]
         assert (entry["n"], entry["diverged"], entry["unfinished"]) == (len(own), 0, 0)
@@ -56,7 +69,9 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
         assert close(scores["mean"], float(np.mean(list(last10[arm].values()))))
         assert close(scores["sd"], float(np.std(list(last10[arm].values()), ddof=1)))
         assert all(close(scores["values"][str(s)], v) for s, v in last10[arm].items())
-        assert all(close(entry["scores"]["max"]["values"][str(s)], float(c.max())) for s, c in own.items())
+        assert all(
+            close(entry["scores"]["max"]["values"][str(s)], float(c.max())) for s, c in own.items()
+        )
     assert [(p["a"], p["b"], p["score"], p["n"]) for p in found["pairs"]] == [
         ("same", "base", "tail", 3), ("better", "base", "tail", 4),  # of 30 rounds the last ten
     ]  # fmt: skip
@@ -71,7 +86,10 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
         p_values.append(float(test.pvalue))
     small, large = sorted(p_values)
     corrected = {small: 2 * small, large: max(2 * small, large)}
-    assert all(close(pair["p_holm"], min(1, corrected[p])) for pair, p in zip(found["pairs"], p_values, strict=True))
+    assert all(
+        close(pair["p_holm"], min(1, corrected[p]))
+        for pair, p in zip(found["pairs"], p_values, strict=True)
+    )
 
 
 def test_a_diverged_run_scores_zero_where_greater_is_better(tmp_path: Path) -> None:
@@ -84,7 +102,12 @@ def test_a_diverged_run_scores_zero_where_greater_is_better(tmp_path: Path) -> N
     b, (pair,) = found["arms"]["b"], found["pairs"]
     assert (b["n"], b["diverged"], b["unfinished"]) == (4, 2, 0)
     assert b["scores"]["last"]["values"] == {"0": 0.8, "1": 0.8, "2": 0.0, "3": 0.0}
-    assert close(b["scores"]["last"]["mean"], 0.4) and b["rounds_to"]["0.5"] == {"0": 1, "1": 1, "2": None, "3": None}
+    assert close(b["scores"]["last"]["mean"], 0.4) and b["rounds_to"]["0.5"] == {
+        "0": 1,
+        "1": 1,
+        "2": None,
+        "3": None,
+    }
     differences = [0.8 - 0.70, 0.8 - 0.72, -0.69, -0.75]
     assert pair["n"] == 4 and close(pair["mean"], sum(differences) / 4)
     assert close(pair["p"], float(stats.ttest_1samp(differences, 0).pvalue))
@@ -94,11 +117,16 @@ def test_a_diverged_run_has_no_score_where_less_is_better(tmp_path: Path) -> Non
     make_arm(tmp_path / "s", "a", LEVELS, "val/loss")
     make_arm(tmp_path / "s", "b", {0: 0.5, 1: 0.5}, "val/loss")
     make_run(tmp_path / "s/b/seed-2", "b", 2, {"val/loss": [0.1] * 20}, "diverged")
-    found = report(tmp_path / "out", tmp_path / "s", "--metric", "val/loss", "--targets", "0.6,0.71")
+    found = report(
+        tmp_path / "out", tmp_path / "s", "--metric", "val/loss", "--targets", "0.6,0.71"
+    )
     b, (pair,) = found["arms"]["b"], found["pairs"]
     assert b["n"] == 3 and b["scores"]["last10"]["values"] == {"0": 0.5, "1": 0.5, "2": None}
     assert close(b["scores"]["last10"]["mean"], 0.5) and close(b["scores"]["last10"]["sd"], 0.0)
-    assert b["rounds_to"] == {"0.6": {"0": 1, "1": 1, "2": None}, "0.71": {"0": 1, "1": 1, "2": None}}
+    assert b["rounds_to"] == {
+        "0.6": {"0": 1, "1": 1, "2": None},
+        "0.71": {"0": 1, "1": 1, "2": None},
+    }
     assert found["arms"]["a"]["rounds_to"]["0.71"] == {"0": 1, "1": None, "2": 1, "3": None}
     assert pair["n"] == 2 and close(pair["mean"], (0.5 - 0.70 + 0.5 - 0.72) / 2)
 
@@ -116,7 +144,9 @@ def test_unfinished_runs_and_missing_seeds_are_shown_and_kept_out(tmp_path: Path
     assert set(b["scores"]["max"]["values"]) == set(b["rounds_to"]["0.8"]) == {"0", "3", "9"}
     assert pair["n"] == 2 and close(pair["mean"], (0.1 + 0.05) / 2)
     page = (tmp_path / "out/report.md").read_text()
-    assert "Seed 9 of b: no finished run of a to pair with." in page and "b, seed 4: failed." in page
+    assert (
+        "Seed 9 of b: no finished run of a to pair with." in page and "b, seed 4: failed." in page
+    )
 
 
 def test_runs_of_a_sweep_that_never_began_are_said(tmp_path: Path) -> None:
@@ -124,7 +154,9 @@ def test_runs_of_a_sweep_that_never_began_are_said(tmp_path: Path) -> None:
     rows = "b,9,done,x\nb,10,done,x\na,9,failed,x\na,10,waiting,x\n"
     (tmp_path / "s/runs.csv").write_text(f"arm,seed,status,folder\n{rows}")
     found = report(tmp_path / "out", tmp_path / "s")
-    assert list(found["arms"]["b"]["scores"]["last"]["values"]) == ["9", "10"] and list(found["arms"]) == ["b"]
+    assert list(found["arms"]["b"]["scores"]["last"]["values"]) == ["9", "10"] and list(
+        found["arms"]
+    ) == ["b"]
     assert "left no run.json: 1 failed, 1 waiting" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "none").mkdir()
     (tmp_path / "none/runs.csv").write_text("arm,seed,status,folder\na,0,waiting,x\n")
@@ -147,7 +179,9 @@ def test_an_absent_metric_scores_nobody(tmp_path: Path) -> None:
     make_run(tmp_path / "s/b/seed-7", "b", 7, {"val/acc": [0.1]}, "diverged")
     found = report(tmp_path / "out", tmp_path / "s", "--metric", "test/acc", "--targets", "0.5")
     scores = found["arms"]["b"]["scores"]["last10"]
-    assert scores["mean"] is None and scores["sd"] is None and set(scores["values"].values()) == {None}
+    assert (
+        scores["mean"] is None and scores["sd"] is None and set(scores["values"].values()) == {None}
+    )
     assert found["pairs"][0]["n"] == 0 and found["pairs"][0]["mean"] is None
     assert "No run logs test/acc" in (tmp_path / "out/report.md").read_text()
 
@@ -182,10 +216,16 @@ def test_a_second_run_of_one_arm_and_seed_is_refused_by_name(tmp_path: Path) -> 
     "change, words",
     [
         (lambda f: (f / "run.json").write_text("{"), "run.json"),
-        (lambda f: (f / "run.json").write_text('{"status": "over", "seed": 0}'), "running, done, diverged"),
+        (
+            lambda f: (f / "run.json").write_text('{"status": "over", "seed": 0}'),
+            "running, done, diverged",
+        ),
         (lambda f: (f / "metrics.csv").unlink(), "metrics.csv"),
         (lambda f: (f / "metrics.csv").write_text("round,val/acc\n0,high\n"), "metrics.csv"),
-        (lambda f: (f / "metrics.csv").write_text("round,val/acc\n0,0.5\n0,0.6\n"), "do not ascend"),
+        (
+            lambda f: (f / "metrics.csv").write_text("round,val/acc\n0,0.5\n0,0.6\n"),
+            "do not ascend",
+        ),
         (lambda f: (f / "run.json").unlink(), "no run is here"),
     ],
 )
@@ -196,18 +236,23 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, change: Any, words: str) -
 
 
 @pytest.mark.parametrize(
-    "argv, words", [(["--targets", "0.8,high"], "'high' is no number"), (["--metrics", "x"], "--help"), ([], "FOLDER")]
+    "argv, words",
+    [
+        (["--targets", "0.8,high"], "'high' is no number"),
+        (["--metrics", "x"], "--help"),
+        ([], "FOLDER"),
+    ],
 )
-def test_wrong_options_are_said_in_one_paragraph(tmp_path: Path, argv: list[str], words: str) -> None:
+def test_wrong_options_are_said_in_one_paragraph(
+    tmp_path: Path, argv: list[str], words: str
+) -> None:
     folder = [] if not argv else [make_run(tmp_path / "x", "a", 0, {"val/acc": [0.5]})]
     assert words in refused(tmp_path / "out", *folder, *argv)
 
 
 def test_a_report_does_not_wait_for_torch(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "a", LEVELS)
-    code = (
-        "import sys; from fl_lightning.__main__ import main; status = main(sys.argv[1:]); print('torch' in sys.modules)"
-    )
+    code = "import sys; from fl_lightning.__main__ import main; status = main(sys.argv[1:]); print('torch' in sys.modules)"
     argv = [sys.executable, "-c", code, "report", str(tmp_path / "s")]
     result = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "False" and (tmp_path / "s/report.json").is_file()

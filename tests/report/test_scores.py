@@ -39,7 +39,11 @@ def smoothed_by_hand(values: list[float]) -> list[float]:
     weights = [0.5 - 0.5 * math.cos(2 * math.pi * (k + 1) / (width + 1)) for k in range(width)]
     smoothed = []
     for t in range(len(values)):
-        inside = [(weights[k + half], values[t + k]) for k in range(-half, half + 1) if 0 <= t + k < len(values)]
+        inside = [
+            (weights[k + half], values[t + k])
+            for k in range(-half, half + 1)
+            if 0 <= t + k < len(values)
+        ]
         smoothed.append(math.fsum(w * v for w, v in inside) / math.fsum(w for w, _ in inside))
     return smoothed
 
@@ -72,7 +76,9 @@ def test_smoothing_keeps_length_and_range_and_constants(values: list[float]) -> 
 
 
 @given(curves, st.floats(0, 1))
-def test_a_target_is_reached_when_the_smoothed_curve_first_is_there(values: list[float], target: float) -> None:
+def test_a_target_is_reached_when_the_smoothed_curve_first_is_there(
+    values: list[float], target: float
+) -> None:
     for metric, there in (("val/acc", lambda v: v >= target), ("val/loss", lambda v: v <= target)):
         curve = [float(v) for v in smooth(np.array(values))]
         wanted = next((t + 1 for t, value in enumerate(curve) if there(value)), None)
@@ -83,8 +89,12 @@ def test_a_target_is_reached_when_the_smoothed_curve_first_is_there(values: list
 
 
 @given(curves, st.floats(0, 1), st.floats(0, 1))
-def test_a_higher_target_is_never_reached_earlier(values: list[float], one: float, other: float) -> None:
-    low, high = (reached(run_of(values), "val/acc", target)["rounds"] for target in sorted((one, other)))
+def test_a_higher_target_is_never_reached_earlier(
+    values: list[float], one: float, other: float
+) -> None:
+    low, high = (
+        reached(run_of(values), "val/acc", target)["rounds"] for target in sorted((one, other))
+    )
     assert high is None or low <= high
 
 
@@ -102,14 +112,24 @@ def test_what_was_not_measured_is_left_out_and_rounds_stay_rounds(tmp_path: Path
         "time/round": [1.0] * 7 + [None],
     }
     run = read_run(make_run(tmp_path / "x", "a", 0, columns))
-    assert reached(run, "val/acc", 0.6) == {"rounds": 6, "bytes": 60, "gradients": None, "seconds": 6.0}
+    assert reached(run, "val/acc", 0.6) == {
+        "rounds": 6,
+        "bytes": 60,
+        "gradients": None,
+        "seconds": 6.0,
+    }
     assert reached(run, "val/acc", 0.7) == {
         "rounds": 8,
         "bytes": None,
         "gradients": None,
         "seconds": None,
     }  # not known, so not said
-    assert scores(run.column("val/acc")[[1, 5, 7]]) == {"last10": 0.5, "smoothed": 0.8, "last": 0.8, "max": 0.8}
+    assert scores(run.column("val/acc")[[1, 5, 7]]) == {
+        "last10": 0.5,
+        "smoothed": 0.8,
+        "last": 0.8,
+        "max": 0.8,
+    }
 
 
 def test_no_value_no_score() -> None:

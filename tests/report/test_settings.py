@@ -32,7 +32,14 @@ def grid(folder: Path, alphas: tuple[str, ...] = ("0.1", "0.6"), shift: float = 
             for seed in range(5):
                 columns = {"val/acc": [level + shift + 0.001 * seed * (method != "fedavg")] * 20}
                 partition = f"{alpha} {seed}"
-                make_run(folder / arm / f"seed-{seed}", arm, seed, columns, partition=partition, axes=axes)
+                make_run(
+                    folder / arm / f"seed-{seed}",
+                    arm,
+                    seed,
+                    columns,
+                    partition=partition,
+                    axes=axes,
+                )
     (folder / "sweep.yaml").write_text("configs: [base]\n")
     return folder
 
@@ -50,7 +57,9 @@ def test_arms_are_compared_within_a_setting(tmp_path: Path) -> None:
         text = (tmp_path / f"out/report.{kind}").read_text()
         assert "Methods by settings" in text and text.count("Dirichlet-0.6") > 1, kind
     assert "| fedavg | 70.00 ± 0.00 | 70.00 ± 0.00 |" in (tmp_path / "out/report.md").read_text()
-    assert (tmp_path / "out/pivot.csv").read_text().startswith("method,Dirichlet-0.1,Dirichlet-0.6\n")
+    assert (
+        (tmp_path / "out/pivot.csv").read_text().startswith("method,Dirichlet-0.1,Dirichlet-0.6\n")
+    )
 
 
 def test_without_other_axes_there_is_one_setting(tmp_path: Path) -> None:
@@ -68,10 +77,23 @@ def test_a_trend_over_an_axis_is_of_its_own_method(tmp_path: Path) -> None:
         if path.parent.name.startswith("fedavg"):
             rows = "".join(f"{t},{0.5 + 0.01 * alpha}\n" for t in range(9))
             (path / "metrics.csv").write_text(f"round,val/acc\n{rows}")
-    shared = {"kind": "trend", "over": "data.partition", "metric": "val/acc", "direction": "greater"}
-    claims = [{"id": "T", "arm": "fedavg", **shared}, {"id": "U", "arm": "fedinit-0.1", **shared, "family": "f"}]
-    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))["claims"]
-    assert said[0]["values"] == pytest.approx({str(s): 1.0 for s in range(5)}) and said[0]["verdict"] == "reproduced"
+    shared = {
+        "kind": "trend",
+        "over": "data.partition",
+        "metric": "val/acc",
+        "direction": "greater",
+    }
+    claims = [
+        {"id": "T", "arm": "fedavg", **shared},
+        {"id": "U", "arm": "fedinit-0.1", **shared, "family": "f"},
+    ]
+    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))[
+        "claims"
+    ]
+    assert (
+        said[0]["values"] == pytest.approx({str(s): 1.0 for s in range(5)})
+        and said[0]["verdict"] == "reproduced"
+    )
     assert (said[1]["n"], said[1]["verdict"]) == (0, "inconclusive")  # constant: ρ is not defined
     several = refused(folder, "--claims", written(tmp_path / "d.yaml", {"id": "T", **shared}))
     assert "several methods were swept" in several
@@ -85,7 +107,10 @@ def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
         written(tmp_path / name / "claims.yaml", {"id": f"{name}-A", **claim})
     found = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
     assert set(found["arms"]) == {"one/base", "one/up", "two/base", "two/up"}
-    assert [(e["id"], e["verdict"]) for e in found["claims"]] == [("one-A", "reproduced"), ("two-A", "contradicted")]
+    assert [(e["id"], e["verdict"]) for e in found["claims"]] == [
+        ("one-A", "reproduced"),
+        ("two-A", "contradicted"),
+    ]
     assert set(found["settings"]) == {"one/all", "two/all"}
     # half of one sweep elsewhere: still one
     for folder in (tmp_path / "one/up/seed-4", tmp_path / "one/base/seed-4"):
@@ -103,7 +128,10 @@ def test_a_claim_means_the_runs_of_its_own_sweep(tmp_path: Path) -> None:
     make_arm(tmp_path / "two", "base", {s: 0.5 + 0.001 * s for s in range(5)})
     make_arm(tmp_path / "two", "other", {s: 0.5 for s in range(5)})
     for name, row in (("one", "base,0"), ("two", "other,9")):  # the base of the first has not begun
-        written(tmp_path / name / "claims.yaml", {"id": f"{name}-A", **claim, "a": "up" if name == "one" else "other"})
+        written(
+            tmp_path / name / "claims.yaml",
+            {"id": f"{name}-A", **claim, "a": "up" if name == "one" else "other"},
+        )
         (tmp_path / name / "runs.csv").write_text(f"arm,seed,status,folder\n{row},waiting,x\n")
     said = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")["claims"]
     assert [(e["n"], e["provisional"]) for e in said] == [(0, True), (5, True)]
@@ -169,13 +197,22 @@ def test_a_column_that_stands_twice_is_refused_and_removed_claims_are_said(tmp_p
 )  # fmt: skip
 def test_claims_of_each_kind_are_checked(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
     make_arm(tmp_path / "s", "a", {0: 0.5})
-    path = written(tmp_path / "c.yaml", {"id": "A", "a": "a", "b": "b", "metric": "val/acc", **claim})
+    path = written(
+        tmp_path / "c.yaml", {"id": "A", "a": "a", "b": "b", "metric": "val/acc", **claim}
+    )
     assert words in refused(tmp_path / "s", "--claims", path)
 
 
 def test_a_family_has_one_primary_claim(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "a", {0: 0.5})
-    one = {"a": "a", "b": "b", "metric": "val/acc", "direction": "less", "margin": 0, "primary": True}
+    one = {
+        "a": "a",
+        "b": "b",
+        "metric": "val/acc",
+        "direction": "less",
+        "margin": 0,
+        "primary": True,
+    }
     path = written(tmp_path / "c.yaml", {"id": "A", **one}, {"id": "B", **one})
     assert "A and B are both the primary claim" in refused(tmp_path / "s", "--claims", path)
     written(path, {"id": "A", **one}, {"id": "B", **one, "family": "f"})

@@ -19,9 +19,17 @@ ONES = torch.ones(D, dtype=torch.float64)
 
 def test_columns_are_of_who_trains_together() -> None:
     both, one = some_clients(a_round()), some_clients(a_round(), [5])
-    assert both.steps.tolist() == [[2], [4]] and both.sizes.tolist() == [[10], [30]] and one.steps.tolist() == [[4]]
+    assert (
+        both.steps.tolist() == [[2], [4]]
+        and both.sizes.tolist() == [[10], [30]]
+        and one.steps.tolist() == [[4]]
+    )
     assert both.weights.tolist() == [[0.25], [0.75]] and one.weights.tolist() == [[0.75]]
-    assert both.ids.tolist() == [3, 5] and both.ids.dtype == torch.int64 and both.steps.dtype == torch.float64
+    assert (
+        both.ids.tolist() == [3, 5]
+        and both.ids.dtype == torch.int64
+        and both.steps.dtype == torch.float64
+    )
 
 
 def test_models_are_assigned_by_value() -> None:
@@ -44,7 +52,9 @@ def test_the_start_is_known_from_the_first_step_on() -> None:
     assert torch.equal(elsewhere.start[0], elsewhere.w)  # where no method moves starts, that is w
 
 
-def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_nothing_elapsed() -> None:
+def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_nothing_elapsed() -> (
+    None
+):
     clients = some_clients(a_round())
     clients.x -= ONES
     assert not clients.mean_gradient_read and clients.elapsed.tolist() == [[1.0], [2.0]]
@@ -55,7 +65,9 @@ def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_not
 
 
 def test_where_rates_differ_the_rate_and_all_that_needs_it_are_refused() -> None:
-    clients = some_clients(a_round(rates=ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)")))
+    clients = some_clients(
+        a_round(rates=ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)"))
+    )
     for name in ("lr", "momentum", "weight_decay", "elapsed", "mean_gradient"):
         with pytest.raises(UserError, match="several values"):
             getattr(clients, name)
@@ -71,7 +83,8 @@ def test_logs_and_uploads_have_a_row_a_client() -> None:
     clients.log("flat", torch.ones(2))
     clients.log("column", torch.ones(2, 1, requires_grad=True))
     assert (
-        clients.logs["flat"].shape == clients.logs["column"].shape == (2,) and not clients.logs["column"].requires_grad
+        clients.logs["flat"].shape == clients.logs["column"].shape == (2,)
+        and not clients.logs["column"].requires_grad
     )
     clients.upload("M.u", Upload(), ONES.float())
     clients.upload("M.n", Upload(shape=(), dtype=torch.int64), clients.ids)
@@ -92,16 +105,22 @@ def test_logs_and_uploads_have_a_row_a_client() -> None:
         (ClientState(lambda w: w.sum(), shape=(2,)), [10.0, 10.0]),
     ],
 )
-def test_a_row_is_the_committed_one_or_else_how_its_state_begins(state: ClientState, first: Any) -> None:
+def test_a_row_is_the_committed_one_or_else_how_its_state_begins(
+    state: ClientState, first: Any
+) -> None:
     held = torch.full_like(torch.tensor(first), 9.0)
     clients = some_clients(a_round(rows={("M.s", 5): held}))
     rows = clients.rows("M.s", state)
     assert rows.tolist() == [first, held.tolist()] and clients.rows("M.s", state) is rows
-    assert rows.dtype == (state.dtype or (torch.float64 if state.initial != "zeros" else rows.dtype))
+    assert rows.dtype == (
+        state.dtype or (torch.float64 if state.initial != "zeros" else rows.dtype)
+    )
     assert list(clients.written()) == []  # nothing outlives a round by being read
 
 
-def test_rows_that_were_assigned_or_changed_in_place_outlive_the_round_and_scratch_does_not() -> None:
+def test_rows_that_were_assigned_or_changed_in_place_outlive_the_round_and_scratch_does_not() -> (
+    None
+):
     assigned, in_place, scratch = ClientState(), ClientState(), Scratch()
     clients = some_clients(a_round(rows={("M.read", 3): ONES}))
     clients.rows("M.read", ClientState())
@@ -158,7 +177,11 @@ def test_a_copy_that_has_been_averaged_since_is_not_taken() -> None:
 
 
 def test_without_parts_nothing_is_kept() -> None:
-    assert some_clients(a_round(), [3]).kept_parts() == {} == some_clients(a_round(parts=parts()), [3]).kept_parts()
+    assert (
+        some_clients(a_round(), [3]).kept_parts()
+        == {}
+        == some_clients(a_round(parts=parts()), [3]).kept_parts()
+    )
     clients = some_clients(a_round())
     assert clients.kept_mask is None and clients.origin is clients.start
 
@@ -200,7 +223,9 @@ def test_gradients_are_counted_with_those_of_the_whole_objective() -> None:
     for first in (True, False, False):
         clients.local_step = Step(first)
         clients.full_gradient(clients.x)
-    assert clients.gradients(5) == 4 * 2 + 7 + 4 * 7, "what the first step asks for, every step does"
+    assert clients.gradients(5) == 4 * 2 + 7 + 4 * 7, (
+        "what the first step asks for, every step does"
+    )
 
 
 def test_the_loss_of_local_steps_is_a_column_where_it_was_gathered() -> None:

@@ -36,20 +36,40 @@ def cohort(batches: int = 7, clients: int = 10, **given: Any) -> Cohort:
         def client_sizes(self) -> list[int]:
             return [10 * i for i in range(clients)]
 
-    facts = {"participation": 3, "sampling": "uniform", "local_epochs": None, "local_steps": None, **given}
+    facts = {
+        "participation": 3,
+        "sampling": "uniform",
+        "local_epochs": None,
+        "local_steps": None,
+        **given,
+    }
     return Cohort(Data(), 1, **facts)
 
 
 @pytest.mark.parametrize(
     ("epochs", "batches", "steps"),
-    [(1.5, 7, 11), (1.5, 8, 12), (0.1, 3, 1), (2, 7, 14), (0.3, 10, 3), (1.1, 10, 11), (2.001, 10, 21), (None, 7, 35)],
+    [
+        (1.5, 7, 11),
+        (1.5, 8, 12),
+        (0.1, 3, 1),
+        (2, 7, 14),
+        (0.3, 10, 3),
+        (1.1, 10, 11),
+        (2.001, 10, 21),
+        (None, 7, 35),
+    ],
 )
-def test_a_started_share_of_an_epoch_is_rounded_up_in_exact_decimals(epochs: Any, batches: int, steps: int) -> None:
+def test_a_started_share_of_an_epoch_is_rounded_up_in_exact_decimals(
+    epochs: Any, batches: int, steps: int
+) -> None:
     assert cohort(batches, local_epochs=epochs).steps(0) == steps
 
 
 def test_steps_win_over_epochs_and_epochs_are_of_the_client() -> None:
-    assert cohort(7, local_epochs=2).steps(3) == 20 and cohort(7, local_epochs=2, local_steps=5).steps(3) == 5
+    assert (
+        cohort(7, local_epochs=2).steps(3) == 20
+        and cohort(7, local_epochs=2, local_steps=5).steps(3) == 5
+    )
 
 
 def test_sizes_are_of_who_was_asked_for() -> None:
@@ -62,14 +82,21 @@ def test_the_most_clients_of_a_round() -> None:
 
 
 @pytest.mark.parametrize(("participation", "mean"), [(3, 3.0), (0.36, 3.6)])
-def test_bernoulli_sampling_takes_each_client_with_its_probability(participation: Any, mean: float) -> None:
+def test_bernoulli_sampling_takes_each_client_with_its_probability(
+    participation: Any, mean: float
+) -> None:
     """A fraction is taken as it is, not rounded to whole clients: 3.6 of 10; four standard errors of 4,000 rounds."""
     drawn = cohort(participation=participation, sampling="bernoulli")
-    assert abs(sum(len(drawn.participants(t)) for t in range(4000)) / 4000 - mean) < 4 * (mean * 0.7 / 4000) ** 0.5
+    assert (
+        abs(sum(len(drawn.participants(t)) for t in range(4000)) / 4000 - mean)
+        < 4 * (mean * 0.7 / 4000) ** 0.5
+    )
 
 
 def test_poisson_sampling_may_take_nobody_and_bernoulli_takes_somebody_in_such_a_round() -> None:
-    poisson, bernoulli = (cohort(participation=0.1, sampling=kind) for kind in ("poisson", "bernoulli"))
+    poisson, bernoulli = (
+        cohort(participation=0.1, sampling=kind) for kind in ("poisson", "bernoulli")
+    )
     sizes = [len(poisson.participants(t)) for t in range(200)]
     assert min(sizes) == 0 < max(sizes)
     empty = sizes.index(0)

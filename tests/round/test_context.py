@@ -38,7 +38,9 @@ def test_all_is_averaged_unless_there_are_parts() -> None:
     assert kept is not None and kept.tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
 def test_sums_are_at_least_of_single_precision(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert a_round(w=torch.ones(D, dtype=dtype)).wide == wide
 
@@ -69,5 +71,7 @@ def test_a_schedule_by_rounds_is_filled_as_far_as_the_round() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     given = [dict(group) for group in optimizer.param_groups]
     halving = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    rates = ClientRates(1.0, torch.tensor(1.0), schedule=ClientSchedule(optimizer, [(halving, 1)], "rounds", given))
+    rates = ClientRates(
+        1.0, torch.tensor(1.0), schedule=ClientSchedule(optimizer, [(halving, 1)], "rounds", given)
+    )
     assert [float(rates.in_round(t, 3.0, 1).lr) for t in (0, 5, 2)] == [3.0, 3.0 / 32, 3.0 / 4]

@@ -42,5 +42,7 @@ def test_checkpoints_load_as_the_learner_itself(tmp_path: Any) -> None:
     exported = module.export(tmp_path / "model.pt")
     again = Lit.load_from_checkpoint(tmp_path / "model.pt")
     for name, value in exported.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value) and torch.equal(again.state_dict()[name], value)
+        assert torch.equal(loaded.state_dict()[name], value) and torch.equal(
+            again.state_dict()[name], value
+        )
     assert loaded.hparams["hidden"] == 6

@@ -24,7 +24,9 @@ def test_server_state_is_a_copy_in_server_hooks_and_the_state_itself_elsewhere()
     assert ledger.server_state("M.a", OWN) is held
     with ledger.server_hooks():
         copy = ledger.server_state("M.a", OWN)
-        assert copy is not held and torch.equal(copy, held) and ledger.server_state("M.a", OWN) is copy
+        assert (
+            copy is not held and torch.equal(copy, held) and ledger.server_state("M.a", OWN) is copy
+        )
         copy += 1
     assert torch.equal(held, torch.ones(D, dtype=torch.float64))
     assert torch.equal(ledger.settled_server({"M.a": OWN})["M.a"], held + 1)
@@ -83,13 +85,19 @@ def test_synchronised_server_state_keeps_its_value_where_a_part_is_not_averaged(
 def test_synchronised_client_rows_keep_their_value_where_a_part_is_not_averaged() -> None:
     own, shared = ClientState(synchronised=False), ClientState("current_model", synchronised=True)
     rows = {("M.shared", 3): EIGHTS / 2, ("M.shared", 5): None, ("M.own", 3): EIGHTS / 2}
-    staged = {"M.shared": {3: EIGHTS, 5: EIGHTS}, "M.own": {3: EIGHTS}, "optimizer.0.step": {3: EIGHTS}}
+    staged = {
+        "M.shared": {3: EIGHTS, 5: EIGHTS},
+        "M.own": {3: EIGHTS},
+        "optimizer.0.step": {3: EIGHTS},
+    }
     for given, expected in ((PARTLY, ([8, 8, 4, 4], [8, 8, 3, 4])), ({}, ([8.0] * 4, [8.0] * 4))):
         ledger = Ledger(a_round(rows=rows, **given))  # type: ignore[arg-type]  # None is what was never written
         ledger.rows = {key: dict(by_client) for key, by_client in staged.items()}
         settled = ledger.settled_rows({"M.shared": shared, "M.own": own})
         assert (settled["M.shared"][3].tolist(), settled["M.shared"][5].tolist()) == expected
-        assert torch.equal(settled["M.own"][3], EIGHTS) and torch.equal(settled["optimizer.0.step"][3], EIGHTS)
+        assert torch.equal(settled["M.own"][3], EIGHTS) and torch.equal(
+            settled["optimizer.0.step"][3], EIGHTS
+        )
         # what methods still read is left alone
         assert torch.equal(ledger.rows["M.shared"][3], EIGHTS)
 

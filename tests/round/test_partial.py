@@ -30,7 +30,12 @@ def test_a_copy_is_good_until_its_part_is_averaged_again() -> None:
 
 def test_a_part_averaged_every_round_or_empty_is_none() -> None:
     none = parts((FIRST, 1), (torch.zeros(D, dtype=torch.bool), 2))
-    assert none.masks == [] and none.periods == [] and not none.kept.any() and bool(none.averaged(0).all())
+    assert (
+        none.masks == []
+        and none.periods == []
+        and not none.kept.any()
+        and bool(none.averaged(0).all())
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,4 +56,7 @@ def test_what_is_no_part_is_refused(given: Any) -> None:
 
 
 def test_parts_that_touch_do_not_overlap() -> None:
-    assert len(parts((FIRST, 2), (LAST, 2)).masks) == 2 and len(parts((FIRST, 2), (LAST, 2.0)).masks) == 2  # type: ignore[arg-type]  # a YAML's 2.0
+    assert (
+        len(parts((FIRST, 2), (LAST, 2)).masks) == 2
+        and len(parts((FIRST, 2), (LAST, 2.0)).masks) == 2
+    )  # type: ignore[arg-type]  # a YAML's 2.0

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
-from fl_lightning.contracts.federation import Failed, Outcome, fit, in_processes, outcome, quiet, require_same
+from fl_lightning.contracts.federation import (
+    Failed,
+    Outcome,
+    fit,
+    in_processes,
+    outcome,
+    quiet,
+    require_same,
+)
 from fl_lightning.storage.run_state import packed, unpacked
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
@@ -43,7 +51,10 @@ def test_a_method_chooses_from_committed_rows_and_its_choices_are_known_afterwar
     assert sorted(told[0] + told[1]) == list(range(6)), "those who never moved come first"
     rows = {i: float(module.client_rows.read("LeastMoved.moved", i)) for i in range(6)}
     assert set(told[0]) != set(told[2]) or set(told[1]) != set(told[3])
-    assert all(row > 0 for row in rows.values()) and int(module.server_states["LeastMoved.rounds"]) == 4
+    assert (
+        all(row > 0 for row in rows.values())
+        and int(module.server_states["LeastMoved.rounds"]) == 4
+    )
     with pytest.raises(UserError, match=r"participants\(4\).*rounds 0 to 3"):
         module.participants(4)
 
@@ -62,7 +73,13 @@ def test_one_two_and_four_processes_choose_alike_and_leave_the_same_bits() -> No
         alone = fit([LeastMoved()], rounds=4)
         plain = {**outcome(alone), "chosen": torch.tensor(chosen(alone, 4))}
         for world in (2, 4):
-            require_same(plain, in_processes(world, lambda world=world: job(world)), 0.0, f"{world} processes", "")
+            require_same(
+                plain,
+                in_processes(world, lambda world=world: job(world)),
+                0.0,
+                f"{world} processes",
+                "",
+            )
 
 
 def test_a_choice_that_differs_between_processes_is_an_error() -> None:
@@ -73,7 +90,10 @@ def test_a_choice_that_differs_between_processes_is_an_error() -> None:
     def job() -> Outcome:
         return outcome(fit([Uneven()], trainer={"strategy": "federated", "devices": 2}))
 
-    with quiet(), pytest.raises(Failed, match=r"Uneven\.select chose other clients in another process"):
+    with (
+        quiet(),
+        pytest.raises(Failed, match=r"Uneven\.select chose other clients in another process"),
+    ):
         in_processes(2, job)
 
 
@@ -119,7 +139,9 @@ def test_a_round_that_failed_chooses_again_and_the_choice_of_the_present_round_i
 )
 def test_a_choice_has_to_be_n_distinct_available_clients(returned: Any) -> None:
     method = type(
-        "Wrong", (FederatedCallback,), {"select": lambda self, server, available, n: returned(available, n)}
+        "Wrong",
+        (FederatedCallback,),
+        {"select": lambda self, server, available, n: returned(available, n)},
     )()
     with pytest.raises(TypeError, match="3 distinct ids of the 10 available clients"):
         trainer(1, [method]).fit(federated(), blobs())
@@ -137,7 +159,11 @@ def test_bernoulli_sampling_gives_a_choice_the_number_that_it_draws() -> None:
     plain = federated(sampling="bernoulli", participation=0.4)
     trainer(4, [First()]).fit(module, blobs())
     trainer(4).fit(plain, blobs())
-    assert asked == [len(plain.participants(t)) for t in range(4)] == [len(module.participants(t)) for t in range(4)]
+    assert (
+        asked
+        == [len(plain.participants(t)) for t in range(4)]
+        == [len(module.participants(t)) for t in range(4)]
+    )
     assert len(set(asked)) > 1
 
 
@@ -165,7 +191,10 @@ def test_what_is_drawn_at_the_server_depends_on_seed_purpose_and_round_alone() -
 
     class Drawing(FederatedCallback):
         def on_round_start(self, server: Any) -> None:
-            drawn.extend(float(server.generator(p, *c).random()) for p, c in (("a", ()), ("b", ()), ("a", (1,))))
+            drawn.extend(
+                float(server.generator(p, *c).random())
+                for p, c in (("a", ()), ("b", ()), ("a", (1,)))
+            )
 
     tiny_run(Drawing(), rounds=2)
     tiny_run(Drawing(), rounds=2)

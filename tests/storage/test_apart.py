@@ -49,22 +49,36 @@ def learner(kind: type[WithObjects] = WithObjects) -> WithObjects:
     return kind(Head(5), nn.Linear(20, 2))
 
 
-def fit(folder: Path, of: Any, rounds: int = 2, **options: Any) -> tuple[FederatedModule, pl.Trainer]:
-    last = ModelCheckpoint(folder, "last", enable_version_counter=False, save_on_train_epoch_end=True)
-    run = trainer(rounds, [ControlVariates(), last], enable_checkpointing=True, default_root_dir=folder)
+def fit(
+    folder: Path, of: Any, rounds: int = 2, **options: Any
+) -> tuple[FederatedModule, pl.Trainer]:
+    last = ModelCheckpoint(
+        folder, "last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
+    run = trainer(
+        rounds, [ControlVariates(), last], enable_checkpointing=True, default_root_dir=folder
+    )
     module = federated(of)
     run.fit(module, blobs(), **options)
     return module, run
 
 
-def test_load_from_checkpoint_gives_the_learner_back_from_checkpoint_and_export(tmp_path: Path) -> None:
+def test_load_from_checkpoint_gives_the_learner_back_from_checkpoint_and_export(
+    tmp_path: Path,
+) -> None:
     module, _ = fit(tmp_path, learner())
     module.export(tmp_path / "model.pt")
     for name in ("last.ckpt", "model.pt"):
         again = WithObjects.load_from_checkpoint(tmp_path / name, weights_only=False)
-        assert again.head.size == 5 and isinstance(again.extra, nn.Linear) and again.hparams.kind is Lit
+        assert (
+            again.head.size == 5
+            and isinstance(again.extra, nn.Linear)
+            and again.hparams.kind is Lit
+        )
         expected = module.learner.state_dict()
-        assert all(torch.equal(v.float(), expected[k].float()) for k, v in again.state_dict().items())
+        assert all(
+            torch.equal(v.float(), expected[k].float()) for k, v in again.state_dict().items()
+        )
         content = torch.load(tmp_path / name, weights_only=False)
         assert torch.equal(content["special"]["head"].weight, torch.full((5,), 3.0))
         assert content["special"]["numbers"][0] == 1
@@ -76,7 +90,9 @@ def test_a_resume_needs_no_trust_where_nobody_reads_the_objects(tmp_path: Path) 
     assert run.current_epoch == 3
     whole, _ = fit(tmp_path / "whole", learner(), rounds=3)
     assert torch.equal(module.global_vector, whole.global_vector)
-    assert all(torch.equal(row, client_rows(whole)[key]) for key, row in client_rows(module).items())
+    assert all(
+        torch.equal(row, client_rows(whole)[key]) for key, row in client_rows(module).items()
+    )
 
 
 def test_rows_of_a_checkpoint_with_objects_are_kept(tmp_path: Path) -> None:
@@ -129,8 +145,12 @@ class Counting(pl.Callback):
 
 def test_a_callback_with_an_array_trains_on_and_resumes_with_trust(tmp_path: Path) -> None:
     def run(rounds: int, **options: Any) -> int:
-        last = ModelCheckpoint(tmp_path, "last", enable_version_counter=False, save_on_train_epoch_end=True)
-        of = trainer(rounds, [Counting(), last], enable_checkpointing=True, default_root_dir=tmp_path)
+        last = ModelCheckpoint(
+            tmp_path, "last", enable_version_counter=False, save_on_train_epoch_end=True
+        )
+        of = trainer(
+            rounds, [Counting(), last], enable_checkpointing=True, default_root_dir=tmp_path
+        )
         of.fit(federated(), blobs(), **options)
         return of.current_epoch
 
@@ -147,16 +167,22 @@ class Locked(Lit):
         self.save_hyperparameters()
 
 
-def test_what_cannot_be_pickled_is_left_out_of_hyper_parameters_and_refused_elsewhere(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_left_out_of_hyper_parameters_and_refused_elsewhere(
+    tmp_path: Path,
+) -> None:
     of = Locked(6)
     of.hparams["guard"] = threading.Lock()
     of.hparams["nested"] = {"lock": [threading.Lock()]}
     with pytest.warns(UserWarning, match="the hyper-parameter 'guard' is a lock"):
-        AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "hyper_parameters": dict(of.hparams)}, tmp_path / "a")
+        AtomicCheckpointIO().save_checkpoint(
+            {"state_dict": {}, "hyper_parameters": dict(of.hparams)}, tmp_path / "a"
+        )
     kept = AtomicCheckpointIO().load_checkpoint(tmp_path / "a")["hyper_parameters"]
     assert kept["hidden"] == 6 and "guard" not in kept and "nested" not in kept
     with pytest.raises(UserError, match=r"checkpoint\['mine'\]\[0\] is a lock"):
-        AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "mine": [threading.Lock()]}, tmp_path / "b")
+        AtomicCheckpointIO().save_checkpoint(
+            {"state_dict": {}, "mine": [threading.Lock()]}, tmp_path / "b"
+        )
 
 
 class Hooked(Lit):

@@ -28,7 +28,11 @@ def saved(folder: Path, name: str = "last.ckpt") -> Path:
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as error:
         AtomicCheckpointIO().load_checkpoint(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert (
+        str(path) in str(error.value)
+        and "\n" not in str(error.value)
+        and len(str(error.value)) < 600
+    )
     return str(error.value)
 
 
@@ -99,7 +103,9 @@ AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.zeros(9)}, "epoc
 """
 
 
-def test_killed_while_writing_the_old_one_stays_and_the_next_write_clears_up(tmp_path: Path) -> None:
+def test_killed_while_writing_the_old_one_stays_and_the_next_write_clears_up(
+    tmp_path: Path,
+) -> None:
     path = saved(tmp_path)
     command = [sys.executable, "-c", KILLED, "replace", str(tmp_path / "epoch=4.ckpt")]
     assert subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 9

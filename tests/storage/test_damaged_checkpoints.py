@@ -19,7 +19,9 @@ from tests.helpers.learners import blobs, federated, trainer
 
 
 def fit(folder: Path, rounds: int, method: Any = ControlVariates, **options: Any) -> Any:
-    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
+    last = ModelCheckpoint(
+        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
     run = trainer(rounds, [method(), last], enable_checkpointing=True, default_root_dir=folder)
     module = federated()
     run.fit(module, blobs(), **options)
@@ -44,10 +46,22 @@ def spoilt(value: torch.Tensor, by: float) -> torch.Tensor:
 
 
 FORGED = {
-    "integers": (weights("net.0.weight", torch.Tensor.long), r"net\.0\.weight holds torch\.int64 there"),
-    "complex": (weights("net.0.weight", lambda v: v.to(torch.complex64)), r"holds torch\.complex64"),
-    "NaN": (weights("net.2.bias", lambda v: spoilt(v, float("nan"))), r"the weights net\.2\.bias hold values.*finite"),
-    "infinite": (weights("net.2.bias", lambda v: spoilt(v, float("-inf"))), r"net\.2\.bias hold values.*finite"),
+    "integers": (
+        weights("net.0.weight", torch.Tensor.long),
+        r"net\.0\.weight holds torch\.int64 there",
+    ),
+    "complex": (
+        weights("net.0.weight", lambda v: v.to(torch.complex64)),
+        r"holds torch\.complex64",
+    ),
+    "NaN": (
+        weights("net.2.bias", lambda v: spoilt(v, float("nan"))),
+        r"the weights net\.2\.bias hold values.*finite",
+    ),
+    "infinite": (
+        weights("net.2.bias", lambda v: spoilt(v, float("-inf"))),
+        r"net\.2\.bias hold values.*finite",
+    ),
     "text": (weights("net.2.bias", lambda v: "hello"), r"net\.2\.bias is a str there"),
     "no dict": (lambda c: c.update(state_dict=[1]), r"its state_dict is a list"),
     "newer": (lambda c: c["federated"].update(version=99), r"version 99 .* newer fl-lightning"),

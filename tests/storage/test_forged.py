@@ -17,7 +17,14 @@ from fl_lightning.contracts.federation import fit, quiet
 from fl_lightning.errors import UserError
 
 GONE = object()
-FORMS = {"gone": GONE, "text": "text", "None": None, "minus": -7, "list": [1, "a"], "dict": {"a": 1}}
+FORMS = {
+    "gone": GONE,
+    "text": "text",
+    "None": None,
+    "minus": -7,
+    "list": [1, "a"],
+    "dict": {"a": 1},
+}
 SEEN = [  # to end in an error of Python
     ("federated.server.ControlVariates.c", "complex"), ("federated.chosen.rounds", "None"),
     ("federated.clients", "None"), ("federated.folders", "gone"), ("federated.w0", "text"), ("federated.seed", "gone"),
@@ -33,7 +40,13 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Of all that a checkpoint holds, from the outside in."""
     if at:
         yield at
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        value.keys()
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         yield from places(value[key], (*at, key))
 
@@ -66,7 +79,9 @@ def resumed(folder: Path, forged: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("place", "form"), SEEN)
-def test_what_ended_in_an_error_of_python_names_the_place(begun: Any, place: str, form: str) -> None:
+def test_what_ended_in_an_error_of_python_names_the_place(
+    begun: Any, place: str, form: str
+) -> None:
     folder, checkpoint = begun
     (at,) = [at for at in places(checkpoint) if ".".join(map(str, at)) == place]
     with pytest.raises(UserError, match=r"damaged|not written by a federated run") as refused:
@@ -76,10 +91,17 @@ def test_what_ended_in_an_error_of_python_names_the_place(begun: Any, place: str
 
 @pytest.mark.parametrize("form", ["gone", "clients of its own"])
 @pytest.mark.parametrize("key", ["parts.x", "parts.origin", "parts.elapsed", "parts.round"])
-def test_rows_of_parts_that_do_not_belong_together_are_refused(tmp_path: Path, key: str, form: str) -> None:
+def test_rows_of_parts_that_do_not_belong_together_are_refused(
+    tmp_path: Path, key: str, form: str
+) -> None:
     def keeping(rounds: int, resume: bool = False) -> None:
         with quiet():
-            fit([PartialAveraging(periods={"*": "never"})], rounds, folder=str(tmp_path), resume=resume)
+            fit(
+                [PartialAveraging(periods={"*": "never"})],
+                rounds,
+                folder=str(tmp_path),
+                resume=resume,
+            )
 
     keeping(1)
     file = tmp_path / "checkpoints" / "last.ckpt"

@@ -87,7 +87,9 @@ def test_a_path_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/$USER")
     monkeypatch.setenv("WHERE", "a")
     assert named("~/x") == Path("/home/$USER/x")
-    assert named("$WHERE/${WHERE}") == Path("a/a") and named("$UNKNOWN_NAME") == Path("$UNKNOWN_NAME")
+    assert named("$WHERE/${WHERE}") == Path("a/a") and named("$UNKNOWN_NAME") == Path(
+        "$UNKNOWN_NAME"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,10 +97,14 @@ def test_a_path_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory."),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        ),
         OSError(12, "Cannot allocate memory"),
     ],
 )
 def test_memory_that_does_not_suffice_is_told(error: BaseException) -> None:
-    assert out_of_memory(error).startswith("out of memory: ") and "--model.workers" in out_of_memory(error)
+    assert out_of_memory(error).startswith(
+        "out of memory: "
+    ) and "--model.workers" in out_of_memory(error)
     assert not out_of_memory(RuntimeError("shapes differ"))

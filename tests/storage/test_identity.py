@@ -39,10 +39,26 @@ class Looking(FederatedCallback):
 @pytest.mark.parametrize(
     ("then", "now", "words"),
     [
-        (ProximalTerm(0.1), ProximalTerm(0.2), r"ProximalTerm\(mu=0\.1\) then, ProximalTerm\(mu=0\.2\) now"),
-        (RobustAggregation("krum", mixing=True), RobustAggregation("krum"), "mixing=True.* then, .*mixing=False.* now"),
-        (ByzantineClients("alie"), ByzantineClients("label_flip"), "'alie'.* then, .*'label_flip'.* now"),
-        (PartialAveraging(period=3), PartialAveraging(period=2), "period=3.* then, .*period=2.* now"),
+        (
+            ProximalTerm(0.1),
+            ProximalTerm(0.2),
+            r"ProximalTerm\(mu=0\.1\) then, ProximalTerm\(mu=0\.2\) now",
+        ),
+        (
+            RobustAggregation("krum", mixing=True),
+            RobustAggregation("krum"),
+            "mixing=True.* then, .*mixing=False.* now",
+        ),
+        (
+            ByzantineClients("alie"),
+            ByzantineClients("label_flip"),
+            "'alie'.* then, .*'label_flip'.* now",
+        ),
+        (
+            PartialAveraging(period=3),
+            PartialAveraging(period=2),
+            "period=3.* then, .*period=2.* now",
+        ),
         (SharpnessAwareMinimization(0.1), None, "then, none now"),
         (None, RobustAggregation(), r"none then, RobustAggregation\("),
         (ControlVariates(), None, "ControlVariates: .* then, absent now"),
@@ -67,4 +83,7 @@ def test_checkpoints_of_before_go_on(tmp_path: Path) -> None:
     old = torch.load(path, weights_only=True)
     del old["federated"]["arguments"]["methods without state"]
     torch.save(old, path)
-    assert fit([ProximalTerm(0.1)], rounds=2, folder=str(tmp_path), resume=True).trainer.current_epoch == 2
+    assert (
+        fit([ProximalTerm(0.1)], rounds=2, folder=str(tmp_path), resume=True).trainer.current_epoch
+        == 2
+    )

@@ -72,7 +72,10 @@ def test_nothing_is_written_in_a_folder_that_another_took(tmp_path: Path) -> Non
         file.write(b"1")
     (tmp_path / ".lock").unlink()
     assert in_another_process(try_to_hold, tmp_path) == 0
-    with pytest.raises(lock.TakenUp, match="taken this run up"), written_aside(tmp_path / "deep" / "a") as file:
+    with (
+        pytest.raises(lock.TakenUp, match="taken this run up"),
+        written_aside(tmp_path / "deep" / "a") as file,
+    ):
         file.write(b"2")
     assert (tmp_path / "deep" / "a").read_bytes() == b"1"
     with written_aside(tmp_path.parent / "beside") as file:
@@ -90,7 +93,9 @@ def test_what_a_frozen_process_has_open_is_not_what_the_other_writes(tmp_path: P
 
 
 def fit(folder: Path, rounds: int = 2) -> None:
-    last = ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True)
+    last = ModelCheckpoint(
+        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
     run = trainer(rounds, [last], enable_checkpointing=True, default_root_dir=folder)
     try:
         run.fit(federated(), blobs(), ckpt_path="last")
@@ -98,7 +103,9 @@ def fit(folder: Path, rounds: int = 2) -> None:
         os._exit(2)
 
 
-def test_a_run_from_python_holds_the_folder_of_its_checkpoints_while_it_trains(tmp_path: Path) -> None:
+def test_a_run_from_python_holds_the_folder_of_its_checkpoints_while_it_trains(
+    tmp_path: Path,
+) -> None:
     held = lock.hold(tmp_path)
     assert in_another_process(fit, tmp_path) == 2 and not (tmp_path / "checkpoints").exists()
     held.release()

@@ -14,7 +14,12 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.callbacks import CommunicationLogger, ControlVariates, DivergenceLogger, RelaxedInitialization
+from fl_lightning.callbacks import (
+    CommunicationLogger,
+    ControlVariates,
+    DivergenceLogger,
+    RelaxedInitialization,
+)
 from fl_lightning.loggers import MetricsCSV
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.helpers.processes import launched
@@ -33,7 +38,9 @@ class Fragile(Lit):
     def __init__(self, phase: str) -> None:
         super().__init__()
         self.phase, self.taken = phase, 0
-        self.net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4))
+        self.net = nn.Sequential(
+            nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.phase == "local step" and self.current_epoch == KILLED_IN and batch_idx == 2:
@@ -96,7 +103,12 @@ def run(folder: Path, phase: str, rank: int, world: int) -> None:
         enable_version_counter=False,
         save_on_train_epoch_end=True,
     )
-    methods = [RelaxedInitialization(0.1), ControlVariates(), DivergenceLogger(), CommunicationLogger()]
+    methods = [
+        RelaxedInitialization(0.1),
+        ControlVariates(),
+        DivergenceLogger(),
+        CommunicationLogger(),
+    ]
     spread = {"strategy": "federated", "devices": world} if world > 1 else {}
     fit = trainer(
         ROUNDS,
@@ -108,8 +120,14 @@ def run(folder: Path, phase: str, rank: int, world: int) -> None:
     )
     fit.fit(module, blobs(batch_size=10), ckpt_path="last")
     store = module.client_rows.store
-    rows = {name: {int(i): store.read(name, int(i)) for i in store.clients(name)} for name in store.names()}
-    torch.save((module.global_vector.detach(), module.learner.state_dict(), rows), folder / f"end-{rank}.pt")
+    rows = {
+        name: {int(i): store.read(name, int(i)) for i in store.clients(name)}
+        for name in store.names()
+    }
+    torch.save(
+        (module.global_vector.detach(), module.learner.state_dict(), rows),
+        folder / f"end-{rank}.pt",
+    )
 
 
 def launch(folder: Path, world: int = 1, phase: str = "") -> list[int]:
@@ -123,7 +141,10 @@ def ending(folder: Path) -> tuple[Any, Any, dict[str, dict[int, Tensor]], list[d
         for name, by_client in of_rank.items():
             rows.setdefault(name, {}).update(by_client)
     with (folder / "metrics.csv").open() as file:
-        table = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+        table = [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in csv.DictReader(file)
+        ]
     return w, weights, rows, table
 
 
@@ -153,7 +174,9 @@ def assert_same(folder: Path, expected: Any, exact_metrics: bool = True) -> None
         assert table == expected[3]
     assert [row["round"] for row in table] == [str(t) for t in range(ROUNDS)]
     for row, other in zip(table, expected[3], strict=True):
-        assert {k: float(v) for k, v in row.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-6)
+        assert {k: float(v) for k, v in row.items()} == pytest.approx(
+            {k: float(v) for k, v in other.items()}, rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -164,7 +187,9 @@ def test_killed_and_resumed_on_one_process(tmp_path: Path, uninterrupted: Any, p
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_and_resumed_on_two_processes(tmp_path: Path, uninterrupted_on_two: Any, phase: str) -> None:
+def test_killed_and_resumed_on_two_processes(
+    tmp_path: Path, uninterrupted_on_two: Any, phase: str
+) -> None:
     codes = launch(tmp_path, world=2, phase=phase)
     assert -signal.SIGKILL in codes and 0 not in codes
     assert launch(tmp_path, world=2) == [0, 0]
@@ -184,7 +209,9 @@ def test_one_process_takes_up_what_two_began(tmp_path: Path, uninterrupted: Any)
 
 def test_segments_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
     assert launch(tmp_path) == [0]
-    held = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["federated"]["clients"]
+    held = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["federated"][
+        "clients"
+    ]
     needed = {int(s) for entry in held.values() for s in entry["segments"]}
     assert len(needed) <= len(list((tmp_path / "state").glob("*.safetensors"))) <= len(needed) + 1
 

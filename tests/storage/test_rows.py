@@ -36,8 +36,16 @@ def rounds(folder: Path, rank: int, world: int) -> None:
                 if row is not None:
                     staged.setdefault(name, {})[client] = row
         rows.commit(rows.bring_home(staged))
-        assert all(rows.read(name, client) is None for client in ids if client % world != rank for name in NAMES)
-    held = {name: {int(i): rows.read(name, int(i)) for i in rows.store.clients(name)} for name in rows.names()}
+        assert all(
+            rows.read(name, client) is None
+            for client in ids
+            if client % world != rank
+            for name in NAMES
+        )
+    held = {
+        name: {int(i): rows.read(name, int(i)) for i in rows.store.clients(name)}
+        for name in rows.names()
+    }
     torch.save(held, folder / f"{world}-{rank}.pt")
 
 
@@ -46,7 +54,9 @@ class Deaf(dist.ProcessGroup):
 
 
 def rounds_beside_gpus(folder: Path, rank: int, world: int) -> None:
-    dist.Backend.register_backend("deaf", lambda _store, rank, size, _timeout: Deaf(rank, size), devices=["cpu"])
+    dist.Backend.register_backend(
+        "deaf", lambda _store, rank, size, _timeout: Deaf(rank, size), devices=["cpu"]
+    )
     dist.init_process_group("deaf")
     rounds(folder, rank, world)
 
@@ -85,4 +95,6 @@ def test_a_row_is_at_home_with_one_process_alone() -> None:
     for rank, rows in enumerate(homes):
         for client in (3, 4):
             row = rows.at_home("M.a", client)
-            assert (None if row is None else row.tolist()) == ([client, client] if client % 2 == rank else None)
+            assert (None if row is None else row.tolist()) == (
+                [client, client] if client % 2 == rank else None
+            )

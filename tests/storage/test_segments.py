@@ -19,8 +19,12 @@ DTYPES += [torch.complex64, torch.uint8]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)], ids=str)
-def test_rows_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel(), dtype.itemsize))
+def test_rows_come_back_bit_by_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    raw = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel(), dtype.itemsize)
+    )
     row = raw.to(torch.uint8).reshape(-1).view(dtype).reshape(shape)
     store = ClientStore()
     store.commit({"M.s": {7: row.clone(), 3: torch.zeros(5)}})

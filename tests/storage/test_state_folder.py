@@ -14,7 +14,17 @@ from fl_lightning.callbacks import ControlVariates
 from tests.helpers.learners import blobs, client_rows, federated, trainer
 from tests.helpers.zygote import Cli
 
-FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "method/scaffold", "--trainer.enable_progress_bar", "false")
+FIT = (
+    "fit",
+    "-c",
+    "base",
+    "-c",
+    "trainer/cpu",
+    "-c",
+    "method/scaffold",
+    "--trainer.enable_progress_bar",
+    "false",
+)
 USERS = (
     "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "elsewhere",
     "--trainer.callbacks+", "pytorch_lightning.callbacks.ModelCheckpoint", "--trainer.callbacks.filename", "mine",
@@ -26,7 +36,9 @@ def test_a_users_logger_and_checkpoints_leave_the_state_in_the_runs_folder(cli: 
     result = cli(*FIT, *run, *USERS, "--trainer.max_epochs", 1)
     assert result.returncode == 0, result.stderr
     assert list((cli.folder / "x/state").glob("*.safetensors"))
-    assert list((cli.folder / "elsewhere").rglob("mine.ckpt")) and not list((cli.folder / "elsewhere").rglob("state"))
+    assert list((cli.folder / "elsewhere").rglob("mine.ckpt")) and not list(
+        (cli.folder / "elsewhere").rglob("state")
+    )
     shutil.rmtree(cli.folder / "elsewhere")
     shutil.move(cli.folder / "x", cli.folder / "y")
     result = cli("fit", "y", "--trainer.max_epochs", 2)
@@ -37,15 +49,28 @@ def fit(rounds: int, folder: Path, elsewhere: Path, **options: Any) -> Any:
     callbacks = [
         ControlVariates(),
         ModelCheckpoint(filename="mine", monitor="val/acc", enable_version_counter=False),
-        ModelCheckpoint(folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True),
+        ModelCheckpoint(
+            folder / "checkpoints",
+            "last",
+            enable_version_counter=False,
+            save_on_train_epoch_end=True,
+        ),
     ]
-    run = trainer(rounds, callbacks, logger=CSVLogger(elsewhere), enable_checkpointing=True, default_root_dir=folder)
+    run = trainer(
+        rounds,
+        callbacks,
+        logger=CSVLogger(elsewhere),
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
     module = federated()
     run.fit(module, blobs(), **options)
     return module
 
 
-def test_from_python_too_and_a_checkpoint_whose_state_lies_elsewhere_resumes(tmp_path: Path) -> None:
+def test_from_python_too_and_a_checkpoint_whose_state_lies_elsewhere_resumes(
+    tmp_path: Path,
+) -> None:
     run, logged = tmp_path / "x", tmp_path / "logged"
     fit(2, run, logged)
     assert list((run / "state").glob("*.safetensors")) and not list(logged.rglob("state"))
@@ -57,5 +82,7 @@ def test_from_python_too_and_a_checkpoint_whose_state_lies_elsewhere_resumes(tmp
     old["federated"]["folders"] = ["../state", str(elsewhere)]
     torch.save(old, path)
     again = fit(3, run, logged, ckpt_path=str(path))
-    assert torch.equal(again.global_vector, whole.global_vector) and list((run / "state").glob("*.safetensors"))
+    assert torch.equal(again.global_vector, whole.global_vector) and list(
+        (run / "state").glob("*.safetensors")
+    )
     assert all(torch.equal(row, client_rows(whole)[key]) for key, row in client_rows(again).items())

@@ -45,7 +45,9 @@ def agree(store: ClientStore, model: dict[tuple[str, int], Tensor]) -> None:
 
 commits = st.tuples(
     st.just("commit"),
-    st.dictionaries(st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 5)), st.integers(0, 99)),
+    st.dictionaries(
+        st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 5)), st.integers(0, 99)
+    ),
 )
 steps = st.lists(
     commits
@@ -79,10 +81,14 @@ def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:
             else:
                 store.flush(folders[argument])
                 if what == "checkpoint":
-                    checkpoints = [*checkpoints, (folders[argument], store.index(), dict(model))][-2:]
+                    checkpoints = [*checkpoints, (folders[argument], store.index(), dict(model))][
+                        -2:
+                    ]
                 elif what == "collect":
                     for folder in folders:
-                        store.collect(folder, [index for where, index, _ in checkpoints if where == folder])
+                        store.collect(
+                            folder, [index for where, index, _ in checkpoints if where == folder]
+                        )
             agree(store, model)
         for folder, index, then in checkpoints:  # those that were kept are still whole
             other = ClientStore()
@@ -128,7 +134,9 @@ def test_a_flush_costs_what_changed(tmp_path: Path) -> None:
     assert store.flush(tmp_path) is None and len(list(tmp_path.iterdir())) == 2
 
 
-def test_an_index_holds_no_python_object_per_client_and_loads_with_weights_only(tmp_path: Path) -> None:
+def test_an_index_holds_no_python_object_per_client_and_loads_with_weights_only(
+    tmp_path: Path,
+) -> None:
     store = ClientStore()
     store.commit({"M.k": {i: torch.tensor(i) for i in range(2000)}})
     store.flush(tmp_path / "state")
@@ -200,7 +208,9 @@ def test_what_was_spilled_and_overwritten_does_not_follow_to_another_folder(tmp_
     again.flush(tmp_path / "b")
     again.load(again.index(), tmp_path / "b")
     row = again.read("M.s", 0)
-    assert row is not None and row.tolist() == [1, 1, 1] and len(list((tmp_path / "b").iterdir())) == 2
+    assert (
+        row is not None and row.tolist() == [1, 1, 1] and len(list((tmp_path / "b").iterdir())) == 2
+    )
 
 
 def test_a_run_that_went_on_in_another_folder_needs_only_that(tmp_path: Path) -> None:
@@ -222,14 +232,20 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     stores = [ClientStore(rank=r, world_size=2) for r in range(2)]
     for turn in range(2):
         for rank, store in enumerate(stores):
-            store.commit({"M.s": {rank + 2 * k: torch.tensor([turn, rank]) for k in range(turn, 3)}})
+            store.commit(
+                {"M.s": {rank + 2 * k: torch.tensor([turn, rank]) for k in range(turn, 3)}}
+            )
             store.flush(tmp_path)
     index = merge_indices([store.index() for store in stores])
     assert index["M.s"]["clients"].tolist() == list(range(6))
     for store in stores:
         store.load(index, tmp_path)
         store.collect(tmp_path, [index])
-    assert stores[0].clients("M.s").tolist() == [0, 2, 4] and stores[1].clients("M.s").tolist() == [1, 3, 5]
+    assert stores[0].clients("M.s").tolist() == [0, 2, 4] and stores[1].clients("M.s").tolist() == [
+        1,
+        3,
+        5,
+    ]
     single = ClientStore()  # resumed in one process: it owns all and also clears the other's files
     single.load(index, tmp_path)
     assert [single.read("M.s", i).tolist() for i in range(6)] == [
@@ -270,7 +286,9 @@ def test_threads_read_while_rows_are_committed_flushed_and_collected(tmp_path: P
     for thread in threads:
         thread.start()
     for turn in range(1, 40):
-        rows = {i: torch.arange(50, dtype=torch.float32) + i + 20 * turn for i in range(turn % 7, 20, 3)}
+        rows = {
+            i: torch.arange(50, dtype=torch.float32) + i + 20 * turn for i in range(turn % 7, 20, 3)
+        }
         store.commit({"M.s": rows})
         store.flush(tmp_path)
         store.collect(tmp_path, [store.index()])

@@ -95,7 +95,11 @@ def rounds_of(spec: Spec) -> dict[str, int]:
 def test_an_arm_keeps_its_share_of_the_rounds_and_its_name(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(SHARES)
     name = "fedinit-15_IID"
-    for typed, rounds, share in (([], 150, 15), (["trainer.max_epochs=60"], 60, 6), (["trainer.max_epochs=4"], 4, 1)):
+    for typed, rounds, share in (
+        ([], 150, 15),
+        (["trainer.max_epochs=60"], 60, 6),
+        (["trainer.max_epochs=4"], 4, 1),
+    ):
         found = rounds_of(read_spec(str(tmp_path / "s.yaml"), typed))
         assert found["fedavg_IID"] == rounds and found[name] == share
     (tmp_path / "s.yaml").write_text(SHARES.replace("fixed: {trainer.max_epochs: 150}\n", ""))
@@ -107,7 +111,10 @@ def test_an_arm_says_where_it_stands_in_the_grid(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(SHARES)
     spec = read_spec(str(tmp_path / "s.yaml"))
     axes = {arm.name: dict(arm.axes) for arm in arms(spec)}
-    assert axes["fedinit-15_Dirichlet-0.1"] == {"method": "fedinit-15", "data.partition": "Dirichlet-0.1"}
+    assert axes["fedinit-15_Dirichlet-0.1"] == {
+        "method": "fedinit-15",
+        "data.partition": "Dirichlet-0.1",
+    }
     (run,) = runs(Path("runs/s"), "", arms(spec)[0], [0])
     assert dict(run.axes) == {"method": "fedavg", "data.partition": "Dirichlet-0.1"}
 
@@ -125,7 +132,10 @@ def test_candidates_of_ones_own_and_shorter(tmp_path: Path) -> None:
         ("fedinit-15_IID", {"model.clip_norm": 2}),
     ]  # fmt: skip
     asked = {each.arm: each.runs[0].argv for each in found}
-    assert "--trainer.max_epochs=60" in asked["fedavg_IID"] and "--trainer.max_epochs=6" in asked["fedinit-15_IID"]
+    assert (
+        "--trainer.max_epochs=60" in asked["fedavg_IID"]
+        and "--trainer.max_epochs=6" in asked["fedinit-15_IID"]
+    )
     assert unequal(found) == (
         "arms choose from unequal numbers of candidates: fedavg_Dirichlet-0.1 2, fedavg_IID 1, "
         "fedinit-15_Dirichlet-0.1 2, fedinit-15_IID 2"
@@ -133,23 +143,38 @@ def test_candidates_of_ones_own_and_shorter(tmp_path: Path) -> None:
     path.write_text(f"{SHARES}{select.replace('fedavg_IID', 'fedavg_IDI')}\n")
     spec = read_spec(str(path))
     assert spec.select is not None
-    with pytest.raises(UserError, match=r"fedavg_IDI: no arm of the grid\. Did you mean 'fedavg_IID'"):
+    with pytest.raises(
+        UserError, match=r"fedavg_IDI: no arm of the grid\. Did you mean 'fedavg_IID'"
+    ):
         candidates(Path("runs/s"), spec.select, arms(spec))
 
 
-def test_what_was_chosen_elsewhere_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, names = tmp_path / "s.yaml", ("fedavg_Dirichlet-0.1", "fedavg_IID", "fedinit-15_Dirichlet-0.1")
+def test_what_was_chosen_elsewhere_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, names = (
+        tmp_path / "s.yaml",
+        ("fedavg_Dirichlet-0.1", "fedavg_IID", "fedinit-15_Dirichlet-0.1"),
+    )
     path.write_text(f"{SHARES}select: {{over: {{model.clip_norm: [1, 2]}}, seeds: [100]}}\n")
     stored = tmp_path / "other/selections.yaml"
     stored.parent.mkdir()
-    stored.write_text("".join(f"{name}: {{model.clip_norm: {place}}}\n" for place, name in enumerate(names, start=5)))
+    stored.write_text(
+        "".join(
+            f"{name}: {{model.clip_norm: {place}}}\n" for place, name in enumerate(names, start=5)
+        )
+    )
     argv = ["sweep", str(path), "select.from=other", "--dry_run", "--out", str(tmp_path / "out")]
     with pytest.raises(UserError, match="has no choice of fedinit-15_IID"):
         command.main(argv[1:])
     stored.write_text(stored.read_text() + "fedinit-15_IID: {}\n")
     assert main(argv) == 0
     listed = capsys.readouterr().out
-    assert "select" not in listed and listed.count("--model.clip_norm=") == 3 and "--model.clip_norm=6" in listed
+    assert (
+        "select" not in listed
+        and listed.count("--model.clip_norm=") == 3
+        and "--model.clip_norm=6" in listed
+    )
     with pytest.raises(UserError, match="there is no such selection"):
         read_spec(str(path), ["select.from=nowhere"])
     path.write_text(f"{SHARES}select: {{from: other, seeds: [100]}}\n")
@@ -159,7 +184,10 @@ def test_what_was_chosen_elsewhere_is_taken(tmp_path: Path, capsys: pytest.Captu
 
 def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
     grid = "{model.participation: [0.1, 0.5], method: [method/fedavg, method/fedinit]}"
-    assert names(tmp_path, grid, "model.participation=[0.2,0.3]", "method=method/fedavg") == ["0.2", "0.3"]
+    assert names(tmp_path, grid, "model.participation=[0.2,0.3]", "method=method/fedavg") == [
+        "0.2",
+        "0.3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +200,14 @@ def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
         ("grid: {seed_everything: [true]}", "give integers"),
         ("grid: {model.participation: []}", "grid.model.participation is empty"),
         ("fixed: {ckpt_path: last}", "ckpt_path is set by the sweep"),
-        ("fixed: {model.participation: 1}\ngrid: {model.participation: [1, 2]}", "both fixed and in the grid"),
-        ("grid: {seed_everything: [0, 1]}\nselect: {over: {model.clip_norm: [1]}, seeds: [1]}", "1 is also a seed"),
+        (
+            "fixed: {model.participation: 1}\ngrid: {model.participation: [1, 2]}",
+            "both fixed and in the grid",
+        ),
+        (
+            "grid: {seed_everything: [0, 1]}\nselect: {over: {model.clip_norm: [1]}, seeds: [1]}",
+            "1 is also a seed",
+        ),
         ("select: {over: {model.clip_norm: [1]}}", "select needs over"),
         ("claims: no.yaml", "claims no.yaml: there is no such file"),
         ("[1]", "a sweep is a mapping"),
@@ -194,12 +228,21 @@ def test_a_dry_run_lists_commands_and_does_nothing(
     Path("s.yaml").write_text("configs: [base, data/digits]\ngrid: {seed_everything: [0, 1]}\n")
     assert main(["sweep", "s.yaml", "--dry_run", "trainer.max_epochs=3"]) == 0
     said = capsys.readouterr().out
-    assert "runs/s: 2 runs (2 waiting)" in said and said.count("fl-lightning fit -c base -c data/digits") == 2
+    assert (
+        "runs/s: 2 runs (2 waiting)" in said
+        and said.count("fl-lightning fit -c base -c data/digits") == 2
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["s.yaml"]
 
 
 def test_workers_share_cores_and_gpus() -> None:
-    assert [place.gpus for place in places(None, 2, range(8), ["0", "1", "2", "3"])] == ["0,1", "2,3"]
+    assert [place.gpus for place in places(None, 2, range(8), ["0", "1", "2", "3"])] == [
+        "0,1",
+        "2,3",
+    ]
     assert [len(place.cores) for place in places(None, 2, range(8), [])] == [2, 2, 2, 2]
     shares = places(3, 1, range(8), [])
-    assert set().union(*(place.cores for place in shares)) == set(range(8)) and sum(len(p.cores) for p in shares) == 8
+    assert (
+        set().union(*(place.cores for place in shares)) == set(range(8))
+        and sum(len(p.cores) for p in shares) == 8
+    )

@@ -53,7 +53,10 @@ def starts(run: Path) -> int:
 
 def rows(run: Path) -> list[dict[str, str]]:
     with open(run / "metrics.csv") as file:
-        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+        return [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in csv.DictReader(file)
+        ]
 
 
 @pytest.mark.slow
@@ -64,7 +67,10 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
     sweep_file.write_text(longer + "claims: claims.yaml\n")
     folder = cli.folder / "runs/demo"
     first = cli.start("sweep", sweep_file, "--jobs", 2)
-    until(lambda: (folder / "runs.csv").exists() and [*states(folder).values()].count("done") >= 2, first)
+    until(
+        lambda: (folder / "runs.csv").exists() and [*states(folder).values()].count("done") >= 2,
+        first,
+    )
     until(lambda: halted(first), first)
     workers = children(first.pid)
     first.kill(signal.SIGKILL)  # the halted worker dies with it, as the one that runs does
@@ -72,9 +78,15 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
     until_gone = time.monotonic() + 10
     while any(map(alive, workers)):
         assert time.monotonic() < until_gone
-    done = {run.parent for run in folder.glob("*/seed-*/run.json") if json.loads(run.read_text())["status"] == "done"}
+    done = {
+        run.parent
+        for run in folder.glob("*/seed-*/run.json")
+        if json.loads(run.read_text())["status"] == "done"
+    }
     assert 2 <= len(done) < 12
-    before = {path: path.stat().st_mtime_ns for run in done for path in run.iterdir() if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for run in done for path in run.iterdir() if path.is_file()
+    }
 
     second = cli.start("sweep", sweep_file, "--jobs", 2)
     victim = until(lambda: halted(second), second)
@@ -116,9 +128,9 @@ def test_killed_after_its_last_round_is_done(cli: Cli, sweep_file: Path) -> None
     # as a kill just before the end leaves it
     path.write_text(path.read_text().replace('"done"', '"running"'))
     assert cli(*one).returncode == 0
-    assert json.loads(path.read_text())["status"] == "done" and set(states(cli.folder / "runs/demo").values()) == {
-        "done"
-    }
+    assert json.loads(path.read_text())["status"] == "done" and set(
+        states(cli.folder / "runs/demo").values()
+    ) == {"done"}
 
 
 @pytest.mark.slow

@@ -32,7 +32,12 @@ grid:
 """)
     result = cli("sweep", "s.yaml", "--jobs", 2)
     assert result.returncode == 1
-    expected = {"1e+30_10/0": "diverged", "1e+30_5000/0": "failed", "0.1_10/0": "done", "0.1_5000/0": "failed"}
+    expected = {
+        "1e+30_10/0": "diverged",
+        "1e+30_5000/0": "failed",
+        "0.1_10/0": "done",
+        "0.1_5000/0": "failed",
+    }
     assert states(cli.folder / "runs/s") == expected
     assert "0.1_5000/seed-0: failed, fl-lightning:" in result.stdout  # and why
     diverged = cli.folder / "runs/s/1e+30_10/seed-0/run.json"
@@ -70,7 +75,9 @@ select:
     chosen = yaml.safe_load((folder / "selections.yaml").read_text())
     rate = {"model.learner.init_args.lr": 0.1}
     assert chosen == {"fedavg": rate, "fedinit": {**rate, "method.beta": 0.1}}
-    assert json.loads((folder / "fedinit/seed-0/run.json").read_text())["axes"] == {"method": "fedinit"}
+    assert json.loads((folder / "fedinit/seed-0/run.json").read_text())["axes"] == {
+        "method": "fedinit"
+    }
     measured = json.loads((folder / "select/fedavg/1e-06/seed-100/run.json").read_text())
     assert measured["seed"] == 100 and "--data.val_fraction=0.2" in measured["command"]
     own = json.loads((folder / "fedinit/seed-1/run.json").read_text())["command"]
@@ -83,22 +90,32 @@ select:
 
 
 @pytest.mark.slow
-def test_other_settings_in_one_folder_are_refused_and_more_rounds_are_not(cli: Cli, sweep_file: Path) -> None:
+def test_other_settings_in_one_folder_are_refused_and_more_rounds_are_not(
+    cli: Cli, sweep_file: Path
+) -> None:
     assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=0").returncode == 0
     other = cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "model.participation=0.3")
     assert (
-        other.returncode == 2 and "fedavg/seed-0 began with model.participation 0.5, and now it is 0.3" in other.stderr
+        other.returncode == 2
+        and "fedavg/seed-0 began with model.participation 0.5, and now it is 0.3" in other.stderr
     )
-    more = cli("sweep", sweep_file, "method=method/fedavg", "trainer.max_epochs=2", "seed_everything=[0,1]")
+    more = cli(
+        "sweep", sweep_file, "method=method/fedavg", "trainer.max_epochs=2", "seed_everything=[0,1]"
+    )
     assert more.returncode == 0 and set(states(cli.folder / "runs/demo").values()) == {"done"}
     rows = (cli.folder / "runs/demo/fedavg/seed-0/metrics.csv").read_text().splitlines()
-    assert len(rows) == 3 and "going on with round 1" in (cli.folder / "runs/demo/fedavg/seed-0/log.txt").read_text()
+    assert (
+        len(rows) == 3
+        and "going on with round 1" in (cli.folder / "runs/demo/fedavg/seed-0/log.txt").read_text()
+    )
 
 
 @pytest.mark.slow
 def test_what_cannot_work_is_said_before_anything_runs(cli: Cli, sweep_file: Path) -> None:
     sweep_file.write_text(
-        sweep_file.read_text().replace("method/scaffold]", "{configs: [method/scaffold], method.beta: 1}]")
+        sweep_file.read_text().replace(
+            "method/scaffold]", "{configs: [method/scaffold], method.beta: 1}]"
+        )
     )
     result = cli("sweep", sweep_file)
     assert result.returncode == 2 and "no method of this run has 'beta'" in result.stderr
@@ -126,21 +143,40 @@ def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slurm_task_is_one_run(cli: Cli, sweep_file: Path) -> None:
-    assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--slurm", "job.sh").returncode == 0
+    assert (
+        cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--slurm", "job.sh").returncode
+        == 0
+    )
     script = (cli.folder / "job.sh").read_text()
-    assert "#SBATCH --array=0-1\n" in script and set(states(cli.folder / "runs/demo").values()) == {"waiting"}
+    assert "#SBATCH --array=0-1\n" in script and set(states(cli.folder / "runs/demo").values()) == {
+        "waiting"
+    }
     program = cli.folder / "bin/fl-lightning"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fl_lightning "$@"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": os.getcwd(), "SLURM_ARRAY_TASK_ID": "1"}
-    task = subprocess.run(["bash", "job.sh"], cwd=cli.folder, env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": os.getcwd(),
+        "SLURM_ARRAY_TASK_ID": "1",
+    }
+    task = subprocess.run(
+        ["bash", "job.sh"], cwd=cli.folder, env=environment, capture_output=True, text=True
+    )
     assert task.returncode == 0, task.stderr
     assert states(cli.folder / "runs/demo") == {"fedavg/0": "waiting", "fedavg/1": "done"}
-    assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--run", "fedavg/seed-0").returncode == 0
+    assert (
+        cli(
+            "sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--run", "fedavg/seed-0"
+        ).returncode
+        == 0
+    )
     assert set(states(cli.folder / "runs/demo").values()) == {"done"}
-    assert json.loads((cli.folder / "runs/demo/fedavg/seed-0/run.json").read_text())["arm"] == "fedavg"
+    assert (
+        json.loads((cli.folder / "runs/demo/fedavg/seed-0/run.json").read_text())["arm"] == "fedavg"
+    )
 
 
 @pytest.mark.slow
@@ -156,11 +192,16 @@ def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -
     for key, line in added.items():
         sweep_file.write_text(text.replace("fixed:\n", f"fixed:\n{line}"))
         result = cli("sweep", sweep_file, *few)
-        assert result.returncode == 2 and "fedavg/seed-0 began with " in result.stderr, (key, result.stderr)
+        assert result.returncode == 2 and "fedavg/seed-0 began with " in result.stderr, (
+            key,
+            result.stderr,
+        )
         assert key in result.stderr
     sweep_file.write_text(text)
     fewer = cli("sweep", sweep_file, *few, "trainer.max_epochs=1")
-    assert fewer.returncode == 2 and "began with trainer.max_epochs 2, and now it is 1" in fewer.stderr
+    assert (
+        fewer.returncode == 2 and "began with trainer.max_epochs 2, and now it is 1" in fewer.stderr
+    )
     # decides nothing
     assert cli("sweep", sweep_file, *few, "data.init_args.root=elsewhere").returncode == 0
     (cli.folder / "runs/demo/runs.csv").write_text("nothing,of,a,sweep\n1,2,3,4\n")
@@ -200,9 +241,15 @@ grid: {seed_everything: [0]}
 """)
 
     def told(threads: int, *argv: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{tmp_path}", "OMP_NUM_THREADS": str(threads)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{os.getcwd()}:{tmp_path}",
+            "OMP_NUM_THREADS": str(threads),
+        }
         command = [sys.executable, "-m", "fl_lightning", *argv]
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         return result
 
@@ -213,7 +260,10 @@ grid: {seed_everything: [0]}
     told(2, *(f"{place}alone" if word.startswith(place) else word for word in argv))
     assert "nanobind" not in told(1, "sweep", "s.yaml").stderr
     alone, swept = (
-        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(path.open())]
+        [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in csv.DictReader(path.open())
+        ]
         for path in (tmp_path / "alone/metrics.csv", tmp_path / "runs/s/s/seed-0/metrics.csv")
     )
     assert [row.pop("threads") for row in swept] == ["1.0", "1.0"]
@@ -224,25 +274,39 @@ grid: {seed_everything: [0]}
 
 @pytest.mark.slow
 def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file: Path) -> None:
-    few = ("method=[method/fedavg,method/scaffold]", "trainer.max_epochs=2", "seed_everything=[0,1]", "--jobs", 1)
+    few = (
+        "method=[method/fedavg,method/scaffold]",
+        "trainer.max_epochs=2",
+        "seed_everything=[0,1]",
+        "--jobs",
+        1,
+    )
     first = cli("sweep", sweep_file, *few)
     done = [line.partition(":")[0] for line in first.stdout.splitlines() if "done, val/acc" in line]
     assert done == ["fedavg/seed-0", "scaffold/seed-0", "fedavg/seed-1", "scaffold/seed-1"]
     for seed in (0, 1):  # what a repository keeps of a run
-        there, kept = (cli.folder / f"{parent}/fedavg/seed-{seed}" for parent in ("runs/demo", "kept"))
+        there, kept = (
+            cli.folder / f"{parent}/fedavg/seed-{seed}" for parent in ("runs/demo", "kept")
+        )
         kept.mkdir(parents=True)
         for name in ("run.json", "config.yaml"):
             shutil.copy(there / name, kept / name)
         if seed:
-            (kept / "metrics.csv.gz").write_bytes(gzip.compress((there / "metrics.csv").read_bytes()))
+            (kept / "metrics.csv.gz").write_bytes(
+                gzip.compress((there / "metrics.csv").read_bytes())
+            )
         else:
             shutil.copy(there / "metrics.csv", kept)
     again = cli("sweep", sweep_file, *few, "--out", "kept")
     assert again.returncode == 0 and "fedavg/seed-0: done" not in again.stdout
     assert set(states(cli.folder / "kept").values()) == {"done"}
     values = [line.split()[1:] for line in again.stdout.splitlines() if line.startswith("  fedavg")]
-    assert values == [line.split()[1:] for line in first.stdout.splitlines() if line.startswith("  fedavg")]
-    more = cli("sweep", sweep_file, *few, "method=method/fedavg", "trainer.max_epochs=3", "--out", "kept")
+    assert values == [
+        line.split()[1:] for line in first.stdout.splitlines() if line.startswith("  fedavg")
+    ]
+    more = cli(
+        "sweep", sweep_file, *few, "method=method/fedavg", "trainer.max_epochs=3", "--out", "kept"
+    )
     # without a checkpoint to go on from
     assert more.returncode == 1 and more.stdout.count("already holds a run") == 2
     assert not (kept / "metrics.csv").exists()

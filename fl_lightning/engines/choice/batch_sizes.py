@@ -41,7 +41,9 @@ def check_batch_sizes(workshop: Workshop, failed: bool = False) -> str:
         return ""
     data, sizes = setting.work.data, setting.cohort.data.client_sizes()
     usual, largest = data.smallest_batch(1, [first])[0], int(sizes.argmax())
-    works = (largest, min(int(sizes[largest]), max(2 * usual, ENOUGH))) if failed else (first, usual)
+    works = (
+        (largest, min(int(sizes[largest]), max(2 * usual, ENOUGH))) if failed else (first, usual)
+    )
     if smallest[0] >= works[1]:
         return ""
     if not (says := failure(workshop, first, smallest[0])) or failure(workshop, *works):
@@ -109,7 +111,9 @@ class OneBatch:
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
-    def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Iterator[Any]:
+    def client_batches(
+        self, client: int, round: int, steps: int, device: torch.device
+    ) -> Iterator[Any]:
         return iter([self.batch])
 
 

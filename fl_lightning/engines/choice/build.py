@@ -49,7 +49,9 @@ class Decision:
     buffers: tuple[str, ...] = ()
 
 
-def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Tell) -> tuple[Engine, EnginePlan]:
+def choose(
+    setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Tell
+) -> tuple[Engine, EnginePlan]:
     """The run's engine and its plan.
 
     Args:
@@ -65,20 +67,32 @@ def choose(setting: Setting, held: EnginePlan | None, note: Tell, uncaptured: Te
     workshop = Workshop(setting)
     resumed = held is not None and setting.engine in ("auto", held.engine)
     resumed = resumed and not (setting.looking and held is not None and held.engine != "sequential")
-    resumed = resumed and not (held is not None and held.engine != "sequential" and gradient_hook(setting.learner))
+    resumed = resumed and not (
+        held is not None and held.engine != "sequential" and gradient_hook(setting.learner)
+    )
     if held is not None and resumed:
         decision = Decision(held)
         if held.server_threads not in (0, torch.get_num_threads()):
             torch.set_num_threads(held.server_threads)
     else:
         decision = decided(workshop, () if held is None else held.written)
-    plan, obstacle = replace(decision.plan, server_threads=torch.get_num_threads()), decision.obstacle
+    plan, obstacle = (
+        replace(decision.plan, server_threads=torch.get_num_threads()),
+        decision.obstacle,
+    )
     if decision.told:
         note(decision.told)
     workshop.treat_as_buffers(plan.written)
     policy, buffers = setting.policy, dict(setting.learner.named_buffers())
     policy.written = plan.written
-    policy.tell([name for name in decision.buffers if name in buffers and policy.untold(name, buffers[name])], note)
+    policy.tell(
+        [
+            name
+            for name in decision.buffers
+            if name in buffers and policy.untold(name, buffers[name])
+        ],
+        note,
+    )
     if plan.channels_last:
         workshop.use_channels_last()
     if plan.engine == "stacked":
@@ -129,7 +143,9 @@ def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
         except Exception as error:
             failure = error
             first = (str(error).strip().splitlines() or [""])[0]
-            decision = Decision(EnginePlan(""), failure=f"the first process could not start: {first}")
+            decision = Decision(
+                EnginePlan(""), failure=f"the first process could not start: {first}"
+            )
     agreed: Decision = setting.broadcast(decision)
     if failure is not None:
         raise failure
@@ -141,7 +157,10 @@ def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
 def planned(workshop: Workshop, seen: Rehearsal) -> Decision:
     """The engine asked for, or the faster one that is proven to work."""
     setting = workshop.setting
-    plan, obstacle = EnginePlan(setting.engine, "asked for", threads=torch.get_num_threads()), seen.obstacle
+    plan, obstacle = (
+        EnginePlan(setting.engine, "asked for", threads=torch.get_num_threads()),
+        seen.obstacle,
+    )
     if seen.untried and obstacle is None and setting.engine != "auto":
         obstacle = Obstacle(seen.untried) if "cannot be copied" in seen.untried else None
     if setting.engine == "auto":
@@ -170,7 +189,9 @@ def check_beside(setting: Setting, obstacle: Obstacle | None, note: Tell) -> Non
     )
 
 
-def concurrent(workshop: Workshop, plan: EnginePlan, note: Tell, uncaptured: Tell) -> tuple[Engine, EnginePlan]:
+def concurrent(
+    workshop: Workshop, plan: EnginePlan, note: Tell, uncaptured: Tell
+) -> tuple[Engine, EnginePlan]:
     """Clients side by side, on threads of a CPU or streams of a GPU."""
     setting = workshop.setting
     device = setting.w.device
@@ -202,13 +223,21 @@ def concurrent(workshop: Workshop, plan: EnginePlan, note: Tell, uncaptured: Tel
     return Streams(workers, setting.learner), plan
 
 
-def stackable(workshop: Workshop, plan: EnginePlan, obstacle: Obstacle | None, note: Tell) -> EnginePlan:
+def stackable(
+    workshop: Workshop, plan: EnginePlan, obstacle: Obstacle | None, note: Tell
+) -> EnginePlan:
     """The plan with the size of a stack, or the next best engine where the learner cannot be stacked."""
     setting = workshop.setting
     if not (reason := trial.why_not_stacked(workshop)):
-        at_once = plan.at_once if setting.clients_at_once == "auto" else int(setting.clients_at_once)
+        at_once = (
+            plan.at_once if setting.clients_at_once == "auto" else int(setting.clients_at_once)
+        )
         gigabyte = max(1, 2**30 // (8 * setting.w.nbytes))  # eight vectors of D a client
-        return replace(plan, at_once=min(at_once or gigabyte, setting.most_at_once), threads=torch.get_num_threads())
+        return replace(
+            plan,
+            at_once=min(at_once or gigabyte, setting.most_at_once),
+            threads=torch.get_num_threads(),
+        )
     beside = setting.w.device.type in ("cpu", "cuda") and obstacle is None
     instead = "concurrent" if beside else "sequential"
     name = type(setting.learner).__name__
@@ -235,9 +264,15 @@ def measured(workshop: Workshop, seen: Rehearsal) -> tuple[EnginePlan, Obstacle 
             why = f"a round's local steps take less than {1000 * TINY_SECONDS:g} ms"
             return EnginePlan("sequential", why), None
         if obstacle := obstacle or unproven(workshop):
-            return replace(alone, why=f"{obstacle.reason}, so clients train one after the other"), obstacle
+            return replace(
+                alone, why=f"{obstacle.reason}, so clients train one after the other"
+            ), obstacle
         reason = trial.why_not_captured(workshop)
-        plan = measured_on_gpu(workshop) if kind == "cuda" else measured_on_cpu(workshop, workers, reason)
+        plan = (
+            measured_on_gpu(workshop)
+            if kind == "cuda"
+            else measured_on_cpu(workshop, workers, reason)
+        )
         return replace(plan, captured=not reason, not_captured=reason), None
     except Exception as error:  # the first round will meet it, and say where
         return replace(alone, why=f"not measured ({type(error).__name__}: {error})"), seen.obstacle
@@ -260,13 +295,24 @@ def measured_on_cpu(workshop: Workshop, workers: int, reason: str) -> EnginePlan
     told = f"; with images in channels-last memory {images:.2f} of that" if images < 1 else ""
     if workers < 2:  # on a thread of its own all the same, where local steps are captured
         return EnginePlan(
-            "concurrent", f"one at a time, as asked or one core; {takes}{told}", 1, channels_last=images < 1
+            "concurrent",
+            f"one at a time, as asked or one core; {takes}{told}",
+            1,
+            channels_last=images < 1,
         )
     if reason and trial.step_when_quiet(workshop) < PYTHON_SECONDS:
-        why = f"{takes}, and is not captured: clients side by side would wait for Python's lock{told}"
+        why = (
+            f"{takes}, and is not captured: clients side by side would wait for Python's lock{told}"
+        )
         return EnginePlan("sequential", why, channels_last=images < 1)
-    how = "it is captured, so without Python's lock" if not reason else "of which Python's lock holds a smaller part"
-    return EnginePlan("concurrent", f"{takes}, {how}{told}", workers=workers, channels_last=images < 1)
+    how = (
+        "it is captured, so without Python's lock"
+        if not reason
+        else "of which Python's lock holds a smaller part"
+    )
+    return EnginePlan(
+        "concurrent", f"{takes}, {how}{told}", workers=workers, channels_last=images < 1
+    )
 
 
 def measured_on_gpu(workshop: Workshop) -> EnginePlan:

@@ -43,9 +43,15 @@ def kept_among(trial: Trial, attributes: Attributes, client: int, steps: int) ->
 def caches_among(trial: Trial, changed: Iterable[str], client: int, steps: int) -> set[str]:
     """Those of ``changed`` attributes (``"path.name"``) that every tried step writes first, and no hook reads."""
     modules = dict(trial.copy.learner.named_modules())
-    places = {full: (modules.get(full.rpartition(".")[0]), full.rpartition(".")[2]) for full in changed}
+    places = {
+        full: (modules.get(full.rpartition(".")[0]), full.rpartition(".")[2]) for full in changed
+    }
     found = {full: (m, n) for full, (m, n) in places.items() if m is not None and n in vars(m)}
-    found = {full: place for full, place in found.items() if not read_between_rounds(trial.copy.learner, place[1])}
+    found = {
+        full: place
+        for full, place in found.items()
+        if not read_between_rounds(trial.copy.learner, place[1])
+    }
     try:
         with watched(trial, list(found.values())) as accesses:
             trial.run(client, steps)
@@ -100,8 +106,14 @@ def watching(kind: Any, names: set[str], accesses: Accesses) -> type:
             accesses.written.add((id(self), name))
         kind.__setattr__(self, name, value)
 
-    body = {"__getattribute__": getattribute, "__setattr__": set_attribute, "__module__": kind.__module__}
-    made: type = type.__new__(type(kind), kind.__name__, (Unannounced, kind), {**body, "__slots__": ()})
+    body = {
+        "__getattribute__": getattribute,
+        "__setattr__": set_attribute,
+        "__module__": kind.__module__,
+    }
+    made: type = type.__new__(
+        type(kind), kind.__name__, (Unannounced, kind), {**body, "__slots__": ()}
+    )
     return made
 
 

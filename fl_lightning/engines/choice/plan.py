@@ -44,7 +44,9 @@ class EnginePlan:
         """The plan of a checkpoint, also of one that held it as text; None where it holds none."""
         if not held.get("engine"):
             return None
-        number = {name: int(held.get(name) or 0) for name in ("workers", "threads", "server_threads")}
+        number = {
+            name: int(held.get(name) or 0) for name in ("workers", "threads", "server_threads")
+        }
         old = held.get("clients", held.get("at_once")) or 0
         return cls(
             engine=str(held["engine"]),
@@ -59,7 +61,11 @@ class EnginePlan:
 
     def facts(self) -> dict[str, str]:
         """What the run's card says of it."""
-        facts = {"engine": self.engine, "threads": str(self.threads), "server_threads": str(self.server_threads)}
+        facts = {
+            "engine": self.engine,
+            "threads": str(self.threads),
+            "server_threads": str(self.server_threads),
+        }
         if self.engine == "concurrent":
             facts["workers"] = str(self.workers)
             facts["capture"] = "yes" if self.captured else f"no: {self.not_captured}"

@@ -26,7 +26,9 @@ from fl_lightning.engines.worker import tell_where
 from fl_lightning.errors import UserError
 from fl_lightning.learner import gradient_hook, lightning_modules, same_bits
 
-SIZES = re.compile(r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE)
+SIZES = re.compile(
+    r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE
+)
 # of a client's steps, where a learner has frozen parameters that these might write
 FROZEN_SECONDS = 1.0
 UNSEEDED = (
@@ -80,28 +82,44 @@ def rehearse(workshop: Workshop) -> Rehearsal:
     except Exception as error:
         return Rehearsal(untried=f"{name} cannot be copied ({type(error).__name__}: {error})")
     before, learner = RandomState(setting.w), trial.copy.learner
-    batch = next(iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device))))
+    batch = next(
+        iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device)))
+    )
     if before.drawn_since():
         return Rehearsal(Obstacle("its data set draws random numbers when a batch is read"))
-    again = next(iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device))))
+    again = next(
+        iter(list(setting.work.data.client_batches(client, 0, 1, device=setting.w.device)))
+    )
     if not same_batch(batch, again):
-        return Rehearsal(Obstacle("its data set gives another batch when the same one is read again", told=UNSEEDED))
+        return Rehearsal(
+            Obstacle(
+                "its data set gives another batch when the same one is read again", told=UNSEEDED
+            )
+        )
     attributes = Attributes(learner)
     try:
         trial.run(client, 1)
         drew, changed = before.drawn_since(), attributes.changed()
         if changed:
-            changed = kept_among(trial, attributes, client, min(setting.cohort.steps(client), TRIED_STEPS))
+            changed = kept_among(
+                trial, attributes, client, min(setting.cohort.steps(client), TRIED_STEPS)
+            )
         if any(not p.requires_grad for p in learner.parameters()):
-            affordable = int(FROZEN_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else 0
+            affordable = (
+                int(FROZEN_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else 0
+            )
             trial.run(client, min(setting.cohort.steps(client), max(TRIED_STEPS, affordable)))
     except UserError:
         raise
     except Exception as error:
         if setting.hooks_first:
-            return Rehearsal(untried=f"a step before round 0 fails ({type(error).__name__}: {error})")
+            return Rehearsal(
+                untried=f"a step before round 0 fails ({type(error).__name__}: {error})"
+            )
         check_batch_sizes(workshop, failed=True)
-        raise explained(error, setting.learner, client, batch) from (error if explains(error, learner) else None)
+        raise explained(error, setting.learner, client, batch) from (
+            error if explains(error, learner) else None
+        )
     finally:
         before.restore()
         trial.copy.reset()
@@ -116,7 +134,11 @@ def rehearse(workshop: Workshop) -> Rehearsal:
         reason = f"the callback {callback} is called with each client's batch, and there is one of it for all"
         return Rehearsal(Obstacle(reason), written, buffers=buffers)
     if drew:
-        return Rehearsal(Obstacle("its training_step draws random numbers (dropout, say)"), written, buffers=buffers)
+        return Rehearsal(
+            Obstacle("its training_step draws random numbers (dropout, say)"),
+            written,
+            buffers=buffers,
+        )
     if changed:
         reason = f"its training_step changes {changed}, which goes on from client to client"
         return Rehearsal(Obstacle(reason, keeps=True), written, buffers=buffers)
@@ -138,9 +160,14 @@ def unproven(workshop: Workshop) -> Obstacle | None:
         if before.drawn_since():
             return Obstacle("its training_step draws random numbers (dropout, say)")
         if attributes.changed() and (changed := kept_among(one, attributes, client, steps)):
-            return Obstacle(f"its training_step changes {changed}, which goes on from client to client", keeps=True)
+            return Obstacle(
+                f"its training_step changes {changed}, which goes on from client to client",
+                keeps=True,
+            )
         if len(first) != len(second) or not all(map(same_bits, first, second)):
-            return Obstacle("a client's steps leave other bits when another client comes first", keeps=True)
+            return Obstacle(
+                "a client's steps leave other bits when another client comes first", keeps=True
+            )
         return None
     finally:
         before.restore()
@@ -153,9 +180,13 @@ def same_batch(one: Any, other: Any) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
     known = [(a, b) for a, b in pairs if isinstance(a, Tensor | np.ndarray) and type(a) is type(b)]
     numbers = [
-        (torch.as_tensor(a), torch.as_tensor(b)) for a, b in known if isinstance(a, Tensor) or a.dtype.kind in "fu"
+        (torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in known
+        if isinstance(a, Tensor) or a.dtype.kind in "fu"
     ]
-    return all(same_bits(a, b) for a, b in numbers if a.is_floating_point() or a.dtype == torch.uint8)
+    return all(
+        same_bits(a, b) for a, b in numbers if a.is_floating_point() or a.dtype == torch.uint8
+    )
 
 
 def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
@@ -168,8 +199,14 @@ def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
 def buffers_that_changed(trial: Trial) -> tuple[str, ...]:
     """Names of buffers that are no longer what the trial's steps began with."""
     before = trial.buffers
-    now = ((name, value) for name, value in trial.copy.buffers.items() if name not in trial.copy.written)
-    return tuple(name for name, value in now if name not in before or not same_bits(value, before[name]))
+    now = (
+        (name, value)
+        for name, value in trial.copy.buffers.items()
+        if name not in trial.copy.written
+    )
+    return tuple(
+        name for name, value in now if name not in before or not same_bits(value, before[name])
+    )
 
 
 def check_tied(trial: Trial) -> None:
@@ -191,8 +228,14 @@ def check_tied(trial: Trial) -> None:
 
 def explains(error: Exception, learner: Any) -> bool:
     """Whether an error is that a packaged network does not fit the data's sizes or classes."""
-    packaged = all(type(part).__module__.split(".")[0] == PACKAGE for part in lightning_modules(learner))
-    return packaged and isinstance(error, (RuntimeError, IndexError, ValueError)) and bool(SIZES.search(str(error)))
+    packaged = all(
+        type(part).__module__.split(".")[0] == PACKAGE for part in lightning_modules(learner)
+    )
+    return (
+        packaged
+        and isinstance(error, (RuntimeError, IndexError, ValueError))
+        and bool(SIZES.search(str(error)))
+    )
 
 
 def explained(error: Exception, learner: Any, client: int, batch: Any) -> Exception:
@@ -201,7 +244,10 @@ def explained(error: Exception, learner: Any, client: int, batch: Any) -> Except
     shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
     where = f"client {client}'s first batch ({shapes})"
     if not explains(error, learner):
-        tell_where(error, f"met before round 0, in a first local step on a copy: {where}; nothing was started")
+        tell_where(
+            error,
+            f"met before round 0, in a first local step on a copy: {where}; nothing was started",
+        )
         return error
     network = type(getattr(learner, "network", learner)).__name__
     labels = [t for t in tensors if not t.is_floating_point() and t.numel()]

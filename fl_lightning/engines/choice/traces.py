@@ -54,7 +54,9 @@ def traces_undone(roots: Iterable[Any]) -> Iterator[None]:
         elif not isinstance(value, (ModuleType, BuiltinFunctionType)):
             undo += [step for step in (undoing(value),) if step is not None]
             inside = [] if isinstance(value, (Tensor, np.ndarray)) else children(value)
-            waiting += inside if len(inside) < LONG else [v for v in inside if not isinstance(v, ARRAYS)]
+            waiting += (
+                inside if len(inside) < LONG else [v for v in inside if not isinstance(v, ARRAYS)]
+            )
     try:
         yield
     finally:
@@ -68,7 +70,11 @@ def undoing(value: Any) -> Callable[[], object] | None:
         small = value.layout is torch.strided and value.numel() <= SMALL and not value.requires_grad
         return partial(put_back_tensor, value, value.clone()) if small else None
     if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, value.copy()) if value.size <= SMALL and value.flags.writeable else None
+        return (
+            partial(np.copyto, value, value.copy())
+            if value.size <= SMALL and value.flags.writeable
+            else None
+        )
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, np.random.Generator):
@@ -88,18 +94,29 @@ def undoing(value: Any) -> Callable[[], object] | None:
         return partial(setattr, value, "cell_contents", held(contents[0])) if contents else None
     if isinstance(value, FunctionType):
         names = named_globals(value) if of_function(value) else []
-        return partial(value.__globals__.update, {name: held(value.__globals__[name]) for name in names})
+        return partial(
+            value.__globals__.update, {name: held(value.__globals__[name]) for name in names}
+        )
     if isinstance(value, type):
         if not of_class(value):  # a library's
             return None
-        return partial(put_back_class, value, {n: held(v) for n, v in class_data(value).items() if not callable(v)})
-    slots = {name: held(getattr(value, name)) for name in ([] if closed(value) else slots_of(value))}
+        return partial(
+            put_back_class,
+            value,
+            {n: held(v) for n, v in class_data(value).items() if not callable(v)},
+        )
+    slots = {
+        name: held(getattr(value, name)) for name in ([] if closed(value) else slots_of(value))
+    }
     return partial(put_back_slots, value, slots) if slots else None
 
 
 def held(value: Any) -> Any:
     """An iterator of Python's own as it is now; anything else itself."""
-    if not hasattr(type(value), "__next__") or type(value).__module__ not in ("builtins", "itertools"):
+    if not hasattr(type(value), "__next__") or type(value).__module__ not in (
+        "builtins",
+        "itertools",
+    ):
         return value
     try:
         with warnings.catch_warnings():
@@ -114,7 +131,9 @@ def held_items(items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def put_back_items(items: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if items.keys() != before.keys() or any(items[key] is not value for key, value in before.items()):
+    if items.keys() != before.keys() or any(
+        items[key] is not value for key, value in before.items()
+    ):
         items.clear()
         items.update(before)
 

@@ -108,7 +108,10 @@ class Trial:
         self.setting = workshop.setting
         copy, optimizer = workshop.tried(j + 1)[j]
         stream = None if recorder is None else recorder.stream
-        self.copy, self.worker = copy, Worker(workshop.trial_work, copy, optimizer, recorder, stream)
+        self.copy, self.worker = (
+            copy,
+            Worker(workshop.trial_work, copy, optimizer, recorder, stream),
+        )
         self.buffers = buffer_values(self.setting.learner, workshop.written)
 
     def run(self, client: int, steps: int) -> list[Tensor]:
@@ -159,7 +162,9 @@ def voluntary_switches() -> int:
 def real_steps(workshop: Workshop, client: int) -> int:
     """A client's local steps in a round, or as many as are rehearsed where these take long."""
     setting = workshop.setting
-    affordable = int(REHEARSED_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else GPU_STEPS
+    affordable = (
+        int(REHEARSED_SECONDS / one_step(workshop)) if setting.w.device.type == "cpu" else GPU_STEPS
+    )
     return min(setting.cohort.steps(client), max(TRIED_STEPS, affordable))
 
 
@@ -184,7 +189,11 @@ def why_not_captured(workshop: Workshop) -> str:
     recorder = Capture(reasons.append, stream)
     trial = Trial(workshop, recorder=recorder)
     try:
-        if not setting.w.is_cuda and setting.capture == "auto" and step_when_quiet(workshop) > SHORT_SECONDS:
+        if (
+            not setting.w.is_cuda
+            and setting.capture == "auto"
+            and step_when_quiet(workshop) > SHORT_SECONDS
+        ):
             return "a local step takes long, and Python's share of it is small"
         steps = real_steps(workshop, client)
         for how in (None, recorder):
@@ -238,11 +247,16 @@ def why_not_stacked(workshop: Workshop) -> str:
         own = {name: id(buffer) for name, buffer in copy.buffers.items()}
         with torch.no_grad():
             data = setting.work.data
-            batches = [next(iter(data.client_batches(i, 0, 1, device=stack.x.device))) for i in (ids[0], ids[-1])]
+            batches = [
+                next(iter(data.client_batches(i, 0, 1, device=stack.x.device)))
+                for i in (ids[0], ids[-1])
+            ]
             finite = stack.gradient(stack.groups(list(enumerate(batches))), 0).isfinite().all()
         if not bool(finite):
             return "its loss is not finite, or reads parameters that are not its modules'"
-        if changed := [name for name, buffer in copy.buffers.items() if own.get(name) != id(buffer)]:
+        if changed := [
+            name for name, buffer in copy.buffers.items() if own.get(name) != id(buffer)
+        ]:
             return f"its training_step assigns to the buffer {changed[0]}"
         if attribute := attributes.changed():
             return f"its training_step changes {attribute}"
@@ -267,7 +281,10 @@ def images_ratio(workshop: Workshop, captured: bool, clearly: float) -> float:
     formats = {"": plain, CHANNELS_LAST: channels_last(plain)}
     recorders = {name: Capture(lambda why: None) if captured else None for name in formats}
     steps = max(TRIED_STEPS if captured else 1, min(50, int(MEASURED_SECONDS / once)))
-    began, allowed = time.perf_counter(), max(LEAST_ALLOWED, sum(setting.lengths()) * once * SHARE_OF_ROUND)
+    began, allowed = (
+        time.perf_counter(),
+        max(LEAST_ALLOWED, sum(setting.lengths()) * once * SHARE_OF_ROUND),
+    )
     compared = Compared(1 / clearly)
 
     def run(name: str, steps: int) -> float:
@@ -295,7 +312,9 @@ def replayed_seconds(workshop: Workshop) -> dict[str, float]:
     stream = own_stream(setting.w)
     copy = workshop.tried(1)[0][0]
     plain = copy.convert
-    formats = {"": plain, CHANNELS_LAST: channels_last(plain)} if setting.convolutions else {"": plain}
+    formats = (
+        {"": plain, CHANNELS_LAST: channels_last(plain)} if setting.convolutions else {"": plain}
+    )
 
     def run(trial: Trial, steps: int) -> float:
         torch.cuda.synchronize(setting.w.device)
@@ -310,7 +329,9 @@ def replayed_seconds(workshop: Workshop) -> dict[str, float]:
             copy.convert, recorder = convert, Capture(lambda why: None, stream)
             trial = Trial(workshop, recorder=recorder)
             run(trial, TRIED_STEPS)
-            short, long = (min(run(trial, steps) for _ in range(2)) for steps in (TRIED_STEPS, 5 * TRIED_STEPS))
+            short, long = (
+                min(run(trial, steps) for _ in range(2)) for steps in (TRIED_STEPS, 5 * TRIED_STEPS)
+            )
             found[name] = max(0.0, long - short) / (4 * TRIED_STEPS)
             recorder.forget()
     finally:

@@ -80,7 +80,11 @@ class Setting:
     @property
     def usable_cores(self) -> int:
         """This process's share of the machine's cores, which it shares with the run's other processes there."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         return max(1, cores // self.processes_here)
 
     @property
@@ -128,7 +132,9 @@ class Setting:
             evaluated=w,
             buffers=buffers,
             layout=self.layout,
-            rates=ClientRates(1.0, torch.tensor(float(group["lr"]), dtype=torch.float64, device=w.device)),
+            rates=ClientRates(
+                1.0, torch.tensor(float(group["lr"]), dtype=torch.float64, device=w.device)
+            ),
             read=lambda key, client: None,
             server_states={},
         )
@@ -150,7 +156,9 @@ def setting_of(
         workers=settings.workers if isinstance(settings.workers, str) else int(settings.workers),
         capture=settings.capture,
         clients_at_once=(
-            settings.clients_at_once if isinstance(settings.clients_at_once, str) else int(settings.clients_at_once)
+            settings.clients_at_once
+            if isinstance(settings.clients_at_once, str)
+            else int(settings.clients_at_once)
         ),
         learner=model.learner,
         layout=model.layout,
@@ -182,9 +190,15 @@ def begins_rounds(hooked: Any) -> bool:
     return False
 
 
-def forward_context(trainer: Any, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def forward_context(
+    trainer: Any, device: torch.device
+) -> Callable[[], AbstractContextManager[Any]]:
     """What the Trainer's precision puts around the learner's forward passes."""
-    return partial(in_bfloat16, device.type) if trainer.precision == "bf16-mixed" else torch.enable_grad
+    return (
+        partial(in_bfloat16, device.type)
+        if trainer.precision == "bf16-mixed"
+        else torch.enable_grad
+    )
 
 
 def in_bfloat16(device: str) -> AbstractContextManager[Any]:
@@ -195,7 +209,9 @@ def in_bfloat16(device: str) -> AbstractContextManager[Any]:
     return stack
 
 
-def conversion(trainer: Any, learner: Any, data: Any, hook: str = batch_callbacks.START) -> Convert | None:
+def conversion(
+    trainer: Any, learner: Any, data: Any, hook: str = batch_callbacks.START
+) -> Convert | None:
     """How a client's batch becomes what the learner gets: its own transfer hooks, the Trainer's precision, callbacks.
 
     Where the data module has such a hook too, that is called in its place, as Lightning does.
@@ -207,7 +223,11 @@ def conversion(trainer: Any, learner: Any, data: Any, hook: str = batch_callback
     of_data = getattr(data, "transfer_hooks", ())
     transfers = [hook for hook in TRANSFER if overrides(learner, hook) and hook not in of_data]
     change = batch_callbacks.changed(trainer, hook)
-    if not transfers and change is None and type(precision).convert_input is Precision.convert_input:
+    if (
+        not transfers
+        and change is None
+        and type(precision).convert_input is Precision.convert_input
+    ):
         return None
 
     def convert(learner: Any, batch: Any) -> Any:
@@ -226,10 +246,16 @@ class Workshop:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         x = torch.empty(1, setting.layout.size, dtype=setting.w.dtype, device=setting.w.device)
-        self.original = LearnerCopy(setting.learner, setting.layout, x, setting.forward_context, setting.convert)
+        self.original = LearnerCopy(
+            setting.learner, setting.layout, x, setting.forward_context, setting.convert
+        )
         self.original.keeps_loss = setting.keeps_loss
         self.trial_work = replace(
-            setting.work, methods=Methods([]), clip_norm=None, keep_optimizer_state=False, draws=False
+            setting.work,
+            methods=Methods([]),
+            clip_norm=None,
+            keep_optimizer_state=False,
+            draws=False,
         )
         self.written: tuple[str, ...] = ()
         self.step_seconds: float | None = None  # once it was measured
@@ -238,13 +264,17 @@ class Workshop:
 
     def optimizer(self, x: Tensor, gradient: Tensor) -> ClientOptimizer:
         """The clients' optimizer for models ``x`` ``(n, D)``."""
-        return ClientOptimizer(self.setting.optimizer, self.setting.learner, x, gradient, self.setting.layout)
+        return ClientOptimizer(
+            self.setting.optimizer, self.setting.learner, x, gradient, self.setting.layout
+        )
 
     def optimizer_of(self, copy: LearnerCopy) -> ClientOptimizer:
         """That of one copy, which its learner may look at."""
         setting, made = self.setting, self.optimizer(copy.x, copy.g)
         copy.optimizer = made.show(setting.optimizer, setting.learner, copy.learner)
-        copy.scheduler = None if setting.schedule is None else ShownScheduler(setting.schedule, copy.optimizer)
+        copy.scheduler = (
+            None if setting.schedule is None else ShownScheduler(setting.schedule, copy.optimizer)
+        )
         return made
 
     def on_learner(self) -> Worker:

@@ -61,7 +61,11 @@ class Attributes:
         modules = dict(self.learner.named_modules())
         self._own = {id(module) for module in modules.values()}
         tensors = [*self.learner.parameters(), *self.learner.buffers()]
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided}
+        self._storages = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tensor.layout is torch.strided
+        }
         found = {}
         try:
             for prefix, module in modules.items():
@@ -71,11 +75,15 @@ class Attributes:
                     full = f"{prefix}.{name}" if prefix else name
                     if name not in self.SKIPPED:
                         found[full] = self._digest(full, value)
-            kinds = dict.fromkeys(kind for module in modules.values() for kind in type(module).__mro__)
+            kinds = dict.fromkeys(
+                kind for module in modules.values() for kind in type(module).__mro__
+            )
             for kind in kinds if self.in_place else ():
                 if kind.__module__.split(".")[0] not in LIBRARIES:
                     for name, value in class_data(kind).items():
-                        found[f"{kind.__name__}.{name}"] = self._digest(f"{kind.__name__}.{name}", value)
+                        found[f"{kind.__name__}.{name}"] = self._digest(
+                            f"{kind.__name__}.{name}", value
+                        )
         except TooMuch:
             return None
         return found
@@ -94,7 +102,9 @@ class Attributes:
         """An object as bytes, and what it holds that these bytes do not tell."""
         if type(value) in EMPTY and not value:  # most of what a module holds
             return type(value).__qualname__.encode(), []
-        if isinstance(value, PLAIN) or (isinstance(value, (list, tuple, dict)) and not self._mixed(value)):
+        if isinstance(value, PLAIN) or (
+            isinstance(value, (list, tuple, dict)) and not self._mixed(value)
+        ):
             try:
                 return marshal.dumps(value, 2), []  # version 2: by value alone
             except ValueError:  # something else inside
@@ -110,12 +120,18 @@ class Attributes:
         if isinstance(value, Tensor):
             return kind + self._of_tensor(value), []
         if isinstance(value, np.ndarray):
-            return (kind, value.ravel().tolist()) if value.dtype == object else (kind + value.tobytes(), [])
+            return (
+                (kind, value.ravel().tolist())
+                if value.dtype == object
+                else (kind + value.tobytes(), [])
+            )
         if id(value) in self._own or isinstance(value, ModuleType):
             return b"%d" % id(value), []
         if (state := state_of_generator(value)) is not None:
             return kind, [state]
-        inside = children(value) if self.in_place or not isinstance(value, (FunctionType, type)) else []
+        inside = (
+            children(value) if self.in_place or not isinstance(value, (FunctionType, type)) else []
+        )
         fixed = inside or isinstance(value, CONTAINERS)
         return (kind + b"%d" % len(inside) if fixed else b"%d" % id(value)), inside
 

@@ -51,7 +51,10 @@ class Capture:
     """
 
     def __init__(
-        self, warn: Callable[[str], None], stream: torch.cuda.Stream | None = None, shared: bool = True
+        self,
+        warn: Callable[[str], None],
+        stream: torch.cuda.Stream | None = None,
+        shared: bool = True,
     ) -> None:
         self.warn, self.stream, self.shared = warn, stream, shared
         self.replayed = 0
@@ -76,7 +79,10 @@ class Capture:
         bound, first = False, None
         for index, batch in enumerate(batches):
             leaves, spec = flat(batch)
-            shape = spec, [(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else None for v in leaves]
+            shape = (
+                spec,
+                [(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else None for v in leaves],
+            )
             if index == 0:
                 first = shape
             elif not bound and self._works and shape == first and None not in shape[1]:
@@ -95,7 +101,13 @@ class Capture:
                 step(batch, index)
 
     def _record(
-        self, step: Step, batch: Any, index: int, own: dict[str, Tensor], clients: Clients, copy: LearnerCopy
+        self,
+        step: Step,
+        batch: Any,
+        index: int,
+        own: dict[str, Tensor],
+        clients: Clients,
+        copy: LearnerCopy,
     ) -> bool:
         """Take this step and record it for the next ones; False if it cannot be repeated."""
         made: Recording | Graph
@@ -132,7 +144,8 @@ class Capture:
             if not same(clients.given(), given):
                 why = why or "a hook logs or uploads in each step"
             if not same(
-                [*clients.step_tensors().values()], [v for k, v in own.items() if not k.startswith("optimizer.")]
+                [*clients.step_tensors().values()],
+                [v for k, v in own.items() if not k.startswith("optimizer.")],
             ):
                 why = why or "a hook gives clients another tensor in each step"
             if [buffer.data_ptr() for buffer in copy.buffers.values()] != buffers:
@@ -159,7 +172,13 @@ class ValueReads(TorchFunctionMode):
     seen = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr"):
+        if getattr(func, "__name__", "") in (
+            "numpy",
+            "tolist",
+            "__array__",
+            "__dlpack__",
+            "data_ptr",
+        ):
             self.seen = f"the values of a tensor are read ({func.__name__})"
         return func(*args, **(kwargs or {}))
 

@@ -19,7 +19,14 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # of PyTorch's objects these are looked into
 OPEN = ("torch.utils.data", "torch.distributions", "torch.optim")
 CLOSED = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"}
-CLOSED |= set(sys.stdlib_module_names) - {"types", "argparse", "collections", "random", "itertools", "builtins"}
+CLOSED |= set(sys.stdlib_module_names) - {
+    "types",
+    "argparse",
+    "collections",
+    "random",
+    "itertools",
+    "builtins",
+}
 LIBRARIES = CLOSED | set(sys.stdlib_module_names) | {"numpy", "torchvision", "fl_lightning"}
 MOST = 500_000  # objects; beyond, nothing is known
 
@@ -76,7 +83,12 @@ def of_function(function: Any) -> list[Any]:
     """A function's closure, defaults and attributes, and what its code names among its module's globals."""
     if str(function.__module__).split(".")[0] in LIBRARIES:
         return []
-    inside = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, vars(function)]
+    inside = [
+        *(function.__closure__ or ()),
+        function.__defaults__,
+        function.__kwdefaults__,
+        vars(function),
+    ]
     return inside + [function.__globals__[name] for name in named_globals(function)]
 
 
@@ -113,7 +125,9 @@ def slots_of(value: Any) -> list[str]:
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         names += (slots,) if isinstance(slots, str) else slots
-    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return [
+        name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)
+    ]
 
 
 def reduced(value: Any) -> Any:

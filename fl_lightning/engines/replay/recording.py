@@ -93,7 +93,9 @@ class Recording(TorchDispatchMode):
             func, args, kwargs = aten.clone.default, (args[0],), {}
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         uses: list[str] = []
-        texts = [self._text(a, uses) for a in args] + [f"{k}={self._text(v, uses)}" for k, v in kwargs.items()]
+        texts = [self._text(a, uses) for a in args] + [
+            f"{k}={self._text(v, uses)}" for k, v in kwargs.items()
+        ]
         names: list[str] = []
         for o in outs:
             if isinstance(o, Tensor) and not any(o is a for a in given):
@@ -102,7 +104,9 @@ class Recording(TorchDispatchMode):
             else:
                 names.append("_")
         alone = isinstance(out, (list, tuple)) and len(names) == 1
-        known = all(name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses)
+        known = all(
+            name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses
+        )
         # TorchScript would not see such a change
         scripted = known and not alone and not changes_lists(func)
         self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone, given, out))
@@ -112,7 +116,9 @@ class Recording(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             self.refused = f"{func} reads a value, which may differ from step to step"
         elif torch.Tag.dynamic_output_shape in func.tags:
-            integers = func is aten.index.Tensor and not any(a.dtype in (torch.bool, torch.uint8) for a in given[1:])
+            integers = func is aten.index.Tensor and not any(
+                a.dtype in (torch.bool, torch.uint8) for a in given[1:]
+            )
             if not integers:
                 self.refused = f"the shape of {func}'s result may differ from step to step"
 
@@ -157,7 +163,13 @@ class Recording(TorchDispatchMode):
         lines = ["pass"]
         for j, piece in enumerate(pieces):
             lines.append(piece.line(self._constant(piece.function)))
-            ends = sorted({n for n in (*piece.uses, *piece.names) if n.startswith("t") and last.get(n, j) == j})
+            ends = sorted(
+                {
+                    n
+                    for n in (*piece.uses, *piece.names)
+                    if n.startswith("t") and last.get(n, j) == j
+                }
+            )
             lines += [" = ".join(ends) + " = None"] if ends else []
         self._values["torch"] = torch
         code = f"def replay({', '.join(self._arguments)}):\n " + "\n ".join(lines)
@@ -166,7 +178,8 @@ class Recording(TorchDispatchMode):
         self._fixed_own = {
             name: (self._storages[at], value.shape, value.stride(), value.storage_offset())
             for name, value in self._values.items()
-            if isinstance(value, Tensor) and (at := value.untyped_storage().data_ptr()) in self._storages
+            if isinstance(value, Tensor)
+            and (at := value.untyped_storage().data_ptr()) in self._storages
         }
         self._held, self._names, self._calls = [], {}, []
         replay: Callable[..., None] = self._values["replay"]
@@ -188,12 +201,18 @@ class Recording(TorchDispatchMode):
             if copy.function is not aten.copy_.default or copy.uses[0] not in self._values:
                 continue
             (there, copied), name, views = copy.given, copy.uses[-1], []
-            while uses[name] == 1 and name in made_by and self._calls[made_by[name]].function in VIEWS:
+            while (
+                uses[name] == 1 and name in made_by and self._calls[made_by[name]].function in VIEWS
+            ):
                 views.append(made_by[name])
                 name = self._calls[views[-1]].uses[0]
             at = made_by.get(name, j)
             product = self._calls[at]
-            if product.function is not aten.mm.default or uses[name] > 1 or not alike(there, copied, product.out):
+            if (
+                product.function is not aten.mm.default
+                or uses[name] > 1
+                or not alike(there, copied, product.out)
+            ):
                 continue
             storage, (begin, end) = there.untyped_storage().data_ptr(), reach(there)
             meanwhile = any(at <= k < j and begin < b and a < end for k, a, b in touched[storage])
@@ -211,11 +230,16 @@ class Recording(TorchDispatchMode):
         calls = self._calls[start:end]
         made = {name for call in calls for name in call.names}
         later = {name for call in self._calls[end:] for name in call.uses}
-        needed = list(dict.fromkeys(name for call in calls for name in call.uses if name not in made))
+        needed = list(
+            dict.fromkeys(name for call in calls for name in call.uses if name not in made)
+        )
         given = sorted(made & later)
         floats = {name for name in needed if isinstance(self._values.get(name), float)}
         typed = ", ".join(f"{name}: {'float' if name in floats else 'Tensor'}" for name in needed)
-        lines = [call.line("torch.ops." + call.function._schema.name.replace("::", ".")) for call in calls]
+        lines = [
+            call.line("torch.ops." + call.function._schema.name.replace("::", "."))
+            for call in calls
+        ]
         lines.append(f"return {', '.join(given)}" if given else "return None")
         function = script(f"def piece({typed}):\n " + "\n ".join(lines) + "\n")
         return None if function is None else Call(given, needed, function, ", ".join(needed), False)
@@ -244,7 +268,9 @@ class Recording(TorchDispatchMode):
 def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
     """Whether the copy takes the whole product in its order in memory, so that writing it there gives the same bits."""
     whole = copied.data_ptr() == product.data_ptr() and there.shape == copied.shape
-    in_order = all(t.is_contiguous() and t.numel() == product.numel() for t in (there, copied, product))
+    in_order = all(
+        t.is_contiguous() and t.numel() == product.numel() for t in (there, copied, product)
+    )
     aligned = there.data_ptr() % ALIGNED == 0  # a product's last bits depend on it
     return whole and in_order and aligned and there.dtype == product.dtype
 
@@ -259,7 +285,10 @@ def reach(tensor: Tensor) -> tuple[int, int]:
 def changes_lists(func: Any) -> bool:
     """Whether a call changes tensors that it is given in a list."""
     arguments = func._schema.arguments
-    return any(a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type) for a in arguments)
+    return any(
+        a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type)
+        for a in arguments
+    )
 
 
 @lru_cache(maxsize=64)

@@ -77,8 +77,14 @@ def test_a_batch_that_is_too_small_is_said_before_round_0(
 ) -> None:
     sizes = (16, 24, 16 + left, 24)
     text = refusal(federated(learner(), participation="all", engine=engine), of_sizes(*sizes))
-    assert f"client 2 has {16 + left} samples, of which batch_size=8 leaves {left} for the last batch" in text
-    assert f"(met in round 0), and a step of {learner.__name__} on {left} sample" in text and says in text
+    assert (
+        f"client 2 has {16 + left} samples, of which batch_size=8 leaves {left} for the last batch"
+        in text
+    )
+    assert (
+        f"(met in round 0), and a step of {learner.__name__} on {left} sample" in text
+        and says in text
+    )
     assert text.endswith("Nothing was started.")
     other = re.search(r"batch_size=(\d+), with", text)
     assert "drop_last=True" in text and other is not None
@@ -124,12 +130,16 @@ class Drawing(Lit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps[0] += 1
-        return super().training_step(batch, batch_idx) * (torch.rand(()) + np.random.rand() + 1 / self.steps[0])
+        return super().training_step(batch, batch_idx) * (
+            torch.rand(()) + np.random.rand() + 1 / self.steps[0]
+        )
 
 
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
 @pytest.mark.parametrize("learner", [Lit, Drawing])
-def test_what_can_train_on_one_sample_is_let_be_with_the_same_bits(learner: type[Lit], engine: str) -> None:
+def test_what_can_train_on_one_sample_is_let_be_with_the_same_bits(
+    learner: type[Lit], engine: str
+) -> None:
     ends = []
     for kind in (InMemoryDataModule, Unknowing):
         data = of_sizes(9, 16, 1, 17)
@@ -161,7 +171,9 @@ def test_a_left_over_batch_that_no_round_reaches_is_none(work: dict[str, Any]) -
     trainer(1).fit(module, of_sizes(17, 17, 25))
     assert not [note for note in module.notes if "batch_size" in note]
     more = {"local_epochs": None, **{name: 1.5 * value for name, value in work.items()}}
-    assert "leaves 1" in refusal(federated(Normed(), participation="all", **more), of_sizes(17, 17, 25))
+    assert "leaves 1" in refusal(
+        federated(Normed(), participation="all", **more), of_sizes(17, 17, 25)
+    )
 
 
 def test_a_learner_that_a_hook_makes_ready_is_given_its_time() -> None:
@@ -183,7 +195,9 @@ def test_clients_that_may_be_skipped_are_not_refused() -> None:
 @pytest.mark.parametrize("epochs", [1, 0.5])
 def test_of_a_million_clients_none_is_asked(epochs: float) -> None:
     data: Any = Digits(
-        partition=Dirichlet(0.5, replacement=True, samples_per_client=23), num_clients=10**6, batch_size=11
+        partition=Dirichlet(0.5, replacement=True, samples_per_client=23),
+        num_clients=10**6,
+        batch_size=11,
     )
     data.setup()
     asked: list[int] = []

@@ -22,7 +22,13 @@ GPU = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
 
 def workshop(engine: str = "auto", **given: Any) -> Any:
     """A workshop's setting, of four clients at once on four cores, as far as decisions look at it."""
-    asked = {"engine": engine, "workers": "auto", "clients_at_once": "auto", "capture": "auto", "rank": 0}
+    asked = {
+        "engine": engine,
+        "workers": "auto",
+        "clients_at_once": "auto",
+        "capture": "auto",
+        "rank": 0,
+    }
     of_run = {
         "w": torch.zeros(4),
         "usable_cores": 4,
@@ -32,14 +38,20 @@ def workshop(engine: str = "auto", **given: Any) -> Any:
         "looking": (),
     }
     parts = {"learner": torch.nn.Linear(2, 2), "work": SimpleNamespace(data=SimpleNamespace())}
-    setting = SimpleNamespace(**{**asked, **of_run, **parts, "broadcast": lambda value: value, **given})
-    return SimpleNamespace(setting=setting, written=("frozen",), treat_as_buffers=lambda names: None)
+    setting = SimpleNamespace(
+        **{**asked, **of_run, **parts, "broadcast": lambda value: value, **given}
+    )
+    return SimpleNamespace(
+        setting=setting, written=("frozen",), treat_as_buffers=lambda names: None
+    )
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was measured: by default nothing that speaks against side by side."""
-    found = SimpleNamespace(once=0.05, quiet=0.05, images=1.0, uncaptured="", unproven=None, unstacked="", asked=[])
+    found = SimpleNamespace(
+        once=0.05, quiet=0.05, images=1.0, uncaptured="", unproven=None, unstacked="", asked=[]
+    )
 
     def images_ratio(_: Any, captured: bool, clearly: float) -> float:
         found.asked.append((captured, clearly))
@@ -57,7 +69,12 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_side_by_side_where_nothing_speaks_against_it(found: Any) -> None:
     plan, obstacle = build.measured(workshop(), Rehearsal())
-    assert (plan.engine, plan.workers, plan.captured, plan.not_captured) == ("concurrent", 4, True, "")
+    assert (plan.engine, plan.workers, plan.captured, plan.not_captured) == (
+        "concurrent",
+        4,
+        True,
+        "",
+    )
     assert obstacle is None and "a local step takes 50 ms" in plan.why
     found.uncaptured = "it branches"
     plan, _ = build.measured(workshop(), Rehearsal())
@@ -74,7 +91,9 @@ def test_side_by_side_where_nothing_speaks_against_it(found: Any) -> None:
         ({"usable_cores": 1, "most_at_once": 1}, 1),
     ],
 )
-def test_as_many_workers_as_asked_for_or_cores_or_clients(found: Any, given: dict[str, Any], workers: int) -> None:
+def test_as_many_workers_as_asked_for_or_cores_or_clients(
+    found: Any, given: dict[str, Any], workers: int
+) -> None:
     plan, _ = build.measured(workshop(**given), Rehearsal())
     assert (plan.engine, plan.workers) == ("concurrent", workers)
 
@@ -93,14 +112,22 @@ def test_other_devices_train_one_client_after_the_other(found: Any) -> None:
 def test_a_gpu_takes_streams_also_for_one_client_and_short_steps(found: Any) -> None:
     found.quiet = 0.0
     plan, _ = build.measured(workshop(w=GPU, most_at_once=1), Rehearsal())
-    assert plan.engine == "concurrent" and "on a GPU clients train on streams" in plan.why and plan.captured
+    assert (
+        plan.engine == "concurrent"
+        and "on a GPU clients train on streams" in plan.why
+        and plan.captured
+    )
 
 
 def test_what_could_not_be_tried_or_is_not_proven_trains_one_by_one(found: Any) -> None:
     plan, obstacle = build.measured(workshop(), Rehearsal(KEEPS, untried="it cannot be copied"))
     assert (plan.engine, plan.why, obstacle) == ("sequential", "it cannot be copied", None)
     plan, obstacle = build.measured(workshop(), Rehearsal(KEEPS))
-    assert plan.engine == "sequential" and plan.why.startswith("it counts, so clients train") and obstacle == KEEPS
+    assert (
+        plan.engine == "sequential"
+        and plan.why.startswith("it counts, so clients train")
+        and obstacle == KEEPS
+    )
     found.quiet = 0.0  # a short round is no reason where there is a better one
     assert build.measured(workshop(), Rehearsal(KEEPS))[1] == KEEPS
     found.quiet, found.unproven = 0.05, Obstacle("a client's end depends on its copy")
@@ -108,7 +135,9 @@ def test_what_could_not_be_tried_or_is_not_proven_trains_one_by_one(found: Any) 
     assert plan.engine == "sequential" and obstacle == found.unproven
 
 
-def test_a_round_that_is_over_soon_is_not_worth_measuring(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_is_over_soon_is_not_worth_measuring(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "TINY_SECONDS", 10.0)
     found.quiet = 2.0  # of five steps, so just not too short
     assert build.measured(workshop(), Rehearsal())[0].engine == "concurrent"
@@ -132,7 +161,13 @@ def test_what_fails_while_it_is_measured_is_left_to_the_first_round(
         (1, "it branches", 0.0, "concurrent", "one at a time"),
         (2, "", 0.0, "concurrent", "it is captured"),
         (2, "it branches", build.PYTHON_SECONDS, "concurrent", "a smaller part"),
-        (2, "it branches", 0.9 * build.PYTHON_SECONDS, "sequential", "would wait for Python's lock"),
+        (
+            2,
+            "it branches",
+            0.9 * build.PYTHON_SECONDS,
+            "sequential",
+            "would wait for Python's lock",
+        ),
     ],
 )
 @pytest.mark.parametrize("images", [0.5, 1.0])
@@ -142,14 +177,20 @@ def test_a_cpu_trains_side_by_side_but_for_short_steps_of_python(
     found.quiet, found.images = quiet, images
     plan = build.measured_on_cpu(workshop(), workers, reason)
     assert plan.engine == engine and why in plan.why and plan.channels_last == (images < 1)
-    assert ("channels-last memory 0.50" in plan.why) == ("channels-last" in plan.why) == (images < 1)
+    assert (
+        ("channels-last memory 0.50" in plan.why) == ("channels-last" in plan.why) == (images < 1)
+    )
     assert engine == "sequential" or plan.workers == workers
     assert found.asked == [(not reason, build.CLEARLY)]
 
 
 @pytest.mark.parametrize(
     ("seconds", "prefers"),
-    [({"": 1.0}, False), ({"": 1.0, trial.CHANNELS_LAST: 0.5}, False), ({"": 1.0, trial.CHANNELS_LAST: 0.4}, True)],
+    [
+        ({"": 1.0}, False),
+        ({"": 1.0, trial.CHANNELS_LAST: 0.5}, False),
+        ({"": 1.0, trial.CHANNELS_LAST: 0.4}, True),
+    ],
 )
 def test_a_gpu_prefers_a_memory_format_that_is_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], prefers: bool
@@ -166,16 +207,24 @@ def test_an_engine_asked_for_is_the_plan(found: Any, engine: str) -> None:
         return build.planned(workshop(engine), seen)
 
     threads = torch.get_num_threads()
-    assert planned(Rehearsal()) == Decision(EnginePlan(engine, "asked for", threads=threads, written=("frozen",)))
+    assert planned(Rehearsal()) == Decision(
+        EnginePlan(engine, "asked for", threads=threads, written=("frozen",))
+    )
     assert planned(Rehearsal(KEEPS)).obstacle == KEEPS
     assert planned(Rehearsal(untried="a step before round 0 fails")).obstacle is None
-    assert planned(Rehearsal(untried="it cannot be copied")).obstacle == Obstacle("it cannot be copied")
+    assert planned(Rehearsal(untried="it cannot be copied")).obstacle == Obstacle(
+        "it cannot be copied"
+    )
     assert planned(Rehearsal(KEEPS, untried="it cannot be copied")).obstacle == KEEPS
 
 
 def test_auto_is_planned_by_what_was_measured(found: Any) -> None:
     decision = build.planned(workshop(), Rehearsal(untried="it cannot be copied"))
-    assert decision.plan.engine == "sequential" and decision.plan.written == ("frozen",) and decision.obstacle is None
+    assert (
+        decision.plan.engine == "sequential"
+        and decision.plan.written == ("frozen",)
+        and decision.obstacle is None
+    )
 
 
 def test_stacks_hold_a_gigabyte_or_the_rounds_clients(found: Any) -> None:
@@ -197,7 +246,9 @@ def test_stacks_hold_a_gigabyte_or_the_rounds_clients(found: Any) -> None:
         (torch.zeros(4, device="meta"), None, "sequential"),
     ],
 )
-def test_what_cannot_be_stacked_takes_the_next_best(found: Any, w: Any, obstacle: Any, instead: str) -> None:
+def test_what_cannot_be_stacked_takes_the_next_best(
+    found: Any, w: Any, obstacle: Any, instead: str
+) -> None:
     said: list[str] = []
     found.unstacked = "it branches"
     plan = build.stackable(workshop(w=w), EnginePlan("stacked"), obstacle, said.append)
@@ -212,7 +263,9 @@ def test_side_by_side_is_refused_on_other_devices() -> None:
 
 
 @pytest.mark.parametrize(("obstacle", "way_out"), [(KEEPS, True), (Obstacle("it draws"), False)])
-def test_what_stands_against_side_by_side_is_refused_with_a_way_out(obstacle: Obstacle, way_out: bool) -> None:
+def test_what_stands_against_side_by_side_is_refused_with_a_way_out(
+    obstacle: Obstacle, way_out: bool
+) -> None:
     with pytest.raises(UserError, match=r"engine='concurrent' cannot train Linear") as caught:
         build.check_beside(workshop().setting, obstacle, pytest.fail)
     assert ("keep such state in a buffer" in str(caught.value)) == way_out
@@ -239,8 +292,13 @@ def test_a_start_that_fails_is_told_to_the_other_processes(
         build.decided(workshop(rank=1, broadcast=lambda _: told[0]), ())
 
 
-def test_what_the_first_process_found_holds_for_all(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_others, known = Decision(EnginePlan("sequential", "as the first says")), list[tuple[str, ...]]()
+def test_what_the_first_process_found_holds_for_all(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_others, known = (
+        Decision(EnginePlan("sequential", "as the first says")),
+        list[tuple[str, ...]](),
+    )
     monkeypatch.setattr(build, "rehearse", lambda _: Rehearsal(written=("b", "a")))
     monkeypatch.setattr(build, "check_batch_sizes", lambda *_: "")  # has tests of its own
     assert build.decided(workshop(rank=1, broadcast=lambda _: of_others), ()) == of_others

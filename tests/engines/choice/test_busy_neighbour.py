@@ -70,7 +70,10 @@ for start in range({STARTS}):
 @contextmanager
 def busy_neighbour() -> Iterator[None]:
     """A process that never rests for every core."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
     try:
         yield
     finally:
@@ -87,9 +90,13 @@ def test_starts_beside_a_busy_neighbour_choose_alike() -> None:
     for process in range(PROCESSES):
         if process % 2:
             with busy_neighbour():
-                out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+                out = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, check=True
+                ).stdout
         else:
-            out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            out = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=True
+            ).stdout
         chosen += [line for line in out.splitlines() if line.startswith("chose")]
         print(out)
     assert len(chosen) == 4 * STARTS * PROCESSES

@@ -62,7 +62,10 @@ CACHES: list[type[Lit]] = [Spectral, Weight, Pairs]
 def test_what_is_written_before_it_is_read_trains_side_by_side(learner: type[Lit]) -> None:
     torch.manual_seed(2)
     made = learner()
-    runs = [federated(learner(), engine="sequential"), federated(learner(), engine="concurrent", workers=2)]
+    runs = [
+        federated(learner(), engine="sequential"),
+        federated(learner(), engine="concurrent", workers=2),
+    ]
     for module in runs:
         module.learner.load_state_dict(made.double().state_dict())
         run = trainer(2)
@@ -83,7 +86,9 @@ def test_what_the_first_step_leaves_as_it_was_is_a_cache_too() -> None:
     torch.manual_seed(2)
     module = FederatedModule(Both(), participation=0.3, local_epochs=1, seed=1, engine="concurrent")
     trainer(1).fit(module, blobs(dtype=torch.float32))
-    assert module.run.plan.engine == "concurrent" and not any(KEEPS in note for note in module.notes)
+    assert module.run.plan.engine == "concurrent" and not any(
+        KEEPS in note for note in module.notes
+    )
 
 
 class Previous(Lit):
@@ -165,9 +170,13 @@ class Exact(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:engine=", "ignore:Exact.* keeps state", "ignore:Inserted keeps state")
+@pytest.mark.filterwarnings(
+    "ignore:engine=", "ignore:Exact.* keeps state", "ignore:Inserted keeps state"
+)
 @pytest.mark.parametrize("layer", [Remembering, Exact])
-def test_a_class_that_keeps_a_register_of_its_subclasses_does_not_hear_of_trials(layer: type[nn.Module]) -> None:
+def test_a_class_that_keeps_a_register_of_its_subclasses_does_not_hear_of_trials(
+    layer: type[nn.Module],
+) -> None:
     class Inserted(Lit):
         def __init__(self) -> None:
             super().__init__()
@@ -176,4 +185,6 @@ def test_a_class_that_keeps_a_register_of_its_subclasses_does_not_hear_of_trials
     made, register = list(Named.made), dict(Listed.register)
     module = federated(Inserted())
     trainer(1).fit(module, blobs())
-    assert Named.made == made and Listed.register == register and type(module.learner.net[1]) is layer
+    assert (
+        Named.made == made and Listed.register == register and type(module.learner.net[1]) is layer
+    )

@@ -42,7 +42,9 @@ def setting_of(engine: str, callbacks: Any = ()) -> Setting:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "choose", choose)
-        trainer(1, callbacks).fit(federated(Frozen(), engine="sequential", participation=1.0), blobs())
+        trainer(1, callbacks).fit(
+            federated(Frozen(), engine="sequential", participation=1.0), blobs()
+        )
     return replace(seen[0], engine=engine)
 
 
@@ -55,7 +57,9 @@ def chosen() -> Iterator[Callable[..., tuple[Any, EnginePlan, list[str]]]]:
         engine: str, held: EnginePlan | None = None, callbacks: Any = (), **given: Any
     ) -> tuple[Any, EnginePlan, list[str]]:
         notes: list[str] = []
-        made, plan = build.choose(replace(setting_of(engine, callbacks), **given), held, notes.append, pytest.fail)
+        made, plan = build.choose(
+            replace(setting_of(engine, callbacks), **given), held, notes.append, pytest.fail
+        )
         engines.append(made)
         return made, plan, notes
 
@@ -73,13 +77,19 @@ def images_of(worker: Any) -> bool:
 
 
 def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
-    held = EnginePlan("sequential", threads=1, server_threads=2, channels_last=True, written=("centre",))
+    held = EnginePlan(
+        "sequential", threads=1, server_threads=2, channels_last=True, written=("centre",)
+    )
     engine, plan, notes = chosen("auto", held)
     assert isinstance(engine, Sequential) and notes == []
     assert torch.get_num_threads() == 2 and plan == held and images_of(engine.worker)
     assert "centre" in engine.worker.copy.buffers
-    engine, plan, _ = chosen("sequential", replace(held, server_threads=0, channels_last=False, written=()))
-    assert torch.get_num_threads() == 2 and plan.server_threads == 2 and not images_of(engine.worker)
+    engine, plan, _ = chosen(
+        "sequential", replace(held, server_threads=0, channels_last=False, written=())
+    )
+    assert (
+        torch.get_num_threads() == 2 and plan.server_threads == 2 and not images_of(engine.worker)
+    )
     assert "centre" not in engine.worker.copy.buffers
 
 
@@ -93,10 +103,14 @@ def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: 
 def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: Any) -> None:
     engine, plan, notes = chosen("concurrent")
     assert isinstance(engine, Threads) and len(notes) == 1 and "it is not proven" in notes[0]
-    assert plan.workers == len(engine.workers) == min(CORES, 10) and isinstance(engine.learner, Frozen)
+    assert plan.workers == len(engine.workers) == min(CORES, 10) and isinstance(
+        engine.learner, Frozen
+    )
     for asked in ("concurrent", "auto"):
         engine, plan, notes = chosen(asked, EnginePlan("concurrent", workers=3))
-        assert isinstance(engine, Threads) and plan.workers == 3 and plan.threads == 1 and notes == []
+        assert (
+            isinstance(engine, Threads) and plan.workers == 3 and plan.threads == 1 and notes == []
+        )
 
 
 @pytest.mark.parametrize("capture", ["auto", True])
@@ -104,14 +118,22 @@ def test_who_asks_for_capturing_is_told_where_there_is_none(
     chosen: Any, monkeypatch: pytest.MonkeyPatch, capture: Any
 ) -> None:
     _, _, notes = chosen("sequential", capture=capture)
-    assert [note.endswith("engine='concurrent' alone captures") for note in notes] == [True] * (capture is True)
+    assert [note.endswith("engine='concurrent' alone captures") for note in notes] == [True] * (
+        capture is True
+    )
     monkeypatch.setattr(trial, "why_not_captured", lambda _: "it branches")
     engine, plan, notes = chosen("concurrent", EnginePlan("concurrent", workers=1), capture=capture)
     assert notes == [build.NOT_CAPTURED + "it branches"] * (capture is True)
-    assert not plan.captured and plan.not_captured == "it branches" and engine.workers[0].recorder is None
+    assert (
+        not plan.captured
+        and plan.not_captured == "it branches"
+        and engine.workers[0].recorder is None
+    )
 
 
-def test_steps_are_captured_as_they_were_tried(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_captured_as_they_were_tried(
+    chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = EnginePlan("concurrent", workers=2)
     engine, plan, _ = chosen("auto", held)
     assert plan.captured and all(worker.recorder.shared for worker in engine.workers)
@@ -141,7 +163,9 @@ def test_a_stack_of_clients(chosen: Any) -> None:
     assert isinstance(engine, Stacked) and engine.at_once == plan.at_once == 4 and notes == []
 
 
-def test_what_cannot_be_stacked_trains_side_by_side_and_says_so(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_stacked_trains_side_by_side_and_says_so(
+    chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "why_not_stacked", lambda _: "it branches")
     engine, plan, notes = chosen("stacked")
     assert isinstance(engine, Threads) and plan.engine == "concurrent"

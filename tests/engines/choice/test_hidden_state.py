@@ -228,7 +228,9 @@ def test_data_that_draws_from_a_generator_of_its_own_is_read_in_order() -> None:
     expected = ran(Lit, "sequential", drawing_data).global_vector
     for _ in range(3):
         module = ran(Lit, "auto", drawing_data)
-        assert module.engine_facts["engine"] == "sequential" and torch.equal(module.global_vector, expected)
+        assert module.engine_facts["engine"] == "sequential" and torch.equal(
+            module.global_vector, expected
+        )
 
 
 def test_what_keeps_nothing_trains_side_by_side() -> None:

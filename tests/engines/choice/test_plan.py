@@ -10,9 +10,13 @@ from fl_lightning.engines.choice.plan import AS_BEFORE, EnginePlan
 
 
 def test_a_plan_comes_back_from_a_checkpoint() -> None:
-    plan = EnginePlan("concurrent", "measured", workers=3, threads=1, server_threads=2, channels_last=True)
+    plan = EnginePlan(
+        "concurrent", "measured", workers=3, threads=1, server_threads=2, channels_last=True
+    )
     back = EnginePlan.from_dict(plan.as_dict())
-    assert back == EnginePlan("concurrent", AS_BEFORE, workers=3, threads=1, server_threads=2, channels_last=True)
+    assert back == EnginePlan(
+        "concurrent", AS_BEFORE, workers=3, threads=1, server_threads=2, channels_last=True
+    )
     stacked = EnginePlan.from_dict(EnginePlan("stacked", at_once=8).as_dict())
     assert stacked is not None and stacked.at_once == 8 and not stacked.channels_last
 
@@ -25,15 +29,27 @@ def test_a_plan_comes_back_from_a_checkpoint() -> None:
             EnginePlan("stacked", AS_BEFORE, at_once=8, threads=2, server_threads=0),
         ),
         (
-            {"engine": "concurrent", "workers": "4", "memory": "channels_last", "server_threads": "3"},
-            EnginePlan("concurrent", AS_BEFORE, workers=4, threads=3, server_threads=3, channels_last=True),
+            {
+                "engine": "concurrent",
+                "workers": "4",
+                "memory": "channels_last",
+                "server_threads": "3",
+            },
+            EnginePlan(
+                "concurrent", AS_BEFORE, workers=4, threads=3, server_threads=3, channels_last=True
+            ),
         ),
-        ({"engine": "sequential", "memory": "plain"}, EnginePlan("sequential", AS_BEFORE, server_threads=0)),
+        (
+            {"engine": "sequential", "memory": "plain"},
+            EnginePlan("sequential", AS_BEFORE, server_threads=0),
+        ),
         ({}, None),
         ({"engine": ""}, None),
     ],
 )
-def test_checkpoints_that_held_it_as_text_are_read_too(held: dict[str, Any], expected: EnginePlan | None) -> None:
+def test_checkpoints_that_held_it_as_text_are_read_too(
+    held: dict[str, Any], expected: EnginePlan | None
+) -> None:
     assert EnginePlan.from_dict(held) == expected
 
 
@@ -47,11 +63,16 @@ def test_a_card_tells_what_belongs_to_the_engine() -> None:
         "capture": "yes",
         "why": "measured",
     }
-    assert EnginePlan("sequential", written=("teacher.w", "queue")).facts()["as buffers"] == "teacher.w, queue"
+    assert (
+        EnginePlan("sequential", written=("teacher.w", "queue")).facts()["as buffers"]
+        == "teacher.w, queue"
+    )
     assert EnginePlan("concurrent", not_captured="few steps").facts()["capture"] == "no: few steps"
     stacked = EnginePlan("stacked", at_once=5, workers=2, channels_last=True).facts()
     assert (
-        stacked["clients"] == "5" and stacked["memory"] == "channels_last" and not {"workers", "capture"} & set(stacked)
+        stacked["clients"] == "5"
+        and stacked["memory"] == "channels_last"
+        and not {"workers", "capture"} & set(stacked)
     )
     assert not {"clients", "memory", "workers"} & set(EnginePlan("sequential").facts())
     assert (str(beside), str(EnginePlan("sequential"))) == ("concurrent × 2", "sequential")

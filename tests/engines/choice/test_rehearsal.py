@@ -41,7 +41,9 @@ class Classes(Lit):
 @pytest.mark.parametrize("learner", [Broken, Classes])
 def test_a_step_that_fails_ends_the_run_before_it_begins(engine: str, learner: type[Lit]) -> None:
     begun = Begun()
-    with pytest.raises((RuntimeError, IndexError), match=r"shapes cannot be multiplied|out of bounds") as caught:
+    with pytest.raises(
+        (RuntimeError, IndexError), match=r"shapes cannot be multiplied|out of bounds"
+    ) as caught:
         trainer(1, [begun]).fit(federated(learner(), engine=engine), blobs())
     if sys.version_info >= (3, 11):  # before, errors have no notes
         notes = " ".join(caught.value.__notes__)
@@ -58,9 +60,14 @@ def test_a_step_that_fails_ends_the_run_before_it_begins(engine: str, learner: t
         (lambda: LeNet(4), "shape|size|dim"),
     ],
 )
-def test_a_packaged_network_that_does_not_fit_is_a_paragraph(engine: str, network: Any, what: str) -> None:
+def test_a_packaged_network_that_does_not_fit_is_a_paragraph(
+    engine: str, network: Any, what: str
+) -> None:
     module = FederatedModule(ImageClassifier(network().double(), 4).double(), seed=1, engine=engine)
-    with pytest.raises(UserError, match=rf"does not fit the data: a step on client \d.*({what}).*Nothing was started"):
+    with pytest.raises(
+        UserError,
+        match=rf"does not fit the data: a step on client \d.*({what}).*Nothing was started",
+    ):
         trainer(1).fit(module, blobs())
 
 

@@ -26,7 +26,9 @@ class Waiting(Lit):
 
 
 @pytest.mark.parametrize("call_seconds", [2e-6, 2e-8])
-def test_auto_takes_what_is_faster_and_says_why(call_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_is_faster_and_says_why(
+    call_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # this machine, and one on which calls take a hundredth
     monkeypatch.setattr(trial, "CALL_SECONDS", call_seconds)
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
@@ -37,7 +39,9 @@ def test_auto_takes_what_is_faster_and_says_why(call_seconds: float, monkeypatch
     assert tiny.engine_facts["engine"] == "sequential"
 
 
-def test_short_steps_train_side_by_side_where_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_train_side_by_side_where_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
     for capture in (True, False):
         module = federated(Lit(), workers=2, capture=capture, local_epochs=4)
@@ -64,17 +68,23 @@ def test_one_client_or_one_core_needs_no_measuring() -> None:
     module = federated(Waiting(), participation=1)
     with pytest.warns(UserWarning, match="participation=1 is one client"):
         trainer(1).fit(module, blobs())
-    assert module.engine_facts["engine"] == "sequential" and "one client" in module.engine_facts["why"]
+    assert (
+        module.engine_facts["engine"] == "sequential" and "one client" in module.engine_facts["why"]
+    )
 
 
-def test_a_resumed_run_goes_on_with_the_engine_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = federated(Waiting(), workers=2)
     run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(first, blobs())
     assert first.engine_facts["engine"] == "concurrent"
     monkeypatch.setattr(build, "measured", lambda *_: pytest.fail("measured again"))
     callers: list[threading.Thread] = []
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: callers.append(threading.current_thread()))
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda _: callers.append(threading.current_thread())
+    )
     second = federated(Waiting())
     trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
         second, blobs(), ckpt_path=run.checkpoint_callback.best_model_path
@@ -90,7 +100,9 @@ def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> N
     run.fit(federated(Lit(), engine="sequential"), blobs())
     with pytest.warns(UserWarning, match="engine='stacked' goes on with what 'sequential' began"):
         trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
-            federated(Lit(), engine="stacked"), blobs(), ckpt_path=run.checkpoint_callback.best_model_path
+            federated(Lit(), engine="stacked"),
+            blobs(),
+            ckpt_path=run.checkpoint_callback.best_model_path,
         )
 
 
@@ -102,7 +114,10 @@ def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> 
 
     module = federated(Locked(), workers=2)
     trainer(1).fit(module, blobs())
-    assert module.engine_facts["engine"] == "sequential" and "cannot be copied" in module.engine_facts["why"]
+    assert (
+        module.engine_facts["engine"] == "sequential"
+        and "cannot be copied" in module.engine_facts["why"]
+    )
 
 
 class Images(pl.LightningModule):
@@ -125,18 +140,27 @@ class Viewing(Images):
         return super().training_step(batch, batch_idx)
 
 
-def test_channels_last_is_used_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_last_is_used_where_it_was_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(80, 3, 8, 8, generator=generator), torch.randint(0, 4, (80,), generator=generator)
+    x, y = (
+        torch.randn(80, 3, 8, 8, generator=generator),
+        torch.randint(0, 4, (80,), generator=generator),
+    )
 
     def data() -> Any:
-        return InMemoryDataModule((x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4)
+        return InMemoryDataModule(
+            (x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4
+        )
 
     monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
     monkeypatch.setattr(trial, "LEAST_ALLOWED", 60)
     monkeypatch.setattr(build, "CLEARLY", 1e-9)
     monkeypatch.setattr(trial.Compared, "ratio", 0.5)  # whatever was measured, it counts as faster
-    fast, viewing = (FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing))
+    fast, viewing = (
+        FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing)
+    )
     trainer(1).fit(fast, data())
     trainer(1).fit(viewing, data())
     assert fast.engine_facts["memory"] == "channels_last" and "memory" not in viewing.engine_facts

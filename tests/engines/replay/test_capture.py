@@ -52,7 +52,9 @@ class Attending(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.inside = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.net = nn.Sequential(nn.Unflatten(1, (5, 4)), self.inside, nn.Flatten(), nn.Linear(20, 4))
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (5, 4)), self.inside, nn.Flatten(), nn.Linear(20, 4)
+        )
 
 
 class Counting(FederatedCallback):
@@ -62,7 +64,11 @@ class Counting(FederatedCallback):
 
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
         self.scratch[clients] = 0.5 * self.scratch[clients] + gradient
-        return gradient + 0.01 * self.scratch[clients] * clients.weights + 1e-3 * (clients.x - clients.start)
+        return (
+            gradient
+            + 0.01 * self.scratch[clients] * clients.weights
+            + 1e-3 * (clients.x - clients.start)
+        )
 
     def on_local_step_end(self, clients: Any) -> None:
         self.number[clients] += 1 / clients.steps
@@ -80,11 +86,27 @@ CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
     "buffers": (Normed, lambda: [], {}),
     "convolutions": (Convolving, lambda: [], {}),
     "attention": (Attending, lambda: [], {}),
-    "momentum kept": (Lit, lambda: [], {"client_optimizer": momentum, "keep_optimizer_state": True}),
-    "clipping": (Lit, lambda: [ProximalTerm(Exponential(0.5))], {"clip_norm": 0.5, "lr_decay": 0.9}),
-    "fedsmoo": (Normed, lambda: [GlobalSharpnessAwareMinimization(0.05), DynamicRegularization()], {}),
+    "momentum kept": (
+        Lit,
+        lambda: [],
+        {"client_optimizer": momentum, "keep_optimizer_state": True},
+    ),
+    "clipping": (
+        Lit,
+        lambda: [ProximalTerm(Exponential(0.5))],
+        {"clip_norm": 0.5, "lr_decay": 0.9},
+    ),
+    "fedsmoo": (
+        Normed,
+        lambda: [GlobalSharpnessAwareMinimization(0.05), DynamicRegularization()],
+        {},
+    ),
     "fedsam fedcm": (Lit, lambda: [SharpnessAwareMinimization(0.05), ClientMomentum()], {}),
-    "scaffold fedinit": (Lit, lambda: [ControlVariates(), RelaxedInitialization()], {"weighting": "samples"}),
+    "scaffold fedinit": (
+        Lit,
+        lambda: [ControlVariates(), RelaxedInitialization()],
+        {"weighting": "samples"},
+    ),
     "fedals scaffold": (Lit, lambda: [PartialAveraging(period=2), ControlVariates()], {}),
     "own state": (Lit, lambda: [Counting()], {}),
     "by client": (Lit, lambda: [ByName()], {}),
@@ -130,7 +152,9 @@ class NumPyNoise(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", [Noisy, Remembering, NumPyNoise])
-def test_methods_of_users_are_captured_when_asked_for_and_then_with_the_same_bits(method: type[Any]) -> None:
+def test_methods_of_users_are_captured_when_asked_for_and_then_with_the_same_bits(
+    method: type[Any],
+) -> None:
     _, expected, _ = ran(Lit, lambda: [method()], {}, engine="sequential")
     module, found, _ = ran(Lit, lambda: [method()], {})
     assert f"{method.__name__} is not a packaged method" in module.engine_facts["capture"]
@@ -178,7 +202,9 @@ class Whole(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", [Telling, Whole])
-def test_hooks_that_log_upload_or_read_all_samples_in_each_step(method: type[FederatedCallback]) -> None:
+def test_hooks_that_log_upload_or_read_all_samples_in_each_step(
+    method: type[FederatedCallback],
+) -> None:
     _, expected, _ = ran(Lit, lambda: [method()], {}, engine="sequential")
     _, found, _ = ran(Lit, lambda: [method()], {}, capture=True)
     assert_same(expected, found)
@@ -190,10 +216,14 @@ def test_an_error_in_a_replayed_round_leaves_the_run_where_it_was() -> None:
             if clients.round == 1 and int(clients.ids[0]) == 4:
                 raise ValueError("broken")
 
-    module = federated(engine="concurrent", workers=2, participation="all", local_epochs=5, capture=True)
+    module = federated(
+        engine="concurrent", workers=2, participation="all", local_epochs=5, capture=True
+    )
     with pytest.raises(ValueError, match="broken"):
         trainer(3, [Breaking()]).fit(module, blobs())
-    again = federated(engine="concurrent", workers=2, participation="all", local_epochs=5, capture=True)
+    again = federated(
+        engine="concurrent", workers=2, participation="all", local_epochs=5, capture=True
+    )
     trainer(1).fit(again, blobs())
     assert torch.equal(module.global_vector, again.global_vector)
 

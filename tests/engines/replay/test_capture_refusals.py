@@ -73,7 +73,10 @@ def test_steps_that_cannot_be_replayed_run_each_time(learner: type[Lit]) -> None
     _, expected, _ = ran(learner, list, {}, engine="sequential")
     with pytest.warns(UserWarning, match="local steps are not captured"):
         module, found, _ = ran(learner, list, {}, capture=True)
-    assert module.engine_facts["capture"].startswith("no: ") and REFUSED[learner] in module.engine_facts["capture"]
+    assert (
+        module.engine_facts["capture"].startswith("no: ")
+        and REFUSED[learner] in module.engine_facts["capture"]
+    )
     assert_same(expected, found)
 
 

@@ -22,15 +22,28 @@ from tests.helpers.replays import assert_same, ran, replayed
 COPIES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], object]] = {
     "once": lambda x, w, out, other: out.copy_(x @ w),
     "twice": lambda x, w, out, other: (p := x @ w, out.copy_(p), other.copy_(p)),
-    "onto what was read before": lambda x, w, out, other: (p := x @ w, other.add_(out), out.copy_(p)),
+    "onto what was read before": lambda x, w, out, other: (
+        p := x @ w,
+        other.add_(out),
+        out.copy_(p),
+    ),
     "onto what is written before": lambda x, w, out, other: (p := x @ w, out.zero_(), out.copy_(p)),
-    "onto a part that is read before": lambda x, w, out, other: (p := x @ w, other.add_(out[1, 2]), out.copy_(p)),
+    "onto a part that is read before": lambda x, w, out, other: (
+        p := x @ w,
+        other.add_(out[1, 2]),
+        out.copy_(p),
+    ),
     "onto a factor": lambda x, w, out, other: out.copy_(out @ w),
     "transposed": lambda x, w, out, other: out.copy_((x @ w).t()),
     "transposed twice": lambda x, w, out, other: out.copy_((w.t() @ x.t()).t().t()),
     "in another dtype": lambda x, w, out, other: out.copy_(x.double() @ w.double()),
     "to more rows": lambda x, w, out, other: out.copy_(x[:1] @ w),
-    "each from the other": lambda x, w, out, other: (n := x.t() @ other, p := x @ out, other.copy_(p), out.copy_(n)),
+    "each from the other": lambda x, w, out, other: (
+        n := x.t() @ other,
+        p := x @ out,
+        other.copy_(p),
+        out.copy_(n),
+    ),
     "to a transposed place": lambda x, w, out, other: out.t().copy_(x @ w),
 }
 
@@ -59,7 +72,9 @@ class Uneven(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.zeros(3))
-        self.net = nn.Sequential(nn.Linear(20, 84), nn.ReLU(), nn.Linear(84, 10), nn.ReLU(), nn.Linear(10, 4))
+        self.net = nn.Sequential(
+            nn.Linear(20, 84), nn.ReLU(), nn.Linear(84, 10), nn.ReLU(), nn.Linear(10, 4)
+        )
 
 
 class Embedding(Lit):
@@ -84,7 +99,10 @@ class Elsewhere(FederatedCallback):
 
 ODD: dict[str, tuple[type[Lit], Callable[[], list[Any]]]] = {
     "unaligned parameters": (Uneven, lambda: [ControlVariates()]),
-    "unaligned parameters, twice": (Uneven, lambda: [SharpnessAwareMinimization(0.05), ControlVariates()]),
+    "unaligned parameters, twice": (
+        Uneven,
+        lambda: [SharpnessAwareMinimization(0.05), ControlVariates()],
+    ),
     "sparse gradients": (Embedding, lambda: [SharpnessAwareMinimization(0.05), ControlVariates()]),
     "starts of their own": (Lit, lambda: [Elsewhere(), ProximalTerm(0.5), ControlVariates()]),
 }
