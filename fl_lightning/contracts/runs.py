@@ -195,7 +195,10 @@ def resume(method: Method) -> None:
         try:
             went_on = outcome(fit([method.factory()], folder=folder, resume=True))
         except UserError as error:
-            hint = "a public attribute counts as an argument and has to be the same after a resume; declare what changes"
+            hint = (
+                "a public attribute counts as an argument and has to be the same after a resume; "
+                "declare what changes"
+            )
             raise Failed(
                 f"resuming after round 2 is refused: {str(error)[:120]} …", hint
             ) from error

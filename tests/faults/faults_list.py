@@ -135,8 +135,8 @@ FAULTS = [
             ),
             (
                 "fl_lightning/engines/worker.py",
-                "                copy.load_buffers(buffers)\n        return",
-                "        return",
+                "                copy.load_buffers(buffers)\n                present.",
+                "                present.",
             ),
         ],
     ),
@@ -223,8 +223,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/engines/local_step.py",
-                "return batches if change is None else ((change(client, batch), number)",
-                "return batches if change is not None else ((batch, number)",
+                "if change is None\n            else ((change(client, batch), number)",
+                "if change is not None\n            else ((batch, number)",
             )
         ],
     ),
@@ -271,8 +271,8 @@ FAULTS = [
         [
             (
                 "callbacks/differential_privacy.py",
-                "d / (self._share * server.num_clients)",
-                "d / max(server.n, 1)",
+                "return d / expected",
+                "return d / max(server.n, 1)",
             )
         ],
     ),

@@ -31,15 +31,15 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/round/cohort.py",
-        "if steps is None and self.local_epochs is not None and self.local_epochs < 1:  # of no client a whole epoch",
+        "if steps is None and self.local_epochs is not None and self.local_epochs < 1:",
         "equivalent but slower: of one epoch, the steps of each client are an epoch",
         "boundary: self.local_epochs < 1 (column 55)",
     ),
     **_equal(
         "fl_lightning/round/clients.py",
-        "batches = self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0",
+        "self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0",
         "equivalent but slower: no gradients times the batches of an epoch",
-        "and ↔ or: whole and self._round.steps_of is not None (column 45)",
+        "and ↔ or: whole and self._round.steps_of is not None (column 35)",
     ),
     **_equal(
         "robust_aggregation",

@@ -11,7 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults import planting
-from tests.faults.plant import Tally
+from tests.faults.checks import CORE
+from tests.faults.faults_list import FAULTS
+from tests.faults.mutants import mutants
+from tests.faults.personal_faults import PERSONAL_FAULTS
+from tests.faults.plant import SURVIVORS, Tally, edited, right
 from tests.faults.planting import DIED, ENDLESS, ROOT, Use, in_children, run_tests
 
 TESTS = """
@@ -39,6 +43,17 @@ def test_only_a_test_an_endless_one_and_the_end_of_the_process_are_a_catch() -> 
     ):
         tally.count(answer, tests)
     assert (tally.caught, tally.endless, tally.died, tally.not_run) == (3, 1, 1, 2)
+
+
+def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
+    for fault in [*FAULTS, *PERSONAL_FAULTS]:
+        assert edited(fault), fault.name
+    keys = {
+        mutant.key
+        for file in {file for file, _, _ in SURVIVORS}
+        for mutant in mutants(file, right(file), core=file in CORE)
+    }
+    assert SURVIVORS.keys() <= keys
 
 
 def test_children_say_what_became_of_them(tmp_path: Path) -> None:

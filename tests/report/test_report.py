@@ -252,7 +252,10 @@ def test_wrong_options_are_said_in_one_paragraph(
 
 def test_a_report_does_not_wait_for_torch(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "a", LEVELS)
-    code = "import sys; from fl_lightning.__main__ import main; status = main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = (
+        "import sys; from fl_lightning.__main__ import main; "
+        "status = main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
     argv = [sys.executable, "-c", code, "report", str(tmp_path / "s")]
     result = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "False" and (tmp_path / "s/report.json").is_file()
