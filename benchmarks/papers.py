@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -252,41 +253,65 @@ def filled(text: str, said: Mapping[str, Any]) -> str:
 def objections(results: Path) -> list[str]:
     """What speaks against the runs in ``results``, held to the commit that ``protocol.txt`` there names.
 
-    Each began after that commit, in a clean checkout of it or of a later one, with the claims of it; it is a run of the
-    protocol, and none is silently absent.
+    Each run, also those that selected, began after that commit, in a clean checkout of it or of a
+    later one with the same configs, with the protocol's sweep file and claims. It is a run of the
+    protocol, none is silently absent, and no seed that selected is reported.
     """
     protocol = (results / "protocol.txt").read_text("utf-8").split()[0]
-    frozen = datetime.fromisoformat(git("show", "-s", "--format=%cI", protocol))
-    found = []
+    objected = []
     for folder in sweeps(results):
         name = next(name for name in ROWS.values() if name.rpartition("/")[2] == folder.name)
-        claims = git("show", f"{protocol}:configs/experiment/{name}.claims.yaml", strip=False)
-        stated = hashlib.sha256(claims.encode()).hexdigest()
         with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
             listed = {f"{row['arm']}/seed-{row['seed']}" for row in csv.DictReader(file)}
         planned = set(places(name))
-        kept = {
-            path.parent.relative_to(folder).as_posix() for path in folder.glob("*/seed-*/run.json")
-        }
-        found += [
-            f"{folder.name}/{place}: is no run of the protocol" for place in sorted(kept - planned)
-        ]
-        found += [
-            f"{folder.name}/{place}: is absent and not listed"
-            for place in sorted(planned - kept - listed)
-        ]
-        for place in sorted(kept & planned):
+        kept = places_in(folder, "*/seed-*")
+        selecting = places_in(folder, "select/*/*/seed-*")
+        reported = {place.rpartition("/")[2] for place in planned}
+        about = [(place, "is no run of the protocol") for place in kept - planned]
+        about += [(place, "is absent and not listed") for place in planned - kept - listed]
+        about += [(p, "selects by a reported seed") for p in selecting if Path(p).name in reported]
+        sweep_file = git("show", f"{protocol}:configs/experiment/{name}.yaml", strip=False)
+        if not (folder / "sweep.yaml").read_text("utf-8").startswith(sweep_file):
+            about.append(("sweep.yaml", "is not the protocol's"))
+        claims = git("show", f"{protocol}:configs/experiment/{name}.claims.yaml", strip=False)
+        stated = hashlib.sha256(claims.encode()).hexdigest()
+        for place in (kept & planned) | selecting:
             run = json.loads((folder / place / "run.json").read_text("utf-8"))
-            started = datetime.fromisoformat(str(run["started"]).replace("Z", "+00:00"))
-            commit = str(run["commit"])
-            wrong = {
-                "began before the protocol": started.replace(tzinfo=started.tzinfo or timezone.utc)
-                <= frozen,
-                f"ran from {commit}": commit.endswith("-dirty") or not descends(commit, protocol),
-                "had other claims": run["claims_hash"] != stated,
-            }
-            found += [f"{folder.name}/{place}: {what}" for what, holds in wrong.items() if holds]
-    return found
+            about += [(place, what) for what in of_a_run(run, protocol)]
+            if place in kept and run["claims_hash"] != stated:
+                about.append((place, "had other claims"))
+        objected += [f"{folder.name}/{place}: {what}" for place, what in sorted(about)]
+    return objected
+
+
+def of_a_run(run: Mapping[str, Any], protocol: str) -> list[str]:
+    """What speaks against one run, by its run.json."""
+    started = datetime.fromisoformat(str(run["started"]).replace("Z", "+00:00"))
+    started = started.replace(tzinfo=started.tzinfo or timezone.utc)
+    early = ["began before the protocol"] if started <= made_at(protocol) else []
+    return early + of_sources(str(run["commit"]), protocol)
+
+
+@cache
+def of_sources(commit: str, protocol: str) -> list[str]:
+    """What speaks against the sources that a run came from."""
+    if commit.endswith("-dirty") or not descends(commit, protocol):
+        return [f"ran from {commit}"]
+    if git("diff", "--name-only", protocol, commit, "--", "configs"):
+        return [f"ran from {commit}, whose configs are others"]
+    return []
+
+
+@cache
+def made_at(commit: str) -> datetime:
+    """When a commit was made."""
+    return datetime.fromisoformat(git("show", "-s", "--format=%cI", commit))
+
+
+def places_in(folder: Path, pattern: str) -> set[str]:
+    """The folders of runs within ``folder``, such as ``<arm>/seed-<s>``."""
+    runs = folder.glob(f"{pattern}/run.json")
+    return {path.parent.relative_to(folder).as_posix() for path in runs}
 
 
 def places(name: str) -> list[str]:

@@ -128,6 +128,8 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     claims = tmp_path / f"configs/experiment/{name}.claims.yaml"
     claims.parent.mkdir(parents=True)
     shutil.copy(packaged, claims)
+    sweep_file = claims.with_name(claims.name.replace(".claims", ""))
+    sweep_file.write_text("configs: [base]\n")
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     papers.git("init", "-q")
     papers.git("add", ".")
@@ -135,13 +137,18 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     papers.git(*who, "commit", "-q", "-m", "protocol-1")
     protocol = papers.git("rev-parse", "HEAD")
     stated = hashlib.sha256(claims.read_bytes()).hexdigest()
+    sweep_file.write_text("configs: [base]  # edited\n")
+    papers.git(*who, "commit", "-q", "-a", "-m", "edited")
+    edited = papers.git("rev-parse", "HEAD")
     folder = papers.RESULTS / name.rpartition("/")[2]
     good = {"started": "2026-01-03T00:00:00+00:00", "commit": protocol, "claims_hash": stated}
     every = papers.places(name)
     for place in every:
         arm, _, seed = place.rpartition("/seed-")
         make_arm(folder, arm, {int(seed): 0.5}, **good)
-    (folder / "sweep.yaml").write_text("configs: [base]\n")
+    chosen = make_arm(folder / "select/old", "0.1", {100: 0.5, 101: 0.5, 20: 0.5}, **good)
+    shutil.rmtree(chosen[2])
+    (folder / "sweep.yaml").write_text("configs: [base]\n\n# over it: data.init_args.root=data\n")
     (folder / "runs.csv").write_text("arm,seed,status,folder\n")
     (papers.RESULTS / "protocol.txt").write_text(f"{protocol} protocol-1\n")
     assert papers.objections(papers.RESULTS) == []
@@ -155,13 +162,23 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     change(every[2], claims_hash="0" * 64)
     shutil.rmtree(folder / every[3])
     make_arm(folder, "another", {20: 0.5}, **good)
-    found = papers.objections(papers.RESULTS)
-    assert len(found) == 5
-    for place, why in zip(
-        every[:4], ("began before", "-dirty", "other claims", "absent and not listed"), strict=True
-    ):
-        assert any(place in said and why in said for said in found), (place, found)
-    assert any("another/seed-20: is no run" in said for said in found)
+    change(every[4], commit=edited)
+    change("select/old/0.1/seed-100", started="2026-01-01T00:00:00+00:00")
+    make_arm(folder / "select/old", "0.1", {20: 0.5}, **good)
+    (folder / "sweep.yaml").write_text("configs: [other]\n")
+    objected = papers.objections(papers.RESULTS)
+    expected = {
+        every[0]: "began before the protocol",
+        every[1]: f"ran from {protocol}-dirty",
+        every[2]: "had other claims",
+        every[3]: "is absent and not listed",
+        every[4]: f"ran from {edited}, whose configs are others",
+        "another/seed-20": "is no run of the protocol",
+        "select/old/0.1/seed-100": "began before the protocol",
+        "select/old/0.1/seed-20": "selects by a reported seed",
+        "sweep.yaml": "is not the protocol's",
+    }
+    assert set(objected) == {f"{folder.name}/{place}: {why}" for place, why in expected.items()}
 
 
 @pytest.mark.slow
