@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 from fl_lightning import ClientState, FederatedCallback, UserError, callbacks
 from fl_lightning.callbacks import DifferentialPrivacy
 from fl_lightning.contracts.federation import SIZES, Learner, fit, in_processes, outcome, quiet
+from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules import InMemoryDataModule
 
 COINS = {"sampling": "poisson", "participation": 0.4, "buffers": "keep"}
@@ -160,7 +162,19 @@ class Copies(FederatedCallback):
             )
 
 
-def in_world(world, tmp_path, name, methods, **arguments):
+class Killed(FederatedCallback):
+    """Kills its process after a round's noise, and before the round is committed."""
+
+    def __init__(self, round: int):
+        super().__init__()
+        vars(self)["_round"] = round
+
+    def on_round_end(self, server):
+        if server.round == self._round:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_world(world, tmp_path, name, methods, apart=False, **arguments):
     spread = {"strategy": "federated", "devices": 2} if world == 2 else {}
 
     def job():
@@ -168,7 +182,7 @@ def in_world(world, tmp_path, name, methods, **arguments):
         return outcome(fit(methods(), ROUNDS, **made))
 
     with quiet():
-        return in_processes(world, job) if world > 1 else job()
+        return in_processes(world, job) if world > 1 or apart else job()
 
 
 @pytest.mark.slow
@@ -182,6 +196,21 @@ def test_killed_after_any_round_it_ends_with_the_same_bits(world, then, tmp_path
         assert secret_of(tmp_path / f"killed-{t}").stat().st_mode & 0o777 == 0o600
     again = in_world(world, tmp_path, "another", private)
     assert not torch.equal(whole["the server's model"], again["the server's model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_process_killed_between_the_noise_and_the_commit_resumes_to_the_same_bits(
+    world, tmp_path
+):
+    private = lambda: [DifferentialPrivacy(0.5, 1.0)]  # noqa: E731
+    whole = in_world(world, tmp_path, "whole", lambda: [*private(), Copies(tmp_path)])
+    for t in (1, ROUNDS - 1):
+        fatal = lambda t=t: [*private(), Killed(t)]  # noqa: E731
+        with pytest.raises(Failed, match="-9"):
+            in_world(world, tmp_path, f"killed-{t}", fatal, apart=True, resume=True)
+        resumed = in_world(world, tmp_path, f"killed-{t}", private, resume=True)
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole), t
 
 
 def test_a_second_fit_by_the_same_trainer_keeps_the_secret_and_another_trainer_draws_one(tmp_path):
