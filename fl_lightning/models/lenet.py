@@ -18,6 +18,7 @@ class LeNet(nn.Module):
         channels: of both convolutions: 16 is the small twins', with 237,466 parameters.
     """
 
+    prefers_channels_last = True  # 0.8 to 0.9 of a step's time on a CPU
     smallest_input = 16  # pixels a side; of fewer, nothing is left
 
     def __init__(

@@ -53,6 +53,8 @@ class ResNet20(nn.Module):
         UserError: another norm, depth or width.
     """
 
+    prefers_channels_last = True  # 0.85 to 1 of a step's time on a CPU
+
     def __init__(
         self,
         num_classes: int,

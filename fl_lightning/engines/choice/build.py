@@ -25,8 +25,6 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.learner import IN_STEPS, gradient_hook
 
-# how much faster something unusual has to be, so that the choice is stable where it matters little
-CLEARLY = 1.2
 # a step that is not captured and takes less is mostly Python, which one thread runs at a time
 PYTHON_SECONDS = 0.002
 # rounds of less local work are not worth measuring, and the choice would be left to noise
@@ -93,7 +91,7 @@ def choose(
         ],
         note,
     )
-    if plan.channels_last:
+    if resumed and plan.channels_last:
         workshop.use_channels_last()
     if plan.engine == "stacked":
         with nothing_left(setting):
@@ -133,6 +131,10 @@ def nothing_left(setting: Setting) -> ExitStack:
 def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
     """By the first process, for all; ``written``: frozen parameters known to be written."""
     setting, failure, decision = workshop.setting, None, None
+    # The network alone decides: with a measured choice two runs of one command had other bits.
+    channels_last = setting.prefers_channels_last and setting.engine != "stacked"
+    if channels_last:
+        workshop.use_channels_last()
     if setting.rank == 0:
         try:
             with nothing_left(setting):
@@ -151,7 +153,7 @@ def decided(workshop: Workshop, written: tuple[str, ...]) -> Decision:
         raise failure
     if agreed.failure:
         raise UserError(agreed.failure)
-    return agreed
+    return replace(agreed, plan=replace(agreed.plan, channels_last=channels_last))
 
 
 def planned(workshop: Workshop, seen: Rehearsal) -> Decision:
@@ -291,34 +293,25 @@ def measured_on_cpu(workshop: Workshop, workers: int, reason: str) -> EnginePlan
     """
     once = trial.one_step(workshop)
     takes = f"a local step takes {1000 * once:.3g} ms on one thread, measured"
-    images = trial.images_ratio(workshop, not reason, CLEARLY)
-    told = f"; with images in channels-last memory {images:.2f} of that" if images < 1 else ""
     if workers < 2:  # on a thread of its own all the same, where local steps are captured
         return EnginePlan(
             "concurrent",
-            f"one at a time, as asked or one core; {takes}{told}",
+            f"one at a time, as asked or one core; {takes}",
             1,
-            channels_last=images < 1,
         )
     if reason and trial.step_when_quiet(workshop) < PYTHON_SECONDS:
-        why = (
-            f"{takes}, and is not captured: clients side by side would wait for Python's lock{told}"
-        )
-        return EnginePlan("sequential", why, channels_last=images < 1)
+        why = f"{takes}, and is not captured: clients side by side would wait for Python's lock"
+        return EnginePlan("sequential", why)
     how = (
         "it is captured, so without Python's lock"
         if not reason
         else "of which Python's lock holds a smaller part"
     )
-    return EnginePlan(
-        "concurrent", f"{takes}, {how}{told}", workers=workers, channels_last=images < 1
-    )
+    return EnginePlan("concurrent", f"{takes}, {how}", workers=workers)
 
 
 def measured_on_gpu(workshop: Workshop) -> EnginePlan:
-    """Side by side; images in the memory format whose step takes less time."""
-    seconds = trial.replayed_seconds(workshop)
-    told = ", ".join(f"{1000 * value:.3g} ms{name}" for name, value in seconds.items())
-    prefers = seconds.get(trial.CHANNELS_LAST, seconds[""]) * CLEARLY < seconds[""]
-    why = f"on a GPU clients train on streams; a local step of one takes {told}"
-    return EnginePlan("concurrent", why, channels_last=prefers)
+    """Side by side, on streams."""
+    takes = f"{1000 * trial.replayed_seconds(workshop):.3g} ms"
+    why = f"on a GPU clients train on streams; a local step of one takes {takes}"
+    return EnginePlan("concurrent", why)

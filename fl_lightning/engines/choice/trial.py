@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fl_lightning.engines.choice.workshop import Workshop, channels_last
+from fl_lightning.engines.choice.workshop import Workshop
 from fl_lightning.engines.client_optimizer import is_flat, is_plain_sgd
 from fl_lightning.engines.engine import intra_op_threads
 from fl_lightning.engines.random_state import RandomState
@@ -25,15 +25,10 @@ if sys.platform == "linux":
 
 TRIED_STEPS = 6  # one as it is, one recorded, the others replayed
 SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
-CHANNELS_LAST = ", channels last"
-MEASURED_SECONDS = 0.02  # of each kind, each time
 # so many of the shortest times have to lie within this factor before they decide
 AGREEING, WITHIN = 3, 1.1
 MOST_TIMES, MOST_SECONDS = 20, 1.0  # after which the shortest decide as they are
 CALL_SECONDS = 2e-6  # of a small call of PyTorch, where the thresholds were chosen
-AHEAD = 3  # so many more ratios on one side are clear
-# seconds for comparing, or this share of round 0's steps where it is more
-LEAST_ALLOWED, SHARE_OF_ROUND = 0.3, 0.05
 REHEARSED_SECONDS, GPU_STEPS = 2.0, 100  # as much of a client's round is rehearsed
 
 
@@ -57,33 +52,6 @@ class Settled:
         """The median of the shortest."""
         shortest = sorted(self.times)[:AGREEING]
         return shortest[len(shortest) // 2]
-
-
-class Compared:
-    """Whether one thing takes over ``times`` as long as another, from their ratios, each of two times in a row.
-
-    A ratio feels what else runs on the machine far less than a time; it is undecided where they do not clearly agree.
-    """
-
-    def __init__(self, times: float) -> None:
-        self.times, self.ratios = times, list[float]()
-
-    def add(self, ratio: float) -> None:
-        self.ratios.append(ratio)
-
-    @property
-    def over(self) -> int:
-        """How many more ratios lie above than below."""
-        return sum(1 if ratio > self.times else -1 for ratio in self.ratios)
-
-    @property
-    def clear(self) -> bool:
-        return abs(self.over) >= AHEAD
-
-    @property
-    def ratio(self) -> float:
-        """The median."""
-        return sorted(self.ratios)[len(self.ratios) // 2]
 
 
 def settled(measure: Callable[[], float]) -> float:
@@ -268,73 +236,25 @@ def why_not_stacked(workshop: Workshop) -> str:
     return ""
 
 
-def images_ratio(workshop: Workshop, captured: bool, clearly: float) -> float:
-    """What a local step with channels-last images takes of the time of one without; 1 where none is clearly faster.
+def replayed_seconds(workshop: Workshop) -> float:
+    """Seconds of one client's local step on a GPU, replayed where it can be."""
+    setting = workshop.setting
+    client = setting.largest()
+    recorder = Capture(lambda why: None, own_stream(setting.w))
+    trial = Trial(workshop, recorder=recorder)
 
-    Of one client on one thread, in turns, by the processor's time; replayed where ``captured`` says that they will be.
-    """
-    setting, once = workshop.setting, one_step(workshop)
-    if not setting.convolutions:
-        return 1.0
-    client, trial = setting.cohort.tried(0)[0], Trial(workshop)
-    plain = trial.copy.convert
-    formats = {"": plain, CHANNELS_LAST: channels_last(plain)}
-    recorders = {name: Capture(lambda why: None) if captured else None for name in formats}
-    steps = max(TRIED_STEPS if captured else 1, min(50, int(MEASURED_SECONDS / once)))
-    began, allowed = (
-        time.perf_counter(),
-        max(LEAST_ALLOWED, sum(setting.lengths()) * once * SHARE_OF_ROUND),
-    )
-    compared = Compared(1 / clearly)
-
-    def run(name: str, steps: int) -> float:
-        trial.copy.convert, trial.worker.recorder = formats[name], recorders[name]
-        return timed(lambda: trial.run(client, steps), time.thread_time)
-
-    try:
-        with intra_op_threads(1):
-            for name in formats:
-                run(name, 3 if captured else 1)  # a warm-up; of three the second is recorded
-            while not compared.clear and time.perf_counter() - began < allowed:
-                one = run("", steps)
-                compared.add(run(CHANNELS_LAST, steps) / one)
-    except RuntimeError:  # a learner that asks for a view of contiguous memory
-        return 1.0
-    finally:
-        trial.copy.convert = plain
-        trial.copy.reset()
-    return compared.ratio if compared.clear and compared.over < 0 else 1.0
-
-
-def replayed_seconds(workshop: Workshop) -> dict[str, float]:
-    """Seconds of one client's local step on a GPU, replayed where it can be, with images in each memory format."""
-    setting, client = workshop.setting, workshop.setting.largest()
-    stream = own_stream(setting.w)
-    copy = workshop.tried(1)[0][0]
-    plain = copy.convert
-    formats = (
-        {"": plain, CHANNELS_LAST: channels_last(plain)} if setting.convolutions else {"": plain}
-    )
-
-    def run(trial: Trial, steps: int) -> float:
+    def run(steps: int) -> float:
         torch.cuda.synchronize(setting.w.device)
         began = time.perf_counter()
         trial.run(client, steps)
         torch.cuda.synchronize(setting.w.device)
         return time.perf_counter() - began
 
-    found = {}
     try:
-        for name, convert in formats.items():
-            copy.convert, recorder = convert, Capture(lambda why: None, stream)
-            trial = Trial(workshop, recorder=recorder)
-            run(trial, TRIED_STEPS)
-            short, long = (
-                min(run(trial, steps) for _ in range(2)) for steps in (TRIED_STEPS, 5 * TRIED_STEPS)
-            )
-            found[name] = max(0.0, long - short) / (4 * TRIED_STEPS)
-            recorder.forget()
+        run(TRIED_STEPS)
+        short = min(run(TRIED_STEPS) for _ in range(2))
+        long = min(run(5 * TRIED_STEPS) for _ in range(2))
+        return max(0.0, long - short) / (4 * TRIED_STEPS)
     finally:
-        copy.convert = plain
-        copy.reset()
-    return found
+        recorder.forget()
+        trial.copy.reset()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -105,8 +105,10 @@ class Setting:
         return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * self.w.nbytes)))
 
     @property
-    def convolutions(self) -> bool:
-        return any(isinstance(part, nn.Conv2d) for part in self.learner.modules())
+    def prefers_channels_last(self) -> bool:
+        """Whether a module of the learner says ``prefers_channels_last = True``: its images lie so in local steps."""
+        parts = self.learner.modules()
+        return any(getattr(part, "prefers_channels_last", False) is True for part in parts)
 
     def lengths(self) -> list[int]:
         """K_i of the clients that one process trains in round 0."""

@@ -52,7 +52,6 @@ def test_short_steps_train_side_by_side_where_they_are_captured(
 
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
-    monkeypatch.setattr(build, "CLEARLY", 1e9)
     torch.manual_seed(3)
     one = federated(Normed(), engine="sequential")
     torch.manual_seed(3)
@@ -134,33 +133,34 @@ class Images(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Viewing(Images):
+class Asked(Images):
+    """Its images have to lie in channels-last memory in each local step, or must not."""
+
+    wanted = False
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch[0].view(len(batch[0]), -1)
+        assert batch[0].is_contiguous(memory_format=torch.channels_last) == self.wanted
         return super().training_step(batch, batch_idx)
 
 
-def test_channels_last_is_used_where_it_was_measured_to_be_faster(
-    monkeypatch: pytest.MonkeyPatch,
+class AskedAndPreferring(Asked):
+    wanted = prefers_channels_last = True
+
+
+@pytest.mark.parametrize("kind", [Asked, AskedAndPreferring])
+def test_a_networks_preference_is_followed_by_every_engine_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Asked]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, y = (
-        torch.randn(80, 3, 8, 8, generator=generator),
-        torch.randint(0, 4, (80,), generator=generator),
-    )
-
-    def data() -> Any:
-        return InMemoryDataModule(
-            (x, y), clients=[range(8 * i, 8 * i + 8) for i in range(10)], batch_size=4
-        )
-
+    x = torch.randn(80, 3, 8, 8, generator=generator)
+    y = torch.randint(0, 4, (80,), generator=generator)
+    clients = [range(8 * i, 8 * i + 8) for i in range(10)]
     monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
-    monkeypatch.setattr(trial, "LEAST_ALLOWED", 60)
-    monkeypatch.setattr(build, "CLEARLY", 1e-9)
-    monkeypatch.setattr(trial.Compared, "ratio", 0.5)  # whatever was measured, it counts as faster
-    fast, viewing = (
-        FederatedModule(kind(), participation=0.4, seed=1, workers=2) for kind in (Images, Viewing)
-    )
-    trainer(1).fit(fast, data())
-    trainer(1).fit(viewing, data())
-    assert fast.engine_facts["memory"] == "channels_last" and "memory" not in viewing.engine_facts
+    models = []
+    for engine in ("auto", "concurrent", "sequential"):
+        torch.manual_seed(1)
+        module = FederatedModule(kind(), participation=0.4, seed=1, workers=2, engine=engine)
+        trainer(2).fit(module, InMemoryDataModule((x, y), clients=clients, batch_size=4))
+        assert (module.engine_facts.get("memory") == "channels_last") == kind.wanted
+        models.append(module.global_vector.detach().clone())
+    assert torch.equal(models[0], models[1]) and torch.equal(models[0], models[2])
