@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from fl_lightning.report.runs import Column, Run
-from fl_lightning.report.scores import measured, summed, tail_of
+from fl_lightning.report.scores import lost, measured, summed, tail_of
 
 AXES = {
     "rounds": "rounds",
@@ -18,74 +19,90 @@ AXES = {
     "bytes": "bytes sent",
     "seconds": "seconds of rounds",
 }
-CPU, CLOCK = "time/cpu", "time/round"
+CPU = "time/cpu"
+CLOCK = "time/round"
+BYTES = "communication/total_bytes"
+GRADIENTS = "cost/gradients"
 
 
 @dataclass(frozen=True)
 class View:
-    """``tail`` of each finished run with ``budget``, what the cheapest done run spent, in place of its own total."""
+    """``tail`` of each finished run, had it spent only ``budget``, what the cheapest done run did.
+
+    ``values``: arm → seed → value. ``what`` is the column of seconds that was summed.
+    """
 
     axis: str
     budget: float
-    values: Mapping[str, Mapping[int, float | None]]  # arm → seed → value
-    what: str = ""  # the column that was summed
+    values: Mapping[str, Mapping[int, float | None]]
+    what: str = ""
 
 
 def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
-    """What was spent up to and with each round; NaN where that is not known, seconds and gradients from there on."""
+    """What was spent up to and with each round; NaN where that is not known.
+
+    After a round without seconds or gradients their sum is not known any more.
+    """
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis == "bytes":
-        return run.column("communication/total_bytes")
-    total: Column = np.cumsum(run.column({"gradients": "cost/gradients", "seconds": seconds}[axis]))
+        return run.column(BYTES)
+    total: Column = np.cumsum(run.column({"gradients": GRADIENTS, "seconds": seconds}[axis]))
     return total
 
 
 def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
-    """A view for each axis that every done run has measured; of the clock's seconds where no two runs overlapped."""
-    done = [
-        run
-        for runs in arms.values()
-        for run in runs
-        if run.status == "done" and len(measured(run, metric)[0])
-    ]
+    """A view for each axis that every done run has measured.
+
+    There is one of the clock's seconds where no two runs overlapped.
+    """
+    done: list[Run] = []
+    for runs in arms.values():
+        done += [run for run in runs if run.status == "done" and len(measured(run, metric)[0])]
     seconds = timed_by(done)
-    found = []
+    made = []
     for axis in AXES:
         if axis == "seconds" and seconds is None:
             continue
-        known = [spent for run in done if (spent := _all_spent(run, axis, seconds)) is not None]
+        totals = [_all_spent(run, axis, seconds) for run in done]
+        known = [total for total in totals if total is not None]
         if known and len(known) == len(done):
             budget = min(known)
-            values = {
-                arm: {
-                    run.seed: _value_at(run, metric, axis, budget, seconds)
-                    for run in runs
-                    if run.finished
-                }
-                for arm, runs in arms.items()
-            }
-            found.append(View(axis, budget, values, seconds or ""))
-    return found
+            values: dict[str, dict[int, float | None]] = {arm: {} for arm in arms}
+            for arm, runs in arms.items():
+                for run in runs:
+                    if run.finished:
+                        values[arm][run.seed] = _value_at(run, metric, axis, budget, seconds)
+            made.append(View(axis, budget, values, seconds or ""))
+    return made
 
 
 def timed_by(runs: Sequence[Run]) -> str | None:
-    """The column of seconds that can be compared: the processor's, else the clock's of runs that were alone."""
+    """The column of seconds that can be compared.
+
+    It is the processor's, else the clock's of runs that were alone on the machine.
+    """
     if runs and all(np.isfinite(run.column(CPU)).any() for run in runs):
         return CPU
-    times = sorted(span for run in runs if (span := _span(run)) is not None)
-    alone = len(times) == len(runs) and all(one[1] <= other[0] for one, other in pairwise(times))
+    spans = sorted(span for run in runs if (span := _span(run)) is not None)
+    alone = len(spans) == len(runs) and all(one[1] <= other[0] for one, other in pairwise(spans))
     return CLOCK if alone and runs else None
 
 
 def _span(run: Run) -> tuple[datetime, datetime] | None:
-    """When a run started and ended: in UTC, where no zone stands there."""
+    """When a run started and ended."""
     try:
-        told = [datetime.fromisoformat(str(run.record[key])) for key in ("started", "ended")]
-        began, ended = (time if time.tzinfo else time.replace(tzinfo=timezone.utc) for time in told)
+        began = _utc(run.record["started"])
+        ended = _utc(run.record["ended"])
         return (began, ended) if began <= ended else None
     except (KeyError, ValueError, TypeError):
         return None
+
+
+def _utc(text: Any) -> datetime:
+    """A time as run.json has it: in UTC, where it names no zone."""
+    time = datetime.fromisoformat(str(text))
+    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 def _spent(run: Run, axis: str, seconds: str | None) -> Column:
@@ -93,16 +110,14 @@ def _spent(run: Run, axis: str, seconds: str | None) -> Column:
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis == "bytes":
-        known = np.nan_to_num(
-            run.column("communication/total_bytes"), nan=0.0, posinf=0.0, neginf=0.0
-        )
+        known = np.nan_to_num(run.column(BYTES), nan=0.0, posinf=0.0, neginf=0.0)
         running: Column = np.maximum.accumulate(known)
         return running
-    return summed(run, "cost/gradients" if axis == "gradients" else str(seconds))
+    return summed(run, GRADIENTS if axis == "gradients" else str(seconds))
 
 
 def _all_spent(run: Run, axis: str, seconds: str | None) -> float | None:
-    names = {"rounds": "round", "gradients": "cost/gradients", "bytes": "communication/total_bytes"}
+    names = {"rounds": "round", "gradients": GRADIENTS, "bytes": BYTES}
     if not np.isfinite(run.column(names.get(axis, str(seconds)))).any():
         return None
     spent = _spent(run, axis, seconds)
@@ -111,5 +126,5 @@ def _all_spent(run: Run, axis: str, seconds: str | None) -> float | None:
 
 def _value_at(run: Run, metric: str, axis: str, budget: float, seconds: str | None) -> float | None:
     if run.status == "diverged":
-        return 0.0 if run.directions.greater(metric) else None
+        return lost(run, metric)
     return tail_of(run, metric, _spent(run, axis, seconds), budget)

@@ -11,6 +11,17 @@ from fl_lightning.report.summary import Pair, Summary, Verdict
 from fl_lightning.report.tables import Cell, Table
 from fl_lightning.report.wording import NONE, SCORE_TITLES, Unit, p_value, unit
 
+SIGNS = {"greater": ">", "less": "<"}
+_NOTE = (
+    "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family is "
+    "below 0.05, and the mean is at least the margin. Contradicted: the same the other way, margin "
+    "aside. Not reproduced: the interval's upper end is below the margin. Inconclusive: else, and "
+    "with fewer than five pairs. Equivalence (≈): two one-sided tests against ± margin; "
+    "contradicted where the interval lies outside. Divergence: in every seed, at least three. "
+    "Provisional: runs of its family are missing. These runs say nothing of a number published "
+    "for another network, data or number of rounds."
+)
+
 
 def unit_of(summary: Summary, metric: str | None = None) -> Unit:
     """How this report shows values of ``metric`` (None: the report's own metric)."""
@@ -48,43 +59,54 @@ def claims(summary: Summary) -> Table:
     ]
     table = Table("claims", "Claims", columns)
     for said in shown_first(summary.verdicts):
-        claim, found, shown = said.claim, said.pair.interval, difference_unit(summary, said.pair)
-        run = next((r for r in summary.found.runs if r.arm in claim.arms), None)
-        rounds = "" if run is None else f"{run.record.get('rounds') or run.rounds_done} rounds"
-        percent = f" {shown.of_difference}" if shown.percent else ""
-        seeds = (
-            f"{seed}: {shown.difference(value)}" for seed, value in said.pair.differences.items()
-        )
-        predicted = [f"paper: {claim.paper_predicts}"] * bool(claim.paper_predicts)
-        predicted += [f"we: {claim.we_predict}"] * bool(claim.we_predict)
-        margin = (
-            f"× {claim.factor:g}"
-            if claim.kind == "diverges"
-            else shown.difference(claim.margin).lstrip("+") + percent
-        )
-        n = f"{found.n}" + (f" ({said.left_out} left out)" if said.left_out else "")
-        table.add(
-            f"{claim.id}: {sentence(claim)}" + (" (primary)" if claim.primary else ""),
-            Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
-            Cell(shown.difference(found.mean), found.mean),
-            interval(shown, said.pair),
-            Cell(p_value(said.pair.p_holm), said.pair.p_holm),
-            Cell(margin, claim.margin),
-            Cell(n, found.n),
-            ", ".join(seeds) or NONE,
-            "; ".join(predicted) or NONE,
-            ", ".join(text for text in ("" if run is None else setting(run), rounds) if text)
-            or NONE,
-        )
-    table.note = (
-        "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family is below 0.05, and "
-        "the mean is at least the margin. Contradicted: the same the other way, margin aside. Not reproduced: the "
-        "interval's upper end is below the margin. Inconclusive: else, and with fewer than five pairs. "
-        "Equivalence (≈): two one-sided tests against ± margin; contradicted where the interval lies outside. "
-        "Divergence: in every seed, at least three. Provisional: runs of its family are missing. "
-        "These runs say nothing of a number published for another network, data or number of rounds."
-    )
+        _add_claim(table, summary, said)
+    table.note = _NOTE
     return table
+
+
+def _add_claim(table: Table, summary: Summary, said: Verdict) -> None:
+    """Add the row of one claim."""
+    claim = said.claim
+    interval_found = said.pair.interval
+    shown = difference_unit(summary, said.pair)
+    title = f"{claim.id}: {sentence(claim)}"
+    if claim.primary:
+        title += " (primary)"
+    if claim.kind == "diverges":
+        margin = f"× {claim.factor:g}"
+    else:
+        margin = shown.difference(claim.margin).lstrip("+")
+        margin += f" {shown.of_difference}" if shown.percent else ""
+    n = f"{interval_found.n}"
+    if said.left_out:
+        n += f" ({said.left_out} left out)"
+    seeds = [f"{seed}: {shown.difference(value)}" for seed, value in said.pair.differences.items()]
+    predicted = []
+    if claim.paper_predicts:
+        predicted.append(f"paper: {claim.paper_predicts}")
+    if claim.we_predict:
+        predicted.append(f"we: {claim.we_predict}")
+    table.add(
+        title,
+        Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
+        Cell(shown.difference(interval_found.mean), interval_found.mean),
+        interval(shown, said.pair),
+        Cell(p_value(said.pair.p_holm), said.pair.p_holm),
+        Cell(margin, claim.margin),
+        Cell(n, interval_found.n),
+        ", ".join(seeds) or NONE,
+        "; ".join(predicted) or NONE,
+        _setting(summary, claim) or NONE,
+    )
+
+
+def _setting(summary: Summary, claim: Claim) -> str:
+    """Network, data and rounds of the first run that the claim is about."""
+    run = next((run for run in summary.found.runs if run.arm in claim.arms), None)
+    if run is None:
+        return ""
+    rounds = f"{run.record.get('rounds') or run.rounds_done} rounds"
+    return ", ".join(text for text in (setting(run), rounds) if text)
 
 
 def shown_first(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -97,26 +119,25 @@ def shown_first(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 def sentence(claim: Claim) -> str:
     """A claim in words: ``fedinit-0.1 > fedavg in val/acc (last third of gradients)``."""
-    sign, score = ">" if claim.direction == "greater" else "<", SCORE_TITLES[claim.score]
-    ratio = ", log ratio" if claim.scale == "log_ratio" else ""
+    sign = SIGNS[claim.direction]
+    score = SCORE_TITLES[claim.score]
+    where = f"in {claim.metric} ({score}{', log ratio' if claim.scale == 'log_ratio' else ''})"
     if claim.kind == "equivalence":
-        return f"{claim.a} ≈ {claim.b} in {claim.metric} ({score}{ratio})"
+        return f"{claim.a} ≈ {claim.b} {where}"
     if claim.kind == "interaction":
-        return f"({claim.a} − {claim.b}) {sign} ({claim.c} − {claim.d}) in {claim.metric} ({score}{ratio})"
+        return f"({claim.a} − {claim.b}) {sign} ({claim.c} − {claim.d}) {where}"
     if claim.kind == "to_target":
-        target = (
-            f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}"
-            if claim.target_arm
-            else f"{claim.target:g}"
-        )
-        return f"{claim.a} {sign} {claim.b} in {claim.cost} until {claim.metric} is {target} (log ratio)"
+        target = f"{claim.target:g}"
+        if claim.target_arm:
+            target = f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}"
+        until = f"until {claim.metric} is {target}"
+        return f"{claim.a} {sign} {claim.b} in {claim.cost} {until} (log ratio)"
     if claim.kind == "trend":
-        of, rises = (
-            f" of {claim.arm}" if claim.arm else "",
-            "rises" if claim.direction == "greater" else "falls",
-        )
-        return f"{claim.metric}{of} {rises} over {claim.over} (Spearman's ρ)"
+        measured_in = f"{claim.metric} of {claim.arm}" if claim.arm else claim.metric
+        turns = {"greater": "rises", "less": "falls"}[claim.direction]
+        return f"{measured_in} {turns} over {claim.over} (Spearman's ρ)"
     if claim.kind == "diverges":
-        what = "diverges" if claim.direction == "greater" else "does not diverge"
-        return f"{claim.arm} {what} ({claim.metric} ≥ {claim.factor:g} × that of {claim.against}, {score})"
-    return f"{claim.a} {sign} {claim.b} in {claim.metric} ({score}{ratio})"
+        diverges = {"greater": "diverges", "less": "does not diverge"}[claim.direction]
+        least = f"{claim.metric} ≥ {claim.factor:g} × that of {claim.against}"
+        return f"{claim.arm} {diverges} ({least}, {score})"
+    return f"{claim.a} {sign} {claim.b} {where}"

@@ -18,7 +18,8 @@ from fl_lightning.report.layers import FORMS
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES
 
-KINDS: dict[str, tuple[str, ...]] = {  # kind → keys that it needs besides id and metric
+# Kind → keys that it needs beside id and metric.
+KINDS: dict[str, tuple[str, ...]] = {
     "difference": ("a", "b", "direction", "margin"),
     "equivalence": ("a", "b", "margin"),
     "interaction": ("a", "b", "c", "d", "direction", "margin"),
@@ -28,12 +29,17 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind → keys that it needs besides id 
 }
 COSTS = ("rounds", "bytes", "gradients")
 _CHOICES = {
-    "score": SCORES, "direction": ("greater", "less"), "scale": ("difference", "log_ratio"), "kind": tuple(KINDS),
-    "cost": COSTS, "mode": MODES,
-}  # fmt: skip
+    "score": SCORES,
+    "direction": ("greater", "less"),
+    "scale": ("difference", "log_ratio"),
+    "kind": tuple(KINDS),
+    "cost": COSTS,
+    "mode": MODES,
+}
 _TEXTS = ("text", "family", "paper_predicts", "we_predict")
 _ANY = ("id", "metric", "kind", "score", "mode", "primary", *_TEXTS)
-_MORE: dict[str, tuple[str, ...]] = {  # what a kind may have
+# Kind → keys that it may have beside those.
+_MORE: dict[str, tuple[str, ...]] = {
     "difference": ("scale",),
     "equivalence": ("scale", "direction"),
     "interaction": ("scale",),
@@ -41,14 +47,17 @@ _MORE: dict[str, tuple[str, ...]] = {  # what a kind may have
     "trend": ("arm", "margin"),
     "diverges": ("direction", "margin", "factor"),
 }
-_NUMBERS = {"margin": 0.0, "factor": 0.0, "target": -math.inf}  # and the least that is accepted
+# Keys of numbers, and the least that is accepted.
+_NUMBERS = {"margin": 0.0, "factor": 0.0, "target": -math.inf}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``a`` is ``direction`` than ``b`` by at least ``margin``: in ``score`` of ``metric``, paired by seed.
+    """``a`` is ``direction`` than ``b`` by at least ``margin``.
 
-    ``kind`` says what is claimed instead; ``arms`` in the names that the report has for them.
+    What is compared is the ``score`` of ``metric``, paired by seed. ``kind`` says what is claimed
+    instead. Arms have the names that the report gives them. ``text`` is the claim in words, for
+    the reader. ``target_arm``: the arm whose score of the same seed is the target.
     """
 
     id: str
@@ -59,16 +68,16 @@ class Claim:
     margin: float
     score: str = SCORES[0]
     scale: str = "difference"
-    # max or min: which way is better, for what a diverged run has; "": by the metric
+    # Which way is better, max or min, decides what a diverged run has; "" leaves it to the metric.
     mode: str = ""
-    text: str = ""  # the claim in words, for the reader
+    text: str = ""
     kind: str = "difference"
     c: str = ""
     d: str = ""
     arm: str = ""
     against: str = ""
     target: float = math.nan
-    target_arm: str = ""  # whose score of the same seed is the target
+    target_arm: str = ""
     target_score: str = SCORES[0]
     cost: str = ""
     over: str = ""
@@ -80,12 +89,13 @@ class Claim:
 
     @property
     def unit(self) -> str:
-        """What its numbers are: differences of the metric, log ratios, or ρ and shares."""
+        """The kind of its numbers: differences of the metric, log ratios, or plain numbers."""
+        # ρ of a trend and shares of diverged seeds have no unit.
         return "number" if self.kind in ("trend", "diverges") else self.scale
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The arms that it is about; of a trend over an axis none: there ``arm`` names a method."""
+        """The arms that it is about; none for a trend over an axis, whose ``arm`` is a method."""
         if self.kind == "trend":
             return (self.arm,) if self.over == "layers" else ()
         named = (self.a, self.b, self.c, self.d, self.arm, self.against, self.target_arm)
@@ -94,19 +104,25 @@ class Claim:
 
 @dataclass(frozen=True)
 class ClaimsFile:
-    """A claims.yaml; ``stated`` are the hashes that runs recorded when they started."""
+    """A claims.yaml; ``stated`` are the hashes that runs recorded when they started.
+
+    ``names`` maps an arm as the claims name it to the report's name. ``folders`` are those of
+    its sweeps' runs; empty means all runs.
+    """
 
     path: Path
     claims: tuple[Claim, ...]
     hash: str
     stated: tuple[str, ...]
-    names: Mapping[str, str]  # arm as the claims name it → as the report does
-    folders: tuple[Path, ...] = ()  # of the runs of its sweeps; empty: of all runs
+    names: Mapping[str, str]
+    folders: tuple[Path, ...] = ()
 
     @property
     def changed(self) -> bool | None:
         """Whether the file is another than any that a run recorded; None: none did."""
-        return self.hash not in self.stated if self.stated else None
+        if not self.stated:
+            return None
+        return self.hash not in self.stated
 
 
 def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
@@ -119,33 +135,46 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
         return [read_claims(given, found.runs)]
     files: dict[str, ClaimsFile] = {}
     for sweep in found.sweeps:
-        if sweep.claims is not None:
-            own = [run for run in found.runs if run.folder in sweep.runs]
-            read = replace(read_claims(sweep.claims, own), names=sweep.names, folders=sweep.runs)
-            if read.hash in files:  # one claim over several sweeps, each with its copy
-                before = files[read.hash]
-                stated, names = (*before.stated, *read.stated), {**before.names, **read.names}
-                read = replace(
-                    read, stated=stated, names=names, folders=(*before.folders, *read.folders)
-                )
-            files[read.hash] = read
+        if sweep.claims is None:
+            continue
+        runs = [run for run in found.runs if run.folder in sweep.runs]
+        file = replace(read_claims(sweep.claims, runs), names=sweep.names, folders=sweep.runs)
+        # One claim may be about several sweeps, each with its copy of the file.
+        if file.hash in files:
+            file = _merged(files[file.hash], file)
+        files[file.hash] = file
+    _refuse_twins(files.values())
+    return list(files.values())
+
+
+def _merged(first: ClaimsFile, second: ClaimsFile) -> ClaimsFile:
+    return replace(
+        second,
+        stated=(*first.stated, *second.stated),
+        names={**first.names, **second.names},
+        folders=(*first.folders, *second.folders),
+    )
+
+
+def _refuse_twins(files: Iterable[ClaimsFile]) -> None:
     ids: dict[str, Path] = {}
-    for file in files.values():
+    for file in files:
         for claim in file.claims:
             if claim.id in ids:
                 raise UserError(
-                    f"report: {ids[claim.id]} and {file.path} both have a claim {claim.id!r}. Report the sweeps one by "
-                    "one, or give the claims that are meant: --claims FILE."
+                    f"report: {ids[claim.id]} and {file.path} both have a claim {claim.id!r}. "
+                    "Report the sweeps one by one, or give the claims that are meant: "
+                    "--claims FILE."
                 )
             ids[claim.id] = file.path
-    return list(files.values())
 
 
 def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
     """The claims in ``path``, and which claims ``runs`` recorded.
 
     Raises:
-        UserError: it cannot be read, or an entry lacks a key or has an unknown one, named with what is accepted.
+        UserError: it cannot be read, or an entry lacks a key or has an unknown one, which is
+            named with what is accepted.
     """
     try:
         data = path.read_bytes()
@@ -165,8 +194,8 @@ def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
         primary = [other.id for other in claims if other.primary and other.family == claim.family]
         if len(primary) > 1:
             raise UserError(
-                f"--claims {path}: {' and '.join(primary)} are both the primary claim of their family. "
-                "A family has at most one."
+                f"--claims {path}: {' and '.join(primary)} are both the primary claim of their "
+                "family. A family has at most one."
             )
     stated = (run.record.get("claims_hash") for run in runs)
     return ClaimsFile(
@@ -178,6 +207,28 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
     where = f"--claims {path}, claim {number}"
     if not isinstance(entry, dict):
         raise UserError(f"{where}: a mapping is expected, with id, metric and what its kind needs.")
+    _check_keys(where, entry)
+    kind = entry.get("kind", "difference")
+    fields: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
+    fields |= {key: str(value) for key, value in entry.items() if value is not None}
+    for key in _NUMBERS:
+        of_an_arm = key == "target" and isinstance(entry.get(key), dict)
+        if key in entry and not of_an_arm:
+            fields[key] = _number(where, key, entry[key])
+    fields |= _target(where, entry.get("target"))
+    primary = entry.get("primary", False)
+    if not isinstance(primary, bool):
+        raise UserError(f"{where}: primary {primary!r}: true or false is expected.")
+    fields["primary"] = primary
+    if kind == "to_target":
+        fields["scale"] = "log_ratio"
+    if kind == "trend" and fields["over"] == "layers":
+        fields["metric"] = _form(where, fields["metric"])
+    return Claim(**fields)
+
+
+def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
+    """Refuse choices and keys that are not known, and an entry that lacks what its kind needs."""
     for key, accepted in _CHOICES.items():
         if key in entry and entry[key] not in accepted:
             raise UserError(
@@ -190,7 +241,8 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
         if key not in known:
             hint = suggest(str(key), known)
             raise UserError(
-                f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} Known: {', '.join(known)}."
+                f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} "
+                f"Known: {', '.join(known)}."
             )
     try:
         "".join(map(str, entry.values())).encode()
@@ -201,31 +253,14 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
         missing.append("arm")
     if missing:
         raise UserError(
-            f"{where}: {', '.join(missing)} missing. Every claim of kind {kind} has {', '.join(required)}."
+            f"{where}: {', '.join(missing)} missing. "
+            f"Every claim of kind {kind} has {', '.join(required)}."
         )
-    given: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
-    given |= {key: str(value) for key, value in entry.items() if value is not None}
-    for key in _NUMBERS:
-        if key in entry and not (key == "target" and isinstance(entry[key], dict)):
-            given[key] = _number(where, key, entry[key])
-    given |= _target(where, entry.get("target"))
-    primary = entry.get("primary", False)
-    if not isinstance(primary, bool):
-        raise UserError(f"{where}: primary {primary!r}: true or false is expected.")
-    given["primary"] = primary
-    if kind == "to_target":
-        given["scale"] = "log_ratio"
-    if kind == "trend" and given["over"] == "layers":
-        given["metric"] = _form(where, given["metric"])
-    return Claim(**given)
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not _NUMBERS[key] <= value < 1e300
-    ):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not _NUMBERS[key] <= value < 1e300:
         least = "" if key == "target" else " of at least 0"
         unit = ", in the metric's own unit" if key == "margin" else ""
         raise UserError(f"{where}: {key} {value!r}: a number{least} is expected{unit}.")
@@ -239,8 +274,8 @@ def _target(where: str, target: Any) -> dict[str, Any]:
     score = target.get("score", SCORES[0])
     if set(target) - {"arm", "score"} or not target.get("arm") or score not in SCORES:
         raise UserError(
-            f"{where}: target {str(target)[:80]}: a number is expected, or {{arm: ARM, score: SCORE}} with a score of "
-            f"{', '.join(SCORES)}."
+            f"{where}: target {str(target)[:80]}: a number is expected, or "
+            f"{{arm: ARM, score: SCORE}} with a score of {', '.join(SCORES)}."
         )
     return {"target": math.nan, "target_arm": str(target["arm"]), "target_score": score}
 

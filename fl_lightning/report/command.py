@@ -1,4 +1,7 @@
-"""``fl-lightning report FOLDER…``: reads run folders and writes the report, or says in one paragraph why not."""
+"""``fl-lightning report FOLDER…`` reads run folders and writes the report.
+
+What it cannot read it refuses, in one paragraph that says why.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from fl_lightning.storage.files import named
 
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
-Reads folders of runs and of sweeps (with their claims.yaml), and writes report.html, a page to read, report.md,
-report.tex, report.csv (a row a run), report.json (every number unrounded) and figures/ as PNG and SVG."""
+Reads folders of runs and of sweeps (with their claims.yaml), and writes report.html, a page to
+read, report.md, report.tex, report.csv (a row a run), report.json (every number unrounded) and
+figures/ as PNG and SVG."""
 
 
 def parser() -> ArgumentParser:
-    """What the command takes."""
+    """The parser of the command's arguments."""
     made = ArgumentParser("report", DESCRIPTION)
     made.add_argument(
         "folders",
@@ -58,29 +62,32 @@ def main(argv: Sequence[str]) -> int:
         UserError: what is to mend; nothing has been written then.
     """
     try:
-        given = parser().parse_args(list(argv))
-    except SystemExit as asked:  # --help
-        return int(asked.code or 0)
-    targets = _targets(given.targets)
+        options = parser().parse_args(list(argv))
+    except SystemExit as end:
+        # So ends --help.
+        return int(end.code or 0)
+    targets = _targets(options.targets)
+    # What reads and draws is slow to import, and a mistyped command need not wait for it.
     from fl_lightning.report.runs import find
     from fl_lightning.report.summary import summarise
 
-    found = find(given.folders)
-    found.directions.given[given.metric] = given.mode
-    summary = summarise(found, given.metric, targets, given.claims)
-    out = given.out or (given.folders[0] if len(given.folders) == 1 else Path("report"))
+    found = find(options.folders)
+    found.directions.given[options.metric] = options.mode
+    summary = summarise(found, options.metric, targets, options.claims)
     from fl_lightning.report.files import contents
 
-    title = " and ".join(folder.resolve().name for folder in given.folders[:3])
-    written = contents(summary, title + (" and others" if len(given.folders) > 3 else ""))
+    title = " and ".join(folder.resolve().name for folder in options.folders[:3])
+    if len(options.folders) > 3:
+        title += " and others"
+    written = contents(summary, title)
+    out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     _write(out, written)
-    for said in summary.verdicts:
-        print(f"{said.claim.id}: {said.printed}")
+    for verdict in summary.verdicts:
+        print(f"{verdict.claim.id}: {verdict.printed}")
     for note in summary.notes:
         print(f"note: {note}")
-    print(
-        f"→ {out / 'report.html'} ({', '.join(name for name in written if '/' not in name)}, figures/)"
-    )
+    texts = ", ".join(name for name in written if "/" not in name)
+    print(f"→ {out / 'report.html'} ({texts}, figures/)")
     return 0
 
 
@@ -93,7 +100,8 @@ def _targets(text: str) -> list[str]:
             finite = False
         if not finite:
             raise UserError(
-                f"report --targets {text}: {target!r} is no number. Accepted: numbers, such as 0.8,0.9."
+                f"report --targets {text}: {target!r} is no number. "
+                "Accepted: numbers, such as 0.8,0.9."
             )
     return targets
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
 
 from fl_lightning.cli.compose import class_name
+from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.runs import Run
 from fl_lightning.report.summary import Arm
 
-# Vectors of the model's size a client and round, one direction standing for both: FedInit's Table 8, FedSMOO's Table 3.
+# Vectors of the model's size a client and round; one direction stands for both.
+# FedInit's Table 8 and FedSMOO's Table 3 count so.
 PAPERS = {"ControlVariates": 2, "ClientMomentum": 2, "GlobalSharpnessAwareMinimization": 2}
 
 
@@ -18,8 +19,9 @@ PAPERS = {"ControlVariates": 2, "ClientMomentum": 2, "GlobalSharpnessAwareMinimi
 class Traffic:
     """Means over an arm's done runs; None where it is not known.
 
-    ``bytes`` a round, up and down, from the messages. ``papers``: vectors a client and round as the papers count them.
-    FedALS counts parameters sent one way, so there ``one_way`` parameters a round are compared instead.
+    ``bytes`` a round, up and down, from the messages. ``papers``: vectors a client and round as
+    the papers count them. FedALS counts parameters sent one way; there ``one_way`` parameters a
+    round are compared instead.
     """
 
     bytes: float | None
@@ -30,34 +32,41 @@ class Traffic:
 
 def methods(run: Run) -> set[str] | None:
     """Class names of the method callbacks in config.yaml; None where there is none to read."""
-    return {class_name(item) for item in run.config.get("method") or []} if run.config else None
+    if not run.config:
+        return None
+    return {class_name(item) for item in run.config.get("method") or []}
 
 
 def traffic(arm: Arm) -> Traffic:
     """What the done runs of ``arm`` sent a round."""
     done = [run for run in arm.runs if run.status == "done"]
     names = methods(arm.runs[0])
+    papers = None
+    if names is not None:
+        papers = max((PAPERS.get(name, 1) for name in names), default=1)
     return Traffic(
         _a_round(done, "communication/total_bytes"),
         _a_round(done, "communication/up_parameters"),
-        None if names is None else max((PAPERS.get(name, 1) for name in names), default=1),
+        papers,
         "PartialAveraging" in (names or ()),
     )
 
 
 def papers_ratio(one: Traffic, other: Traffic) -> float | None:
     """How many times as much ``one`` sends a round as ``other``, by the papers' convention."""
+    ours = one.papers
+    theirs = other.papers
     if one.partial or other.partial:
         return one.one_way / other.one_way if one.one_way and other.one_way else None
-    return one.papers / other.papers if one.papers and other.papers else None
+    return ours / theirs if ours and theirs else None
 
 
 def to_target(arm: Arm, target: str, what: str) -> float | None:
     """Mean ``rounds``, ``bytes`` or ``seconds`` until ``target`` of the seeds that reached it."""
     values = [at[what] for at in arm.reached[target].values() if at[what] is not None]
-    return fmean(values) if values else None
+    return mean_sd(values)[0]
 
 
 def _a_round(runs: list[Run], name: str) -> float | None:
     rates = [float(run.column(name)[-1]) / run.rounds_done for run in runs if run.rounds_done]
-    return fmean(rates) if rates and all(map(math.isfinite, rates)) else None
+    return mean_sd(rates)[0] if all(map(math.isfinite, rates)) else None

@@ -1,4 +1,4 @@
-"""Curves over rounds, gradients, bytes and seconds, with bands over seeds; and what else was measured."""
+"""Curves over rounds, gradients, bytes and seconds, with bands over seeds; other measurements."""
 
 from __future__ import annotations
 
@@ -44,51 +44,44 @@ MEASUREMENTS = {
 
 @styled
 def curves(summary: Summary) -> list[Drawing]:
-    """The smoothed metric against each thing that can be spent, where it was measured."""
+    """Draw the smoothed metric against each thing that can be spent, where it was measured."""
     drawings = []
+    shown = unit_of(summary)
     for axis, title in AXES.items():
-        if any(_has(run, summary.metric, axis) for run in summary.found.runs):
-            caption = (
-                _caption(summary)
-                if axis == "rounds"
-                else "The same curves against the mean of what was spent."
-            )
-            drawn = figure(9.2, 4.2)
-            axes = drawn.add_subplot()
-            handles = [
-                handle
-                for number, arm in enumerate(summary.arms.values())
-                if (handle := _arm(axes, arm.runs, summary.metric, axis, number, unit_of(summary)))
-                is not None
-            ]
-            shown = unit_of(summary)
-            axes.set_xlabel(title)
-            axes.set_ylabel(summary.metric + (", %" if shown.percent else ""))
-            for target in summary.targets:
-                axes.axhline(
-                    float(target) * shown.factor, color=INK, linewidth=0.9, linestyle=(0, (1, 3))
-                )
-            if axis == "bytes":
-                axes.xaxis.set_major_formatter(
-                    FuncFormatter(lambda x, _: size(x) if x > 0 else "0")
-                )
-            plain(axes)
-            legend(drawn, handles, [str(handle.get_label()) for handle in handles])
-            drawings.append(
-                Drawing(f"curves-{axis}", title.capitalize(), caption, drawn, group="curves")
-            )
+        if not any(_has(run, summary.metric, axis) for run in summary.found.runs):
+            continue
+        drawn = figure(9.2, 4.2)
+        axes = drawn.add_subplot()
+        handles = []
+        for number, arm in enumerate(summary.arms.values()):
+            handle = _arm(axes, arm.runs, summary.metric, axis, number, shown)
+            if handle is not None:
+                handles.append(handle)
+        axes.set_xlabel(title)
+        axes.set_ylabel(summary.metric + (", %" if shown.percent else ""))
+        dots = (0, (1, 3))
+        for target in summary.targets:
+            height = float(target) * shown.factor
+            axes.axhline(height, color=INK, linewidth=0.9, linestyle=dots)
+        if axis == "bytes":
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
+        plain(axes)
+        legend(drawn, handles, [str(handle.get_label()) for handle in handles])
+        caption = "The same curves against the mean of what was spent."
+        if axis == "rounds":
+            caption = _caption(summary)
+        name = title.capitalize()
+        drawings.append(Drawing(f"curves-{axis}", name, caption, drawn, group="curves"))
     return drawings
 
 
 def _caption(summary: Summary) -> str:
     width = windows(summary)
-    smoothed = (
-        "curve, unsmoothed,"
-        if width == "1"
-        else f"curve, smoothed by a Hanning window of {width} values,"
-    )
+    curve = "curve, unsmoothed,"
+    if width != "1":
+        curve = f"curve, smoothed by a Hanning window of {width} values,"
     parts = [
-        f"Line: mean of the {smoothed} over the runs that are done; band: ± one sample deviation."
+        f"Line: mean of the {curve} over the runs that are done; band: ± one sample deviation."
     ]
     statuses = {run.status for run in summary.found.runs}
     if statuses & {"running", "stopped", "failed"}:
@@ -106,63 +99,66 @@ def _has(run: Run, metric: str, axis: str) -> bool:
 
 def _arm(axes: Axes, runs: list[Run], metric: str, axis: str, number: int, shown: Unit) -> Any:
     """Draw an arm and give the line that stands for it in the legend."""
-    style, handle = look(number), None
+    style = look(number)
+    colour = style["color"]
+    handle = None
     having = [run for run in runs if _has(run, metric, axis)]
     done = [run for run in having if run.status == "done"]
     if done:
         x, mean, sd = _over_seeds(done, metric, axis)
         (handle,) = axes.plot(x, mean * shown.factor, label=done[0].arm, **style)
         if len(done) > 1:
-            low, high = (mean - sd) * shown.factor, (mean + sd) * shown.factor
-            axes.fill_between(x, low, high, color=style["color"], alpha=0.16, linewidth=0)
+            low = (mean - sd) * shown.factor
+            high = (mean + sd) * shown.factor
+            axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
     for run in having:
-        if run.status != "done":
-            rounds, values = measured(run, metric)
-            x, y = (
-                spending(run, axis)[np.isin(run.columns["round"], rounds)],
-                smooth(values) * shown.factor,
-            )
-            (line,) = axes.plot(
-                x, y, linewidth=0.9, alpha=0.9, color=style["color"], linestyle=style["linestyle"]
-            )
-            if run.status == "diverged":
-                axes.plot(
-                    x[-1:],
-                    y[-1:],
-                    marker="x",
-                    markersize=7,
-                    markeredgewidth=1.6,
-                    color=style["color"],
-                )
-            if handle is None:
-                handle = line
-                handle.set_label(f"{run.arm} ({run.status})")
+        if run.status == "done":
+            continue
+        rounds, values = measured(run, metric)
+        x = spending(run, axis)[np.isin(run.columns["round"], rounds)]
+        y = smooth(values) * shown.factor
+        (line,) = axes.plot(x, y, linewidth=0.9, alpha=0.9, **style)
+        if run.status == "diverged":
+            cross: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 1.6}
+            axes.plot(x[-1:], y[-1:], color=colour, **cross)
+        if handle is None:
+            handle = line
+            handle.set_label(f"{run.arm} ({run.status})")
     return handle
+
+
+def _common(runs: list[Run], metric: str) -> tuple[list[Run], list[float]]:
+    """The rounds that all ``runs`` have measured; the first run alone where they share none."""
+    rounds = [set(measured(run, metric)[0]) for run in runs]
+    common = sorted(set.intersection(*rounds))
+    if not common:
+        return runs[:1], sorted(rounds[0])
+    return runs, common
+
+
+def _spread(values: list[Column]) -> Column:
+    """The sample deviation of each round, 0 where there is one run."""
+    if len(values) > 1:
+        return np.asarray(np.std(values, axis=0, ddof=1))
+    return np.zeros(len(values[0]))
 
 
 def _over_seeds(runs: list[Run], metric: str, axis: str) -> tuple[Column, Column, Column]:
     """(spent, mean, deviation) at the rounds that all ``runs`` have measured."""
-    common = sorted(set.intersection(*(set(measured(run, metric)[0]) for run in runs)))
-    if not common:
-        runs = runs[:1]
-        common = sorted(measured(runs[0], metric)[0])
-    values, spent = [], []
+    runs, common = _common(runs, metric)
+    values = []
+    spent = []
     for run in runs:
-        rounds, own = measured(run, metric)
-        values.append(smooth(own)[np.isin(rounds, common)])
+        rounds, column = measured(run, metric)
+        values.append(smooth(column)[np.isin(rounds, common)])
         spent.append(spending(run, axis)[np.isin(run.columns["round"], common)])
-    spread = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common))
-    return np.mean(spent, axis=0), np.mean(values, axis=0), spread
+    return np.mean(spent, axis=0), np.mean(values, axis=0), _spread(values)
 
 
 @styled
 def measurements(summary: Summary) -> list[Drawing]:
-    """Small panels of what else the runs logged, round by round, unsmoothed."""
-    logged = [
-        name
-        for name in MEASUREMENTS
-        if name != summary.metric and any(len(measured(run, name)[0]) for run in summary.found.runs)
-    ]
+    """Draw small panels of what else the runs logged, round by round, unsmoothed."""
+    logged = [name for name in MEASUREMENTS if name != summary.metric and _logged(summary, name)]
     if not logged:
         return []
     columns = 2 if len(logged) in (2, 4) else min(3, len(logged))
@@ -171,34 +167,46 @@ def measurements(summary: Summary) -> list[Drawing]:
     handles: dict[str, Any] = {}
     for place, name in enumerate(logged, start=1):
         axes = drawn.add_subplot(rows, columns, place)
-        positive = True
-        for number, (arm, own) in enumerate(summary.arms.items()):
-            runs = [run for run in own.runs if len(measured(run, name)[0])]
-            runs = [run for run in runs if run.status == "done"] or runs
-            if runs:
-                x, mean, sd = _raw(runs, name)
-                positive = positive and bool((mean > 0).all())
-                (handles[arm],) = axes.plot(x, mean, **{**look(number), "linewidth": 1.3})
-                # a band below 0 has no place on a logarithmic axis
-                low = np.maximum(mean - sd, mean / 10)
-                axes.fill_between(
-                    x, low, mean + sd, alpha=0.13, linewidth=0, color=look(number)["color"]
-                )
-        if positive:
-            logarithmic(axes)
+        handles |= _measurement(axes, summary, name)
         axes.set_title(MEASUREMENTS[name], fontsize=9.5)
         if place > len(logged) - columns:
             axes.set_xlabel("rounds")
         plain(axes)
     legend(drawn, list(handles.values()), list(handles))
-    caption = "Means over seeds, ± one sample deviation, unsmoothed; logarithmic where all values are positive."
+    caption = "Means over seeds, ± one sample deviation, unsmoothed; "
+    caption += "logarithmic where all values are positive."
     return [Drawing("measurements", "What else was measured", caption, drawn)]
 
 
+def _logged(summary: Summary, name: str) -> bool:
+    return any(len(measured(run, name)[0]) for run in summary.found.runs)
+
+
+def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
+    """Draw one panel, and give each arm's line for the legend."""
+    handles = {}
+    positive = True
+    for number, (arm, own) in enumerate(summary.arms.items()):
+        runs = [run for run in own.runs if len(measured(run, name)[0])]
+        runs = [run for run in runs if run.status == "done"] or runs
+        if runs:
+            x, mean, sd = _raw(runs, name)
+            positive = positive and bool((mean > 0).all())
+            (handles[arm],) = axes.plot(x, mean, **{**look(number), "linewidth": 1.3})
+            # A band below 0 has no place on a logarithmic axis.
+            low = np.maximum(mean - sd, mean / 10)
+            band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": look(number)["color"]}
+            axes.fill_between(x, low, mean + sd, **band)
+    if positive:
+        logarithmic(axes)
+    return handles
+
+
 def _raw(runs: list[Run], name: str) -> tuple[Column, Column, Column]:
-    common = sorted(set.intersection(*(set(measured(run, name)[0]) for run in runs)))
-    if not common:
-        runs, common = runs[:1], sorted(measured(runs[0], name)[0])
-    values = [own[np.isin(rounds, common)] for rounds, own in (measured(run, name) for run in runs)]
-    spread = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common))
-    return np.array(common) + 1, np.mean(values, axis=0), spread
+    """(rounds, mean, deviation) at the rounds that all ``runs`` have measured."""
+    runs, common = _common(runs, name)
+    values = []
+    for run in runs:
+        rounds, column = measured(run, name)
+        values.append(column[np.isin(rounds, common)])
+    return np.array(common) + 1, np.mean(values, axis=0), _spread(values)

@@ -16,7 +16,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-INK, GRID = "#1f2430", "#d9dce3"  # on the page these two follow its light or dark theme
+# On the page these two follow its light or dark theme.
+INK = "#1f2430"
+GRID = "#d9dce3"
 COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#a35bd6", "#c98a00", "#17a2b8", "#d6457e", "#8a93a0")
 DASHES = ("-", "--", ":", "-.")
 VERDICT_COLOURS = {
@@ -26,20 +28,45 @@ VERDICT_COLOURS = {
     "inconclusive": "#c98a00",
 }
 _SETTINGS: Any = {
-    "font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10, "legend.fontsize": 9.5, "xtick.labelsize": 9,
-    "ytick.labelsize": 9, "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "xtick.color": INK,
-    "ytick.color": INK, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.edgecolor": INK, "axes.linewidth": 0.8,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.7,
-    "axes.axisbelow": True, "axes.titlelocation": "left", "legend.frameon": False, "lines.linewidth": 1.8,
-    "svg.fonttype": "none", "svg.hashsalt": "fl-lightning", "font.family": "sans-serif", "figure.facecolor": "white",
-    "axes.facecolor": "none", "axes.formatter.useoffset": False, "legend.edgecolor": GRID,
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
     "text.parse_math": False,
-}  # fmt: skip
+    "figure.facecolor": "white",
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.facecolor": "none",
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 10,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "legend.edgecolor": GRID,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "xtick.color": INK,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": 9,
+    "ytick.color": INK,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": 9,
+    # Text stays text, and the same figure gives the same bytes.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fl-lightning",
+}
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its place on the page: ``group`` holds those that are looked at one instead of the other."""
+    """A figure with its place on the page; of a ``group`` one is looked at at a time."""
 
     key: str
     title: str
@@ -56,7 +83,7 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
 
     def drawn(*args: Any, **kwargs: Any) -> Made:
         with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-            # names in other scripts: a browser has them
+            # Names may be in scripts that the font lacks: a browser has them.
             warnings.filterwarnings("ignore", "Glyph .* missing")
             return make(*args, **kwargs)
 
@@ -64,12 +91,12 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
 
 
 def figure(width: float, height: float) -> Figure:
-    """A figure whose parts find their room."""
+    """Make a figure that finds room for its parts."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def look(number: int) -> dict[str, Any]:
-    """Colour and dashes of the arm with this number: 32 that can be told apart."""
+    """The colour and dashes of an arm, by its number: 32 can be told apart."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
@@ -77,7 +104,7 @@ def look(number: int) -> dict[str, Any]:
 
 
 def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
-    """Grid lines along one axis only ("": none)."""
+    """Leave grid lines along one axis only ("": none)."""
     axes.grid(False)
     if grid:
         axes.grid(True, axis=grid)
@@ -85,18 +112,20 @@ def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
 
 
 def logarithmic(axes: Axes) -> None:
-    """A logarithmic y axis whose ticks are plain numbers."""
+    """Make the y axis logarithmic, with plain numbers at its ticks."""
+
+    def number(value: float, _: Any) -> str:
+        return f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}"
+
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
-    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which(
-            FuncFormatter(lambda value, _: f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}")
-        )
+    axes.yaxis.set_major_formatter(FuncFormatter(number))
+    axes.yaxis.set_minor_formatter(FuncFormatter(number))
     axes.tick_params(which="minor", length=2)
 
 
 def legend(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """One legend beside everything, or below where names are many or long."""
+    """Draw one legend beside everything, or below where names are many or long."""
     if len(labels) > 12 or max(map(len, labels), default=0) > 28:
         columns = max(1, min(4, 110 // (6 + max(map(len, labels)))))
         drawn.set_figheight(drawn.get_figheight() + 0.2 * -(-len(labels) // columns))
@@ -126,16 +155,17 @@ def svg(drawn: Figure, transparent: bool = False) -> str:
 
 
 def inline(drawn: Figure, key: str, label: str) -> str:
-    """The figure as part of an HTML page: follows its theme, its own ids, named for who cannot see it."""
+    """The figure as part of an HTML page, labelled for those who cannot see it."""
     text = svg(drawn, transparent=True)
     text = text[text.index("<svg") :]
-    text = re.sub(
-        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL
-    )
+    unused = r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->"
+    text = re.sub(unused, "", text, flags=re.DOTALL)
+    # Several figures share the page, so each has ids of its own.
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{key}-", text)
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--line)")
+    # Colours follow the page's theme, and so does the font but for its size.
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+    # The figure is as wide as the page allows, up to its own width (in px of 3/4 pt).
     size = re.search(r'<svg[^>]*?width="([\d.]+)pt"', text)
     width = f' style="max-width: {float(size[1]) * 4 / 3:.0f}px"' if size else ""
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)

@@ -14,7 +14,8 @@ from fl_lightning.report.runs import Column, Found, Run
 from fl_lightning.report.scores import measured, reached, score_of
 from fl_lightning.report.verdicts import Evidence
 
-Seeds = Mapping[int, Run]  # finished runs of an arm
+# The finished runs of an arm, by seed.
+Seeds = Mapping[int, Run]
 
 
 def named(claim: Claim, names: Mapping[str, str]) -> Claim:
@@ -22,9 +23,8 @@ def named(claim: Claim, names: Mapping[str, str]) -> Claim:
     if not names or (claim.kind == "trend" and claim.over != "layers"):
         return claim
     fields = ("a", "b", "c", "d", "arm", "against", "target_arm")
-    return replace(
-        claim, **{key: names.get(getattr(claim, key), getattr(claim, key)) for key in fields}
-    )
+    arms = {key: getattr(claim, key) for key in fields}
+    return replace(claim, **{key: names.get(arm, arm) for key, arm in arms.items()})
 
 
 def logged(found: Found, metric: str) -> bool:
@@ -40,7 +40,8 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         found: the runs of the claim's own sweeps.
 
     Raises:
-        UserError: two runs that are to be paired saw other partitions, or a trend is over what is no axis.
+        UserError: two runs that are to be paired saw other partitions, or a trend is over what
+            is no axis.
     """
     arms = {name: _finished(found, name) for name in claim.arms}
     for name in claim.arms:
@@ -61,14 +62,16 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
 
 
 def add(notes: list[str], note: str) -> None:
-    """One note says a thing once."""
+    """Add ``note`` where it is not said yet."""
     if note not in notes:
         notes.append(note)
 
 
 def absent(found: Found, metric: str) -> str:
     """A note that no run has ``metric``."""
-    names = dict.fromkeys(name for run in found.runs for name in run.columns if name != "round")
+    names: dict[str, None] = {}
+    for run in found.runs:
+        names |= dict.fromkeys(name for name in run.columns if name != "round")
     return f"No run logs {metric}, so nothing is scored by it.{suggest(metric, names)}"
 
 
@@ -83,71 +86,78 @@ def _missing(arms: Sequence[str], found: Found) -> bool:
     return any(seeds - set(_finished(found, arm)) for arm in arms)
 
 
-# --------------------------------------------------------------------------- contrasts of two or four arms
+# -------------------------------------------------------------- contrasts of two or four arms
 
 
 def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list[str]) -> Evidence:
-    """a − b, of an interaction (a − b) − (c − d); of a target the log ratio of what was spent until then."""
-    sides = [(claim.a, claim.b), *([(claim.c, claim.d)] if claim.kind == "interaction" else [])]
+    """a − b; of an interaction (a − b) − (c − d); of a target the log ratio of what was spent."""
+    sides = [(claim.a, claim.b)]
+    if claim.kind == "interaction":
+        sides.append((claim.c, claim.d))
     for one, other in sides:
         for seed in sorted(arms[one].keys() & arms[other].keys()):
             _refuse_other_partition(arms[one][seed], arms[other][seed])
         _tell_alone(one, other, arms, notes)
-    seeds = sorted(set.intersection(*(set(arms[name]) for name in dict.fromkeys(sum(sides, ())))))
+    names = list(dict.fromkeys(sum(sides, ())))
     if not logged(found, claim.metric):
         add(notes, absent(found, claim.metric))
         return Evidence()
     made = Evidence()
-    for seed in seeds:
-        runs = {name: arms[name][seed] for side in sides for name in side}
+    for seed in sorted(set.intersection(*(set(arms[name]) for name in names))):
+        runs = {name: arms[name][seed] for name in names}
         values = {name: _value(claim, run, arms) for name, run in runs.items()}
-        parts = [_between(claim.scale, values[one], values[other]) for one, other in sides]
-        value = (
-            None
-            if None in parts
-            else sum(p * s for p, s in zip(parts, (1, -1), strict=False) if p is not None)
-        )
-        if value is not None:
-            made.values[seed] = value
-            continue
-        made.left_out += 1
-        diverged = any(run.status == "diverged" for run in runs.values())
-        cheaper = claim.a if claim.direction == "less" else claim.b
-        made.lost |= values[cheaper] is None if claim.kind == "to_target" else diverged
-        why = (
-            "never arrives"
-            if claim.kind == "to_target"
-            else "diverged, so it has no score to compare"
-        )
-        why = why if diverged or claim.kind == "to_target" else "has no score to compare"
-        add(notes, f"{' − '.join(runs)} in {claim.metric}: a run with seed {seed} {why}.")
+        differences = [_between(claim.scale, values[one], values[other]) for one, other in sides]
+        known = [difference for difference in differences if difference is not None]
+        if len(known) == len(sides):
+            made.values[seed] = sum(s * p for s, p in zip((1, -1), known, strict=False))
+        else:
+            made.left_out += 1
+            made.lost |= _helps(claim, runs, values)
+            reason = _why_left_out(claim, runs)
+            add(notes, f"{' − '.join(runs)} in {claim.metric}: a run with seed {seed} {reason}.")
     return made
+
+
+def _helps(claim: Claim, runs: Mapping[str, Run], values: Mapping[str, float | None]) -> bool:
+    """Whether leaving a seed out would help the claim: then nothing may count as reproduced."""
+    if claim.kind == "to_target":
+        cheaper = claim.a if claim.direction == "less" else claim.b
+        return values[cheaper] is None
+    return any(run.status == "diverged" for run in runs.values())
+
+
+def _why_left_out(claim: Claim, runs: Mapping[str, Run]) -> str:
+    if claim.kind == "to_target":
+        return "never arrives"
+    if any(run.status == "diverged" for run in runs.values()):
+        return "diverged, so it has no score to compare"
+    return "has no score to compare"
 
 
 def _value(claim: Claim, run: Run, arms: Mapping[str, Seeds]) -> float | None:
     """A run's score, or what it spent until the target."""
+    mode = claim.mode or None
     if claim.kind != "to_target":
         lost = run.status == "diverged" and claim.kind != "difference"
-        return None if lost else score_of(run, claim.metric, claim.score, claim.mode or None)
+        return None if lost else score_of(run, claim.metric, claim.score, mode)
     target: float | None = claim.target
     if claim.target_arm:
         other = arms[claim.target_arm].get(run.seed)
-        aimed = other is not None and other.status == "done"
-        target = (
-            score_of(other, claim.metric, claim.target_score)
-            if other is not None and aimed
-            else None
-        )
-    spent = (
-        None
-        if target is None
-        else reached(run, claim.metric, target, claim.mode or None)[claim.cost]
-    )
+        target = _score_if_done(other, claim.metric, claim.target_score)
+    if target is None:
+        return None
+    spent = reached(run, claim.metric, target, mode)[claim.cost]
     return None if spent is None else float(spent)
 
 
+def _score_if_done(run: Run | None, metric: str, score: str) -> float | None:
+    if run is None or run.status != "done":
+        return None
+    return score_of(run, metric, score)
+
+
 def _between(scale: str, a: float | None, b: float | None) -> float | None:
-    """a − b, or the log of a / b; None where it has none."""
+    """a − b, or the log of a / b; None where a value is missing or has no log."""
     if a is None or b is None:
         return None
     if scale == "log_ratio":
@@ -158,28 +168,27 @@ def _between(scale: str, a: float | None, b: float | None) -> float | None:
 def _tell_alone(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str]) -> None:
     for name, partner in ((one, other), (other, one)):
         if alone := sorted(arms[name].keys() - arms[partner].keys()):
-            numbers, which = ", ".join(map(str, alone)), "seed" if len(alone) == 1 else "seeds"
-            add(
-                notes,
-                f"{which.capitalize()} {numbers} of {name}: no finished run of {partner} to pair with.",
-            )
+            which = "Seed" if len(alone) == 1 else "Seeds"
+            seeds = ", ".join(map(str, alone))
+            add(notes, f"{which} {seeds} of {name}: no finished run of {partner} to pair with.")
 
 
 def _refuse_other_partition(a: Run, b: Run) -> None:
-    ours, theirs = (run.record.get("partition_hash") for run in (a, b))
+    ours = a.record.get("partition_hash")
+    theirs = b.record.get("partition_hash")
     if ours != theirs:
         raise UserError(
-            f"report: {a.folder} and {b.folder} both have seed {a.seed} but other partitions of the data ({ours} and "
-            f"{theirs}), so they are no pair: the split, not the method, could make the difference. Compare runs with "
-            "the same --data options and seed."
+            f"report: {a.folder} and {b.folder} both have seed {a.seed} but other partitions of "
+            f"the data ({ours} and {theirs}), so they are no pair: the split, not the method, "
+            "could make the difference. Compare runs with the same --data options and seed."
         )
 
 
-# --------------------------------------------------------------------------- divergence, trends
+# ------------------------------------------------------------------------ divergence, trends
 
 
 def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
-    """1 of a seed where ``arm`` diverged, or scores ``factor`` times what ``against`` does, else 0."""
+    """Give 1 to a seed where ``arm`` diverged or scores ``factor`` times what ``against`` does."""
     made = Evidence()
     for seed, run in sorted(arms[claim.arm].items()):
         other = arms[claim.against].get(seed)
@@ -188,10 +197,8 @@ def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
         if run.status == "diverged":
             made.values[seed] = 1.0
             continue
-        ours, theirs = (
-            None if it is None or it.status != "done" else score_of(it, claim.metric, claim.score)
-            for it in (run, other)
-        )
+        ours = _score_if_done(run, claim.metric, claim.score)
+        theirs = _score_if_done(other, claim.metric, claim.score)
         if ours is not None and theirs is not None:
             made.values[seed] = float(ours >= claim.factor * theirs)
         else:
@@ -203,64 +210,76 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     """Spearman's ρ of each seed between a layer's place and its consensus, averaged over rounds."""
     made = Evidence()
     for seed, run in sorted(runs.items()):
-        names = [
-            n
-            for n in run.columns
-            if n.startswith(f"{claim.metric}/") and n != f"{claim.metric}/total"
-        ]
-        columns = [run.columns[name][np.isfinite(run.columns[name])] for name in names]
-        means = [float(column.mean()) for column in columns if len(column)]
-        rho = None if run.status == "diverged" else spearman(range(len(means)), means)
-        _take(made, seed, rho, run.status == "diverged")
+        diverged = run.status == "diverged"
+        layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
+        means = []
+        for layer in layers:
+            column = run.columns[layer][np.isfinite(run.columns[layer])]
+            if layer != f"{claim.metric}/total" and len(column):
+                means.append(float(column.mean()))
+        rho = None if diverged else spearman(range(len(means)), means)
+        _take(made, seed, rho, diverged)
     return made
 
 
 def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     """Spearman's ρ of each seed between the values of an axis and the scores there."""
-    methods = {run.axes.get("method") for run in found.runs}
-    runs = [
-        run for run in found.runs
-        if claim.over in run.axes and (claim.over == "method" or not claim.arm or run.axes.get("method") == claim.arm)
-    ]  # fmt: skip
     if not any(claim.over in run.axes for run in found.runs):
-        axes = dict.fromkeys(key for run in found.runs for key in run.axes)
-        add(
-            notes,
-            f"Claim {claim.id} is a trend over {claim.over}, which no sweep's grid has: {', '.join(axes)}.",
-        )
+        axes: dict[str, str] = {}
+        for run in found.runs:
+            axes |= run.axes
+        without = f"which no sweep's grid has: {', '.join(axes)}"
+        add(notes, f"Claim {claim.id} is a trend over {claim.over}, {without}.")
         return Evidence(incomplete=True)
+    runs = [run for run in found.runs if _on_axis(claim, run)]
     if not runs:
         add(notes, f"Claim {claim.id} is about the method {claim.arm}, of which there is no run.")
         return Evidence(incomplete=True)
-    if len(methods) > 1 and not claim.arm and claim.over != "method":
-        raise UserError(
-            f"report: claim {claim.id} is a trend over {claim.over}, and several methods were swept: give the value of "
-            f"method as arm ({', '.join(sorted(str(method) for method in methods))})."
-        )
     places = _places(list(dict.fromkeys(run.axes[claim.over] for run in runs)))
     arms = dict.fromkeys(run.arm for run in runs)
-    if len(arms) > len(places):
-        raise UserError(
-            f"report: claim {claim.id} is a trend over {claim.over}, and several arms have one value of it "
-            f"({', '.join(arms)}). Sweep nothing else beside it, or name the method as arm."
-        )
+    _refuse_other_axes(claim, found, list(arms), len(places))
     made = Evidence()
     for seed in sorted({run.seed for run in runs}):
-        scored = {run.axes[claim.over]: run for run in runs if run.seed == seed and run.finished}
-        diverged = any(run.status == "diverged" for run in scored.values())
-        made.incomplete |= len(scored) < len(places)
-        scores = [
-            None if r.status == "diverged" else score_of(r, claim.metric, claim.score)
-            for r in scored.values()
-        ]
-        known = [score for score in scores if score is not None]
-        whole = len(known) == len(places)
-        _take(made, seed, spearman([places[v] for v in scored], known) if whole else None, diverged)
-    # an arm without any run may be at a value that is not known here
-    made.incomplete |= not made.values or any(
-        arm in arms or arm not in found.arms for arm, _, _ in found.waiting
-    )
+        at_value = {run.axes[claim.over]: run for run in runs if run.seed == seed and run.finished}
+        made.incomplete |= len(at_value) < len(places)
+        where = []
+        scores = []
+        for value, run in at_value.items():
+            score = _score_if_done(run, claim.metric, claim.score)
+            if score is not None:
+                where.append(places[value])
+                scores.append(score)
+        # A trend over a part of the axis is none: its ρ could have either sign.
+        rho = spearman(where, scores) if len(scores) == len(places) else None
+        _take(made, seed, rho, any(run.status == "diverged" for run in at_value.values()))
+    # An arm without any run may be at a value that is not known here.
+    waiting = [arm for arm, _, _ in found.waiting if arm in arms or arm not in found.arms]
+    made.incomplete |= not made.values or bool(waiting)
     return made
+
+
+def _on_axis(claim: Claim, run: Run) -> bool:
+    """Whether the run has a value of the axis, under the claim's method where it names one."""
+    if claim.over not in run.axes:
+        return False
+    return claim.over == "method" or not claim.arm or run.axes.get("method") == claim.arm
+
+
+def _refuse_other_axes(claim: Claim, found: Found, arms: Sequence[str], values: int) -> None:
+    """Refuse runs that differ in more than the axis of the trend."""
+    methods = {run.axes.get("method") for run in found.runs}
+    if len(methods) > 1 and not claim.arm and claim.over != "method":
+        raise UserError(
+            f"report: claim {claim.id} is a trend over {claim.over}, and several methods were "
+            "swept: give the value of method as arm "
+            f"({', '.join(sorted(str(method) for method in methods))})."
+        )
+    if len(arms) > values:
+        raise UserError(
+            f"report: claim {claim.id} is a trend over {claim.over}, and several arms have one "
+            f"value of it ({', '.join(arms)}). Sweep nothing else beside it, or name the method "
+            "as arm."
+        )
 
 
 def _take(made: Evidence, seed: int, rho: float | None, diverged: bool) -> None:
@@ -291,9 +310,12 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     """
     if len(x) < 2:
         return None
-    a, b = (_ranks(np.asarray(side, dtype=float)) for side in (x, y))
-    a, b = a - a.mean(), b - b.mean()
+    a = _ranks(np.asarray(x, dtype=float))
+    b = _ranks(np.asarray(y, dtype=float))
+    a = a - a.mean()
+    b = b - b.mean()
     size = math.sqrt(float(a @ a) * float(b @ b))
+    # Rounding may leave a product that is larger than 1 by the last bit.
     return max(-1.0, min(1.0, float(a @ b) / size)) if size else None
 
 

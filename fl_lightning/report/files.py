@@ -3,74 +3,79 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from fl_lightning.report import charts, curves, page, sections
-from fl_lightning.report.drawing import png, svg
+from fl_lightning.report.drawing import Drawing, png, svg
 from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import Summary
-from fl_lightning.report.tables import comma_separated, latex, markdown
+from fl_lightning.report.tables import Cell, Table, comma_separated, latex, markdown
 
 
 def contents(summary: Summary, title: str) -> dict[str, bytes]:
     """Name → bytes of every file of the report."""
     tables = sections.tables(summary)
     drawings = [
-        drawing
-        for draw in (
-            charts.intervals,
-            curves.curves,
-            charts.heat_map,
-            charts.layers,
-            curves.measurements,
-        )
-        for drawing in draw(summary)
+        *charts.intervals(summary),
+        *curves.curves(summary),
+        *charts.heat_map(summary),
+        *charts.layers(summary),
+        *curves.measurements(summary),
     ]
-    notes = [f"- {note}" for note in summary.notes]
-    text = [f"# {title}", "", page.lead(summary), "", *notes, *([""] if notes else [])]
-    pictures = [
-        f"## {d.title}\n\n![{d.title}](figures/{d.key}.png)\n\n{d.caption}\n" for d in drawings
-    ]
-    files = {
+    document = json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    texts = {
         "report.html": page.write(summary, tables, drawings, title),
-        "report.md": "\n".join([*text, *map(markdown, tables), *pictures]),
+        "report.md": _markdown(summary, tables, drawings, title),
         "report.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(latex, tables)),
         "report.csv": comma_separated(*rows(summary)),
-        "report.json": json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-        + "\n",
+        "report.json": document + "\n",
     }
     if len(summary.settings) > 1:
-        cells = sections.pivot(summary)
-        files["pivot.csv"] = comma_separated(
-            cells.columns, [[cell.text for cell in row] for row in cells.rows]
-        )
-    written = {name: text.encode() for name, text in files.items()}
+        pivot = sections.pivot(summary)
+        texts["pivot.csv"] = comma_separated(pivot.columns, map(_texts, pivot.rows))
+    written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
         written[f"figures/{drawing.key}.png"] = png(drawing.figure)
         written[f"figures/{drawing.key}.svg"] = svg(drawing.figure).encode()
     return written
 
 
+def _texts(row: Sequence[Cell]) -> list[str]:
+    return [cell.text for cell in row]
+
+
+def _markdown(
+    summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing], title: str
+) -> str:
+    parts = [f"# {title}", "", page.lead(summary), ""]
+    if summary.notes:
+        parts += [*(f"- {note}" for note in summary.notes), ""]
+    parts += map(markdown, tables)
+    for drawing in drawings:
+        picture = f"![{drawing.title}](figures/{drawing.key}.png)"
+        parts.append(f"## {drawing.title}\n\n{picture}\n\n{drawing.caption}\n")
+    return "\n".join(parts)
+
+
 def rows(summary: Summary) -> tuple[list[str], list[list[Any]]]:
-    """report.csv: columns, and a row a run."""
-    costs = [
-        (what, target) for target in summary.targets for what in ("rounds", "bytes", "seconds")
-    ]
+    """The columns of report.csv, and a row for each run."""
+    costs = list(product(summary.targets, ("rounds", "bytes", "seconds")))
     columns = [
         "arm",
         "seed",
         "status",
         "rounds",
         *SCORES,
-        *(f"{what}_to_{target}" for what, target in costs),
+        *(f"{what}_to_{target}" for target, what in costs),
         "folder",
     ]
-    found = []
+    lines: list[list[Any]] = []
     for arm in summary.arms.values():
         for run in arm.runs:
             scores = [arm.scores[score].get(run.seed) for score in SCORES]
-            spent = [arm.reached[target].get(run.seed, {}).get(what) for what, target in costs]
-            found.append(
-                [arm.name, run.seed, run.status, run.rounds_done, *scores, *spent, str(run.folder)]
-            )
-    return columns, found
+            spent = [arm.reached[target].get(run.seed, {}).get(what) for target, what in costs]
+            head = [arm.name, run.seed, run.status, run.rounds_done]
+            lines.append([*head, *scores, *spent, str(run.folder)])
+    return columns, lines

@@ -12,7 +12,7 @@ from scipy.special import stdtr, stdtrit
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of n differences with its 95 % interval and two-sided p; None where n is too small for them."""
+    """Mean of n differences, its 95 % interval and two-sided p; None where n is too small."""
 
     n: int
     mean: float | None = None
@@ -28,7 +28,8 @@ def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
     >>> mean_sd([1.0, 3.0]), mean_sd([2.0]), mean_sd([])
     ((2.0, 1.4142135623730951), (2.0, None), (None, None))
     """
-    return fmean(values) if values else None, stdev(values) if len(values) > 1 else None
+    mean = fmean(values) if values else None
+    return mean, stdev(values) if len(values) > 1 else None
 
 
 def paired(differences: Sequence[float]) -> Interval:
@@ -37,11 +38,13 @@ def paired(differences: Sequence[float]) -> Interval:
     >>> paired([0.02, 0.02])
     Interval(n=2, mean=0.02, sd=0.0, low=0.02, high=0.02, p=0.0)
     """
-    n, (mean, sd) = len(differences), mean_sd(differences)
+    n = len(differences)
+    mean, sd = mean_sd(differences)
     if mean is None or sd is None:
         return Interval(n, mean)
     error = sd / math.sqrt(n)
     half = float(stdtrit(n - 1, 0.975)) * error
+    # Without any spread the mean is certain: p is 1 where it is 0, and 0 where it is not.
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     return Interval(n, mean, sd, mean - half, mean + half, p)
 
@@ -69,6 +72,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     highest = 0.0
+    # A p may not be smaller than that of a row which is rejected before it.
     for rank, (p, i) in enumerate(order):
         highest = max(highest, min(1.0, (len(order) - rank) * p))
         corrected[i] = highest

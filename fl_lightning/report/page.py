@@ -12,48 +12,47 @@ from fl_lightning.report.summary import Summary, Verdict
 from fl_lightning.report.tables import Table
 from fl_lightning.report.tables import page as table_html
 
-# first parts of keys, in the order of reading
+# The first parts of keys, in the order of reading.
 ORDER = (
-    "claims", "scores", "pivot", "intervals", "pairs", "curves", "budgets", "target", "communication", "heatmap",
-    "consensus", "measurements", "published", "runs",
-)  # fmt: skip
-SHORT = {  # in the list of contents
-    "scores": "Scores", "pivot": "Settings", "pairs": "Differences", "budgets": "Equal cost", "target": "Until {}",
-    "communication": "Communication", "consensus": "Consensus", "measurements": "Measurements",
+    "claims",
+    "scores",
+    "pivot",
+    "intervals",
+    "pairs",
+    "curves",
+    "budgets",
+    "target",
+    "communication",
+    "heatmap",
+    "consensus",
+    "measurements",
+    "published",
+    "runs",
+)
+# Names in the list of contents.
+SHORT = {
+    "scores": "Scores",
+    "pivot": "Settings",
+    "pairs": "Differences",
+    "budgets": "Equal cost",
+    "target": "Until {}",
+    "communication": "Communication",
+    "consensus": "Consensus",
+    "measurements": "Measurements",
     "published": "Published",
-}  # fmt: skip
+}
 
 
 def write(
     summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing], title: str
 ) -> str:
-    """The whole page."""
-    sections = [_verdicts(summary), _notes(summary)]
-    by_key: dict[str, list[Table]] = {}
-    for table in tables:
-        by_key.setdefault(table.key.split("-")[0], []).append(table)
-    groups: dict[str, list[Drawing]] = {}
-    for drawing in drawings:
-        groups.setdefault(drawing.group or drawing.key, []).append(drawing)
-    contents = []
-    for key in ORDER:
-        for table in by_key.get(key, []):
-            if table.folded:  # below the figure that says the same
-                continue
-            contents.append(
-                (table.key, SHORT.get(key, table.title).format(table.key.partition("-")[2]))
-            )
-            sections.append(_section(table.key, table.title, table_html(table)))
-        if key in groups:
-            name = "Curves" if len(groups[key]) > 1 else groups[key][0].title
-            contents.append((f"figure-{key}", SHORT.get(key, name)))
-            numbers = "".join(table_html(table) for table in by_key.get(key, []) if table.folded)
-            sections.append(_section(f"figure-{key}", name, _figures(key, groups[key]) + numbers))
+    """Write the whole page."""
+    lead_in = [_verdicts(summary), _notes(summary)]
+    contents, sections = _sections(tables, drawings)
     links = "".join(f'<a href="#section-{key}">{html.escape(name)}</a>' for key, name in contents)
-    parts = {
-        name: files("fl_lightning.report").joinpath(name).read_text("utf-8")
-        for name in ("page.css", "page.js")
-    }
+    folder = files("fl_lightning.report")
+    css = folder.joinpath("page.css").read_text("utf-8")
+    js = folder.joinpath("page.js").read_text("utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -62,7 +61,7 @@ def write(
 <meta name="color-scheme" content="light dark">
 <title>{html.escape(title)}</title>
 <style>
-{parts["page.css"]}</style>
+{css}</style>
 </head>
 <body>
 <header>
@@ -71,22 +70,53 @@ def write(
 <nav>{links}</nav>
 </header>
 <main>
-{"".join(sections)}</main>
-<footer>Made by <code>fl-lightning report</code>. The numbers unrounded: <code>report.json</code>, a row a run:
+{"".join(lead_in + sections)}</main>
+<footer>Made by <code>fl-lightning report</code>. The numbers unrounded: \
+<code>report.json</code>, a row a run:
 <code>report.csv</code>.</footer>
 <script>
-{parts["page.js"]}</script>
+{js}</script>
 </body>
 </html>
 """
 
 
+def _sections(
+    tables: Sequence[Table], drawings: Sequence[Drawing]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """(key, name) of each section for the list of contents, and the sections themselves."""
+    by_key: dict[str, list[Table]] = {}
+    for table in tables:
+        by_key.setdefault(table.key.split("-")[0], []).append(table)
+    groups: dict[str, list[Drawing]] = {}
+    for drawing in drawings:
+        groups.setdefault(drawing.group or drawing.key, []).append(drawing)
+    contents: list[tuple[str, str]] = []
+    sections = []
+    for key in ORDER:
+        for table in by_key.get(key, []):
+            # A folded table stands below the figure that says the same.
+            if not table.folded:
+                name = SHORT.get(key, table.title).format(table.key.partition("-")[2])
+                contents.append((table.key, name))
+                sections.append(_section(table.key, table.title, table_html(table)))
+        if key in groups:
+            title = "Curves" if len(groups[key]) > 1 else groups[key][0].title
+            contents.append((f"figure-{key}", SHORT.get(key, title)))
+            numbers = "".join(table_html(table) for table in by_key.get(key, []) if table.folded)
+            sections.append(_section(f"figure-{key}", title, _figures(key, groups[key]) + numbers))
+    return contents, sections
+
+
 def lead(summary: Summary) -> str:
-    """One sentence: how much there is of what."""
+    """Say in one sentence how much there is of what."""
     runs = summary.found.runs
     seeds = len({run.seed for run in runs})
-    counts = [f"{number} {status}" for status in ("done", "diverged", "running", "stopped", "failed")
-              if (number := sum(run.status == status for run in runs))]  # fmt: skip
+    counts = []
+    for status in ("done", "diverged", "running", "stopped", "failed"):
+        number = sum(run.status == status for run in runs)
+        if number:
+            counts.append(f"{number} {status}")
     arms = f"{len(summary.arms)} arm{'s' * (len(summary.arms) != 1)}"
     count = f"{len(runs)} runs ({', '.join(counts)})"
     return f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {count}, scored by {summary.metric}."
@@ -99,31 +129,35 @@ def _section(key: str, title: str, body: str) -> str:
 
 
 def _verdicts(summary: Summary) -> str:
-    """A card for each claim: what was claimed, what the runs say."""
+    """Make a card for each claim: what was claimed, what the runs say."""
     if not summary.verdicts:
         return ""
-    return f'<div class="cards">{"".join(_card(summary, said) for said in shown_first(summary.verdicts))}</div>\n'
+    cards = [_card(summary, verdict) for verdict in shown_first(summary.verdicts)]
+    return f'<div class="cards">{"".join(cards)}</div>\n'
 
 
-def _card(summary: Summary, said: Verdict) -> str:
-    pair, found = said.pair, said.pair.interval
-    shown = difference_unit(summary, pair)
-    claimed = said.claim.text or sentence(said.claim)
-    if said.claim.kind == "diverges":
-        claimed = f"{claimed}: in {(found.mean or 0) * found.n:.0f} of {found.n} seeds"
-    if found.low is not None:
-        numbers = f"{shown.difference(found.mean)} {shown.of_difference}".strip()
-        numbers += f", 95 % interval {shown.difference(found.low)} to {shown.difference(found.high)}, n = {found.n}"
+def _card(summary: Summary, verdict: Verdict) -> str:
+    claim = verdict.claim
+    interval = verdict.pair.interval
+    shown = difference_unit(summary, verdict.pair)
+    claimed = claim.text or sentence(claim)
+    if claim.kind == "diverges":
+        diverged = f"{(interval.mean or 0) * interval.n:.0f}"
+        claimed = f"{claimed}: in {diverged} of {interval.n} seeds"
+    mean = shown.difference(interval.mean)
+    if interval.low is None:
+        numbers = f"{mean}, n = {interval.n}: an interval needs two pairs"
     else:
-        numbers = f"{shown.difference(found.mean)}, n = {found.n}: an interval needs two pairs"
-    changed = (
-        '<p class="changed">The claims were edited after the runs started.</p>'
-        if said.changed
-        else ""
-    )
+        ends = f"{shown.difference(interval.low)} to {shown.difference(interval.high)}"
+        numbers = f"{mean} {shown.of_difference}".strip()
+        numbers += f", 95 % interval {ends}, n = {interval.n}"
+    changed = ""
+    if verdict.changed:
+        changed = '<p class="changed">The claims were edited after the runs started.</p>'
     return (
-        f'<article class="card {said.verdict.replace(" ", "-")}"><h3><span>{html.escape(said.claim.id)}</span> '
-        f"{html.escape(said.printed)}</h3><p>{html.escape(claimed)}</p><p class=numbers>{html.escape(numbers)}</p>"
+        f'<article class="card {verdict.verdict.replace(" ", "-")}">'
+        f"<h3><span>{html.escape(claim.id)}</span> {html.escape(verdict.printed)}</h3>"
+        f"<p>{html.escape(claimed)}</p><p class=numbers>{html.escape(numbers)}</p>"
         f"{changed}</article>"
     )
 
@@ -136,7 +170,7 @@ def _notes(summary: Summary) -> str:
 
 
 def _figures(key: str, drawings: Sequence[Drawing]) -> str:
-    """One figure, or several behind tabs that need no script."""
+    """Show one figure, or several behind tabs that need no script."""
     bodies = [
         f"<figure>{inline(d.figure, d.key, html.escape(d.title))}"
         f"<figcaption>{html.escape(d.caption)}</figcaption></figure>"
@@ -148,8 +182,6 @@ def _figures(key: str, drawings: Sequence[Drawing]) -> str:
     for number, (drawing, body) in enumerate(zip(drawings, bodies, strict=True)):
         checked = " checked" if number == 0 else ""
         name = f"tab-{drawing.key}"
-        tabs.append(
-            f'<input type="radio" name="{key}" id="{name}"{checked}><label for="{name}">{drawing.title}</label>'
-        )
-        tabs.append(body)
+        button = f'<input type="radio" name="{key}" id="{name}"{checked}>'
+        tabs.append(f'{button}<label for="{name}">{drawing.title}</label>{body}')
     return f'<div class="tabs">{"".join(tabs)}</div>'

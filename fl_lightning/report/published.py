@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,66 +16,66 @@ from fl_lightning.report.runs import Found, Run
 
 @dataclass(frozen=True)
 class Published:
-    """A column of a paper's table: who stands in it, with (value, deviation), and under which settings."""
+    """A column of a paper's table: who stands in it, and under which settings.
 
-    experiments: tuple[str, ...]  # patterns of packaged configs
+    ``arms`` maps patterns of arms' names to (value, deviation) as printed. ``score`` is that of
+    ours which comes nearest to theirs. ``setting`` maps keys of a config to the paper's values;
+    ``experiments`` are patterns of packaged configs.
+    """
+
+    experiments: tuple[str, ...]
     source: str
     metric: str
-    score: str  # of ours that comes nearest to theirs
-    arms: Mapping[str, tuple[float, float | None]]  # pattern of an arm's name → what was printed
-    setting: Mapping[str, Any]  # key of a config → the paper's value
+    score: str
+    arms: Mapping[str, tuple[float, float | None]]
+    setting: Mapping[str, Any]
     note: str = ""
 
     def of(self, arm: str) -> tuple[float, float | None] | None:
-        """What was printed for ``arm``; None where nothing was."""
-        return next(
-            (
-                printed
-                for pattern, printed in self.arms.items()
-                if fnmatch.fnmatchcase(arm, pattern)
-            ),
-            None,
-        )
+        """The numbers printed for ``arm``; None where nothing was."""
+        for pattern, printed in self.arms.items():
+            if fnmatch.fnmatchcase(arm, pattern):
+                return printed
+        return None
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Where ``config`` is not the paper's setting, as ``key ours (theirs)``."""
-        found = []
+        differences = []
         for key, theirs in self.setting.items():
             ours = _plain(_at(config, key))
             if ours != _plain(theirs):
                 shown = "not set" if ours is None else ours
-                found.append(f"{key.rpartition('.')[2]} {shown} ({_plain(theirs)})")
-        return found
+                differences.append(f"{key.rpartition('.')[2]} {shown} ({_plain(theirs)})")
+        return differences
 
 
 def tables() -> Iterator[Published]:
     """Every published column that is packaged."""
-    for entry in sorted(
-        files("fl_lightning.report").joinpath("published").iterdir(), key=lambda entry: entry.name
-    ):
-        if entry.name.endswith(".yaml"):
-            for item in parse_yaml(entry.read_text(encoding="utf-8")):
-                arms = {
-                    pattern: (numbers[0], (*numbers, None)[1])
-                    for pattern, numbers in item.pop("arms").items()
-                }
-                yield Published(experiments=tuple(item.pop("experiments")), arms=arms, **item)
+    folder = files("fl_lightning.report").joinpath("published")
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if not entry.name.endswith(".yaml"):
+            continue
+        for item in parse_yaml(entry.read_text(encoding="utf-8")):
+            # A number alone was printed without a deviation.
+            printed = {arm: (*numbers, None)[:2] for arm, numbers in item.pop("arms").items()}
+            yield Published(experiments=tuple(item.pop("experiments")), arms=printed, **item)
 
 
 def published(found: Found) -> list[Published]:
     """The columns of the experiments that the runs' configs name; empty where they name none."""
     named = experiments(found)
-    return [
-        table
-        for table in tables()
-        if any(
-            fnmatch.fnmatchcase(name, pattern) for name in named for pattern in table.experiments
-        )
-    ]
+
+    def meant(table: Published) -> bool:
+        return any(starmap(fnmatch.fnmatchcase, product(named, table.experiments)))
+
+    return [table for table in tables() if meant(table)]
 
 
 def experiments(found: Found) -> list[str]:
-    """Packaged configs called ``experiment/…`` in the sweeps' files and the runs' commands; packaged sweeps too."""
+    """The packaged configs called ``experiment/…`` that the runs are of.
+
+    They stand in the sweeps' files and the runs' commands; packaged sweeps are of themselves.
+    """
     named: list[Any] = []
     for sweep in found.sweeps:
         named += _packaged_sweep(sweep.folder / "sweep.yaml")
@@ -87,35 +88,43 @@ def experiments(found: Found) -> list[str]:
 
 
 def _packaged_sweep(path: Path) -> list[str]:
-    """The packaged sweep that ``path`` keeps, whatever its folder is called: what was put over it stands at its end."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    sweeps = {name: entry for name, entry in packaged().items() if name.startswith("experiment/")}
-    return [
-        name for name, entry in sweeps.items() if text.startswith(entry.read_text(encoding="utf-8"))
-    ]
+    """The packaged sweep that ``path`` keeps, whatever its folder is called.
+
+    The file begins with it: what was put over it stands at its end.
+    """
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    names = []
+    for name, entry in packaged().items():
+        if name.startswith("experiment/") and text.startswith(entry.read_text(encoding="utf-8")):
+            names.append(name)
+    return names
 
 
 def setting(run: Run) -> str:
-    """Network and data of a run, as a verdict has to say them: ``MLP on Digits``; "" without a config.yaml."""
-    learner, data = _at(run.config, "model.learner"), _at(run.config, "data.class_path")
-    network = _at(run.config, "model.learner.init_args.network") or learner
-    names = [class_name(item) for item in (network, data) if item is not None]
-    return " on ".join(names)
+    """Network and data of a run: ``MLP on Digits``; "" without a config.yaml."""
+    data = _at(run.config, "data.class_path")
+    network = _at(run.config, "model.learner.init_args.network") or _at(run.config, "model.learner")
+    return " on ".join(class_name(item) for item in (network, data) if item is not None)
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
     return value
 
 
 def _plain(value: Any) -> Any:
     """Classes by their bare name, whole numbers as such: what is the same should look the same."""
     if isinstance(value, Mapping) and "class_path" in value:
-        given = sorted((value.get("init_args") or {}).items())
-        arguments = ", ".join(f"{key}={_plain(of)}" for key, of in given if of is not None)
-        return f"{class_name(value)}({arguments})" if arguments else class_name(value)
+        options = sorted((value.get("init_args") or {}).items())
+        texts = [f"{key}={_plain(option)}" for key, option in options if option is not None]
+        name = class_name(value)
+        return f"{name}({', '.join(texts)})" if texts else name
     if isinstance(value, str):
         return class_name(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -22,32 +22,38 @@ from fl_lightning.metrics import Directions, read_rows
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
 STATUSES = ("running", "done", "diverged", "stopped", "failed")
-FINISHED = ("done", "diverged")  # the others are shown and kept out of scores
-HUGE = 1e300  # what is larger counts as infinite
+# Runs of the other statuses are shown, and kept out of scores.
+FINISHED = ("done", "diverged")
+# What is larger counts as infinite: the sum of two such numbers could not be told from infinity.
+HUGE = 1e300
 ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run as its folder tells it; ``columns`` are metrics by name, NaN where nothing was measured."""
+    """One run as its folder tells it.
+
+    ``columns`` are the metrics by name, NaN where nothing was measured. ``record`` is run.json.
+    """
 
     folder: Path
     status: str
     seed: int
     arm: str
-    record: Mapping[str, Any]  # run.json
+    record: Mapping[str, Any]
     columns: Mapping[str, Column]
-    # of all that are looked at together
+    # All runs of a report share one: what one run knows of a metric holds for the others.
     directions: Directions = field(default_factory=lambda: Directions(ASK))
-    faults: tuple[str, ...] = ()  # of metrics.csv, where it can be read all the same
+    # What is wrong with metrics.csv, where it can be read all the same.
+    faults: tuple[str, ...] = ()
 
     @property
     def axes(self) -> dict[str, str]:
-        """Key of its sweep's grid → value as named; empty of a run that no sweep made."""
+        """Key of its sweep's grid → value as named; empty if no sweep made the run."""
         axes = self.record.get("axes")
-        return (
-            {str(key): str(value) for key, value in axes.items()} if isinstance(axes, dict) else {}
-        )
+        if not isinstance(axes, dict):
+            return {}
+        return {str(key): str(value) for key, value in axes.items()}
 
     @property
     def finished(self) -> bool:
@@ -57,8 +63,7 @@ class Run:
     @property
     def rounds_done(self) -> int:
         """Rounds of which something was logged."""
-        rounds = self.columns["round"]
-        return int(rounds[-1]) + 1 if len(rounds) else 0
+        return _ended(self.columns["round"])
 
     def column(self, name: str) -> Column:
         """The metric ``name``; all NaN where it was never logged."""
@@ -72,36 +77,41 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A folder of runs with what belongs to all of them."""
+    """A folder of runs with what belongs to all of them.
+
+    ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``waiting`` lists (arm, seed,
+    status) of the runs that have not begun. ``names`` says what the report calls an arm, where
+    that is another name than the sweep's.
+    """
 
     folder: Path
-    claims: Path | None  # its claims.yaml
-    spec: Mapping[str, Any]  # its sweep.yaml
+    claims: Path | None
+    spec: Mapping[str, Any]
     runs: tuple[Path, ...]
-    waiting: tuple[tuple[str, str, str], ...] = ()  # (arm, seed, status) without a run yet
-    # arm → what the report calls it, where that differs
+    waiting: tuple[tuple[str, str, str], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Found:
-    """What the folders of a command line hold, in its order and the grid's."""
+    """What the folders of a command line hold, in its order and the grid's.
+
+    ``apart`` maps a run's folder to the label of its sweep, where that sweep is kept apart.
+    """
 
     runs: list[Run] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
-    # which way is better in a metric
     directions: Directions = field(default_factory=lambda: Directions(ASK))
-    # a run's folder → its sweep, where that is kept apart
     apart: dict[Path, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> list[tuple[str, str, str]]:
         """(arm, seed, status) of what has not begun."""
-        return [
-            (own.names.get(arm, arm), seed, status)
-            for own in self.sweeps
-            for arm, seed, status in own.waiting
-        ]
+        waiting: list[tuple[str, str, str]] = []
+        for sweep in self.sweeps:
+            for arm, seed, status in sweep.waiting:
+                waiting.append((sweep.names.get(arm, arm), seed, status))
+        return waiting
 
     @property
     def arms(self) -> dict[str, list[Run]]:
@@ -113,11 +123,12 @@ class Found:
 
     def within(self, folders: Collection[Path]) -> Found:
         """The runs in ``folders``, which are resolved, and their sweeps alone."""
+
+        def touches(sweep: Sweep) -> bool:
+            return any(path.resolve() in folders for path in sweep.runs)
+
         runs = [run for run in self.runs if run.folder.resolve() in folders]
-        sweeps = [
-            sweep for sweep in self.sweeps if any(path.resolve() in folders for path in sweep.runs)
-        ]
-        return replace(self, runs=runs, sweeps=sweeps)
+        return replace(self, runs=runs, sweeps=[sweep for sweep in self.sweeps if touches(sweep)])
 
 
 def find(folders: Sequence[Path]) -> Found:
@@ -126,7 +137,8 @@ def find(folders: Sequence[Path]) -> Found:
     Raises:
         UserError: no run in a folder, a file that cannot be read, or two runs of one arm and seed.
     """
-    found, seen = Found(), set[Path]()
+    found = Found()
+    seen: set[Path] = set()
     for folder in folders:
         if (folder / "run.json").is_file():
             paths = [folder]
@@ -135,7 +147,8 @@ def find(folders: Sequence[Path]) -> Found:
             found.sweeps.append(sweep)
             paths = list(sweep.runs)
         for path in paths:
-            if path.resolve() not in seen:  # named twice, or also part of a sweep named before
+            # A run may be named twice, or be part of a sweep that was named before.
+            if path.resolve() not in seen:
                 seen.add(path.resolve())
                 found.runs.append(read_run(path, found.directions))
     _keep_apart(found)
@@ -144,48 +157,61 @@ def find(folders: Sequence[Path]) -> Found:
 
 
 def _keep_apart(found: Found) -> None:
-    """Arms of one name are one arm in sweeps with the same claims; in others they are called ``<sweep>/<arm>``."""
-    keys = {path: _kin(sweep) for sweep in reversed(found.sweeps) for path in sweep.runs}
-    names = {_kin(sweep): sweep.folder.resolve() for sweep in reversed(found.sweeps)}
-    short = [folder.name for folder in names.values()]
-    labels = {
-        key: folder.name if short.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}"
-        for key, folder in names.items()
-    }
-    of_arm: dict[str, set[str]] = {}
+    """Call arms ``<sweep>/<arm>`` where sweeps with other claims have an arm of the same name.
+
+    Sweeps with the same claims are reported as one: there, arms of one name are one arm.
+    """
+    kin_of_run: dict[Path, str] = {}
+    folders: dict[str, Path] = {}
+    # Backwards, so that of several sweeps the one named first gives its folder's name.
+    for sweep in reversed(found.sweeps):
+        kin = _kin(sweep)
+        folders[kin] = sweep.folder.resolve()
+        kin_of_run |= dict.fromkeys(sweep.runs, kin)
+    labels = _labels(folders)
+    kins_of_arm: dict[str, set[str]] = {}
     for run in found.runs:
-        of_arm.setdefault(run.arm, set()).add(keys.get(run.folder, ""))
-    twice = {arm for arm, its in of_arm.items() if len(its) > 1}
-    parted = {key for arm in twice for key in of_arm[arm] if key}
-    found.apart = {
-        run.folder: labels[key] for run in found.runs if (key := keys.get(run.folder, "")) in parted
-    }
-    found.sweeps = [
-        replace(
-            sweep,
-            names={arm: f"{labels[_kin(sweep)]}/{arm}" for arm in twice}
-            if _kin(sweep) in parted
-            else {},
-        )
-        for sweep in found.sweeps
-    ]
-    found.runs = [
-        replace(run, arm=f"{found.apart[run.folder]}/{run.arm}")
-        if run.folder in found.apart and run.arm in twice
-        else run
-        for run in found.runs
-    ]
+        kins_of_arm.setdefault(run.arm, set()).add(kin_of_run.get(run.folder, ""))
+    shared = {arm for arm, kins in kins_of_arm.items() if len(kins) > 1}
+    parted = set[str]().union(*(kins_of_arm[arm] for arm in shared)) - {""}
+    for run in found.runs:
+        kin = kin_of_run.get(run.folder, "")
+        if kin in parted:
+            found.apart[run.folder] = labels[kin]
+    for place, sweep in enumerate(found.sweeps):
+        kin = _kin(sweep)
+        if kin in parted:
+            names = {arm: f"{labels[kin]}/{arm}" for arm in shared}
+            found.sweeps[place] = replace(sweep, names=names)
+    for place, run in enumerate(found.runs):
+        if run.folder in found.apart and run.arm in shared:
+            found.runs[place] = replace(run, arm=f"{found.apart[run.folder]}/{run.arm}")
+
+
+def _labels(folders: Mapping[str, Path]) -> dict[str, str]:
+    """Call each folder by its name, with its parent's where several have the same name."""
+    names = [folder.name for folder in folders.values()]
+    labels = {}
+    for kin, folder in folders.items():
+        unique = names.count(folder.name) == 1
+        labels[kin] = folder.name if unique else f"{folder.parent.name}/{folder.name}"
+    return labels
 
 
 def _kin(sweep: Sweep) -> str:
-    """The same for sweeps that are reported as one: with the same claims, or folders of runs that no sweep made."""
+    """The same text for sweeps that are reported as one.
+
+    They have the same claims, or are folders of runs that no sweep made.
+    """
     if sweep.claims is not None:
         return hashlib.sha256(sweep.claims.read_bytes()).hexdigest()
     return str(sweep.folder.resolve()) if (sweep.folder / "sweep.yaml").is_file() else ""
 
 
 def read_run(folder: Path, directions: Directions | None = None) -> Run:
-    """The run in ``folder``; ``directions`` take what it recorded of its metrics, beside that of others.
+    """The run in ``folder``.
+
+    ``directions`` take what it recorded of its metrics, beside what other runs did.
 
     Raises:
         UserError: run.json is not one, or metrics.csv of a finished run is missing or broken.
@@ -197,9 +223,10 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
         raise UserError(
             f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
         ) from None
-    status, seed = (
-        (record.get("status"), record.get("seed")) if isinstance(record, dict) else (None, None)
-    )
+    status = seed = None
+    if isinstance(record, dict):
+        status = record.get("status")
+        seed = record.get("seed")
     if status not in STATUSES or isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(
             f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
@@ -208,7 +235,8 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
     _check_kinds(path, record)
     arm = record.get("arm") or record.get("title") or folder.name
     directions = directions or Directions(ASK)
-    directions.record(record.get("modes"))  # older runs have none
+    # Older runs recorded no modes.
+    directions.record(record.get("modes"))
     columns = _columns(folder, status)
     faults = _faults(folder, status, record, columns["round"])
     return Run(folder, status, seed, str(arm), record, columns, directions, faults)
@@ -222,7 +250,8 @@ def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
             isinstance(value, str) and len(value) <= 500 and value.isprintable()
         ):
             raise UserError(
-                f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. Accepted: a line of text."
+                f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. "
+                "Accepted: a line of text."
             )
     try:
         json.dumps(record, ensure_ascii=False).encode()
@@ -232,90 +261,101 @@ def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
         ) from None
     if not isinstance(record.get("command") or [], list):
         raise UserError(
-            f"report {path.parent}: {path} has command {record['command']!r}. Accepted: a list of words."
+            f"report {path.parent}: {path} has command {record['command']!r}. "
+            "Accepted: a list of words."
         )
 
 
 def _faults(
     folder: Path, status: str, record: Mapping[str, Any], rounds: Column
 ) -> tuple[str, ...]:
-    """What says that metrics.csv of a finished run has lost something."""
+    """Say how metrics.csv of a finished run shows that it has lost something."""
     if status not in FINISHED:
         return ()
-    found = []
-    ended, asked = int(rounds[-1]) + 1 if len(rounds) else 0, record.get("rounds")
+    faults = []
+    asked = record.get("rounds")
+    ended = _ended(rounds)
     if absent := ended - len(rounds):
-        found.append(f"lacks {absent} of the rounds 0 to {ended - 1}")
+        faults.append(f"lacks {absent} of the rounds 0 to {ended - 1}")
     if status == "done" and isinstance(asked, int) and ended < asked:
-        found.append(f"ends after {ended} of {asked} rounds")
+        faults.append(f"ends after {ended} of {asked} rounds")
     path = folder / "metrics.csv"
     if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
-        found.append("has a last line without an end, which may have been cut")
-    return tuple(found)
+        faults.append("has a last line without an end, which may have been cut")
+    return tuple(faults)
+
+
+def _ended(rounds: Column) -> int:
+    return int(rounds[-1]) + 1 if len(rounds) else 0
 
 
 def _columns(folder: Path, status: str) -> dict[str, Column]:
     path = folder / "metrics.csv"
     packed = folder / "metrics.csv.gz"
-    # it ended before its first round did
+    # A run that was stopped or failed before its first round ended has no metrics.
     if status != "done" and not path.is_file() and not packed.is_file():
         return {"round": np.empty(0)}
     names, rows = read_rows(path, complete=status in FINISHED)
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise UserError(
-            f"report {folder}: {path} has two columns {twice[0]!r}, and which is meant is not known. Remove one."
+            f"report {folder}: {path} has two columns {twice[0]!r}, and which is meant is not "
+            "known. Remove one."
         )
     try:
-        columns = {
-            n: np.array([float(row[n]) if row[n] else math.nan for row in rows], dtype=float)
-            for n in names
-        }
+        columns = {name: _numbers(rows, name) for name in names}
     except ValueError as error:
         raise UserError(
             f"report {folder}: {path} holds what is no number ({error}). Mend or remove the file."
         ) from None
     for column in columns.values():
-        column[np.abs(column) > HUGE] = math.inf  # no sum of them could be told
-    found = {"round": np.empty(0), **columns}
-    if (np.diff(found["round"]) <= 0).any() or np.isinf(found["round"]).any():
+        column[np.abs(column) > HUGE] = math.inf
+    columns = {"round": np.empty(0), **columns}
+    if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
         raise UserError(
-            f"report {folder}: the rounds in {path} do not ascend, one row each. Mend or remove the file."
+            f"report {folder}: the rounds in {path} do not ascend, one row each. "
+            "Mend or remove the file."
         )
-    return found
+    return columns
+
+
+def _numbers(rows: Sequence[Mapping[str, str]], name: str) -> Column:
+    return np.array([float(row[name]) if row[name] else math.nan for row in rows], dtype=float)
 
 
 def _sweep(folder: Path) -> Sweep:
-    """The runs of a sweep in its grid's order (that of runs.csv), or of a folder of runs by name."""
+    """The runs of a sweep in its grid's order (that of runs.csv), of another folder by name."""
     if not folder.is_dir():
         raise UserError(
-            f"report {folder}: there is no such folder. Give folders of runs or of sweeps, such as runs/x."
+            f"report {folder}: there is no such folder. "
+            "Give folders of runs or of sweeps, such as runs/x."
         )
-    paths = sorted(
-        {p.parent for pattern in ("*/run.json", "*/seed-*/run.json") for p in folder.glob(pattern)}
-    )
+    records = {*folder.glob("*/run.json"), *folder.glob("*/seed-*/run.json")}
+    paths = sorted(record.parent for record in records)
     order = _grid_order(folder)
-    by_place = {
-        path: (order.get(_place(path, folder), len(order)), _natural(path)) for path in paths
-    }
-    there = {_place(path, folder) for path in paths}
+
+    def by_grid(path: Path) -> tuple[int, Any]:
+        return order.get(_place(path, folder), len(order)), _natural(path)
+
+    begun = {_place(path, folder) for path in paths}
     states = _states(folder)
-    waiting = [(a, s, status) for (a, s), status in states.items() if f"{a}/seed-{s}" not in there]
+    waiting = []
+    for (arm, seed), status in states.items():
+        if f"{arm}/seed-{seed}" not in begun:
+            waiting.append((arm, seed, status))
     if not paths:
-        begun = (
-            f"none of its {len(states)} runs has begun"
-            if states
-            else "neither it nor its subfolders have a run.json"
-        )
+        reason = "neither it nor its subfolders have a run.json"
+        if states:
+            reason = f"none of its {len(states)} runs has begun"
         raise UserError(
-            f"report {folder}: no run is here: {begun}. Give the folder of a run that `fl-lightning fit` made, or of a "
-            "sweep."
+            f"report {folder}: no run is here: {reason}. Give the folder of a run that "
+            "`fl-lightning fit` made, or of a sweep."
         )
     claims = folder / "claims.yaml"
     return Sweep(
         folder,
         claims if claims.is_file() else None,
         _mapping(folder / "sweep.yaml"),
-        tuple(sorted(paths, key=by_place.__getitem__)),
+        tuple(sorted(paths, key=by_grid)),
         tuple(waiting),
     )
 
@@ -325,13 +365,11 @@ def _place(path: Path, folder: Path) -> str:
 
 
 def _natural(path: Path) -> tuple[tuple[str, ...], str, int]:
-    """seed-2 before seed-10."""
+    """Sort seed-2 before seed-10."""
     stem, _, number = path.name.rpartition("-")
-    return (
-        (path.parent.parts, stem, int(number))
-        if number.isdecimal()
-        else (path.parent.parts, path.name, -1)
-    )
+    if number.isdecimal():
+        return path.parent.parts, stem, int(number)
+    return path.parent.parts, path.name, -1
 
 
 def _states(folder: Path) -> dict[tuple[str, str], str]:
@@ -344,16 +382,21 @@ def _states(folder: Path) -> dict[tuple[str, str], str]:
 
 
 def _grid_order(folder: Path) -> dict[str, int]:
-    """Place of each run in the grid: arms as they first come in runs.csv, seeds as they come in an arm."""
+    """Place of each run in the grid: arms as they first come in runs.csv, their seeds likewise."""
     states = list(_states(folder))
-    arms = {arm: number for number, arm in reversed(list(enumerate(arm for arm, _ in states)))}
-    ordered = sorted(range(len(states)), key=lambda i: (arms[states[i][0]], i))
-    return {f"{states[i][0]}/seed-{states[i][1]}": rank for rank, i in enumerate(ordered)}
+    first: dict[str, int] = {}
+    for place, (arm, _) in enumerate(states):
+        first.setdefault(arm, place)
+    # Sorting is stable, so seeds of one arm stay in the file's order.
+    ordered = sorted(states, key=lambda state: first[state[0]])
+    return {f"{arm}/seed-{seed}": rank for rank, (arm, seed) in enumerate(ordered)}
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        document = parse_yaml(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        document = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return document if isinstance(document, dict) else {}
@@ -365,6 +408,7 @@ def _refuse_twins(runs: Iterable[Run]) -> None:
         other = first.setdefault((run.arm, run.seed), run)
         if other is not run:
             raise UserError(
-                f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed {run.seed}. An arm has "
-                "one run a seed. Leave one of them out, or compare two settings by a sweep, which names its arms."
+                f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed "
+                f"{run.seed}. An arm has one run a seed. Leave one of them out, or compare two "
+                "settings by a sweep, which names its arms."
             )

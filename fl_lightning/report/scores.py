@@ -24,14 +24,17 @@ def window(length: int) -> int:
 
 
 def smooth(values: Column) -> Column:
-    """``values`` under a Hanning window, renormalised at the ends (FedInit, NeurIPS version, B.2.1)."""
+    """Smooth ``values`` by a Hanning window, renormalised at the ends.
+
+    So does FedInit (NeurIPS version, B.2.1).
+    """
     width = window(len(values))
     if width < 3:
         return values
-    weights = np.hanning(width + 2)[1:-1]  # its ends are 0: three values would be one
-    smoothed: Column = np.convolve(values, weights, "same") / np.convolve(
-        np.ones_like(values), weights, "same"
-    )
+    # The window's own ends are 0: without two more, three values would be one.
+    weights = np.hanning(width + 2)[1:-1]
+    mass = np.convolve(np.ones_like(values), weights, "same")
+    smoothed: Column = np.convolve(values, weights, "same") / mass
     return smoothed
 
 
@@ -49,34 +52,38 @@ def summed(run: Run, name: str) -> Column:
 
 
 def tail(run: Run, metric: str) -> float | None:
-    """The mean of what was measured in the last third of the run's gradients; None where nothing was measured.
+    """The mean of what was measured in the last third of the run's gradients.
 
-    Evaluations of which none lies there: the last one. Without the column of gradients it is the last third of rounds.
+    Where no evaluation lies there, it is the last one; None where nothing was measured. Without
+    the column of gradients it is the last third of rounds.
     """
-    spent = (
-        summed(run, "cost/gradients")
-        if "cost/gradients" in run.columns
-        else run.columns["round"] + 1
-    )
+    spent = run.columns["round"] + 1
+    if "cost/gradients" in run.columns:
+        spent = summed(run, "cost/gradients")
     return tail_of(run, metric, spent, float(spent[-1]) if len(spent) else 0.0)
 
 
 def tail_of(run: Run, metric: str, spent: Column, budget: float) -> float | None:
-    """The mean where 2/3 of ``budget`` < ``spent`` ≤ ``budget``; else the last value that ``budget`` affords."""
+    """The mean where 2/3 of ``budget`` < ``spent`` ≤ ``budget``.
+
+    Where nothing was measured there, it is the last value that ``budget`` affords.
+    """
     finite = np.isfinite(run.column(metric))
-    spent, values = spent[finite], run.column(metric)[finite]
+    spent = spent[finite]
+    values = run.column(metric)[finite]
     afforded = spent <= budget
     within = values[afforded & (3 * spent > 2 * budget)]
     if len(within):
-        return fmean(within)  # exactly rounded: equal values give themselves
+        # This mean is rounded once, so the mean of equal values is that value.
+        return fmean(within)
     return float(values[afforded][-1]) if afforded.any() else None
 
 
 def scores(values: Column) -> dict[str, float | None]:
-    """Every score of a run's finite ``values`` that asks for nothing else; None where there are none.
+    """Every score of a run's finite ``values`` that asks for nothing else; None without values.
 
-    ``last``; ``last10``, mean of the last ten; ``max``; ``smoothed``, the maximum over the last 50 of the smoothed
-    curve (FedInit, § 5.1).
+    ``last10`` is the mean of the last ten; ``smoothed`` the maximum over the last 50 of the
+    smoothed curve (FedInit, § 5.1).
     """
     if not len(values):
         return dict.fromkeys(SCORES[1:])
@@ -89,40 +96,47 @@ def scores(values: Column) -> dict[str, float | None]:
 
 
 def score_of(run: Run, metric: str, score: str, mode: str | None = None) -> float | None:
-    """The score that counts: a run that diverged has lost, 0 where greater is better, else none at all.
+    """The score that counts: a diverged run has 0 where greater is better, else none at all.
 
     ``mode``: which way is better, where a claim says it.
     """
     if run.status == "diverged":
-        return 0.0 if run.directions.greater(metric, mode) else None
-    return tail(run, metric) if score == "tail" else scores(measured(run, metric)[1])[score]
+        return lost(run, metric, mode)
+    if score == "tail":
+        return tail(run, metric)
+    return scores(measured(run, metric)[1])[score]
+
+
+def lost(run: Run, metric: str, mode: str | None = None) -> float | None:
+    """The score of a run that diverged."""
+    return 0.0 if run.directions.greater(metric, mode) else None
 
 
 def reached(run: Run, metric: str, target: float, mode: str | None = None) -> dict[str, Any]:
-    """What was spent when the smoothed curve first reached ``target``, that round included; else None.
+    """Rounds, bytes, gradients and seconds until the smoothed curve first reached ``target``.
 
-    ``rounds``, ``bytes``, ``gradients``, ``seconds``.
+    The round that reached it counts; None where it never did, or the cost is not known.
     """
     never = dict.fromkeys(("rounds", "bytes", "gradients", "seconds"))
     rounds, values = measured(run, metric)
     curve = smooth(values)
     if run.status != "done" or not len(curve):
         return never
-    hits = np.flatnonzero(
-        curve >= target if run.directions.greater(metric, mode) else curve <= target
-    )
+    greater = run.directions.greater(metric, mode)
+    hits = np.flatnonzero(curve >= target if greater else curve <= target)
     if not len(hits):
         return never
     last = rounds[hits[0]]
     until = run.columns["round"] <= last
     sent = run.column("communication/total_bytes")[run.columns["round"] == last]
-    counted = "cost/gradients" in run.columns
-    gradients = float(summed(run, "cost/gradients")[until][-1]) if counted else None
+    gradients = None
+    if "cost/gradients" in run.columns:
+        gradients = float(summed(run, "cost/gradients")[until][-1])
     seconds = float(np.sum(run.column("time/round")[until]))
     return {
         "rounds": int(last) + 1,
         "bytes": int(sent[0]) if math.isfinite(sent[0]) else None,
         "gradients": gradients,
-        # a round without its time: not known
+        # NaN where the time of one round is missing: then the sum is not known.
         "seconds": seconds if math.isfinite(seconds) else None,
     }

@@ -21,12 +21,15 @@ BySeed = dict[int, float | None]
 
 @dataclass
 class Arm:
-    """One arm: its runs, and its scores and costs by seed (finished runs alone)."""
+    """One arm: its runs, and the scores and costs of its finished runs by seed.
+
+    ``reached``: target → seed → rounds, bytes and seconds until it.
+    """
 
     name: str
     runs: list[Run]
     scores: dict[str, BySeed]
-    reached: dict[str, dict[int, dict[str, Any]]]  # target → seed → rounds, bytes, seconds
+    reached: dict[str, dict[int, dict[str, Any]]]
 
     @property
     def finished(self) -> list[Run]:
@@ -41,7 +44,7 @@ class Arm:
         return len(self.runs) - len(self.finished)
 
     def mean_sd(self, score: str) -> tuple[float | None, float | None]:
-        """Of the seeds that have this score."""
+        """Mean and deviation over the seeds that have this score."""
         return mean_sd([value for value in self.scores[score].values() if value is not None])
 
     def to_json(self) -> dict[str, Any]:
@@ -50,13 +53,11 @@ class Arm:
         for score, values in self.scores.items():
             mean, sd = self.mean_sd(score)
             scores[score] = {"mean": mean, "sd": sd, "values": values}
-        costs = {
-            f"{what}_to": {
-                target: {seed: at[what] for seed, at in seeds.items()}
-                for target, seeds in self.reached.items()
-            }
-            for what in ("rounds", "bytes", "seconds")
-        }
+        costs: dict[str, dict[str, dict[int, Any]]] = {}
+        for what in ("rounds", "bytes", "seconds"):
+            until = costs[f"{what}_to"] = {}
+            for target, seeds in self.reached.items():
+                until[target] = {seed: cost[what] for seed, cost in seeds.items()}
         return {
             "n": len(self.finished),
             "diverged": self.diverged,
@@ -69,7 +70,10 @@ class Arm:
 
 @dataclass
 class Pair:
-    """``a`` against ``b``, paired by seed; ``differences`` are those of the seeds that count."""
+    """``a`` against ``b``, paired by seed; ``differences`` are those of the seeds that count.
+
+    ``scale``: difference, log_ratio, or number (of ρ and of shares).
+    """
 
     a: str
     b: str
@@ -77,7 +81,7 @@ class Pair:
     score: str
     interval: Interval
     differences: dict[int, float] = field(default_factory=dict)
-    scale: str = "difference"  # or log_ratio, or that of ρ and of shares: number
+    scale: str = "difference"
     p_holm: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -104,20 +108,20 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it."""
-        found = self.pair.interval
+        interval = self.pair.interval
         return {
             "id": self.claim.id,
             "verdict": self.verdict,
-            "mean": found.mean,
-            "low": found.low,
-            "high": found.high,
+            "mean": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
             "margin": self.claim.margin,
-            "n": found.n,
+            "n": interval.n,
             "changed": self.changed,
             "kind": self.claim.kind,
             "family": self.claim.family,
             "primary": self.claim.primary,
-            "p": found.p,
+            "p": interval.p,
             "p_holm": self.pair.p_holm,
             "values": self.pair.differences,
             "left_out": self.left_out,
@@ -127,20 +131,24 @@ class Verdict:
 
 @dataclass
 class Summary:
-    """A report as numbers."""
+    """A report as numbers.
+
+    ``targets`` are as typed. ``notes`` say what a reader has to know to read the numbers right.
+    ``settings``: setting → method → arm.
+    """
 
     metric: str
-    targets: tuple[str, ...]  # as typed
+    targets: tuple[str, ...]
     arms: dict[str, Arm]
     pairs: list[Pair]
     verdicts: list[Verdict]
-    notes: list[str]  # what a reader has to know to read it right
+    notes: list[str]
     found: Found
-    settings: dict[str, dict[str, str]]  # setting → method → arm
+    settings: dict[str, dict[str, str]]
 
     @property
     def greater(self) -> bool:
-        """Whether more of the metric is better; asked for where it is not known."""
+        """Whether more of the metric is better; whoever needs it and cannot know it is refused."""
         return self.found.directions.greater(self.metric)
 
     @property
@@ -171,89 +179,87 @@ def summarise(
         claims: a file of claims, in place of those of the sweeps.
 
     Raises:
-        UserError: a file of claims that is none, or runs that cannot be paired because they saw other partitions.
+        UserError: a file of claims that is none, or runs that cannot be paired because they saw
+            other partitions.
     """
     files = gather(found, claims)
-    arms = {
-        name: _arm(name, runs, metric, targets, logged(found, metric))
-        for name, runs in found.arms.items()
-    }
-    notes, by_setting = notes_on(found, metric, files), settings(found)
-    verdicts = [said for file in files for said in _judged(file, found, notes)]
+    any_logged = logged(found, metric)
+    arms = {}
+    for name, runs in found.arms.items():
+        arms[name] = _arm(name, runs, metric, targets, any_logged)
+    # What stands out in the runs is noted before what stands out in a claim.
+    notes = notes_on(found, metric, files)
+    by_setting = settings(found)
+    verdicts = []
+    for file in files:
+        verdicts += _judged(file, found, notes)
     if files:
-        pairs = [said.pair for said in verdicts if said.claim.kind in ("difference", "equivalence")]
+        kinds = ("difference", "equivalence")
+        pairs = [verdict.pair for verdict in verdicts if verdict.claim.kind in kinds]
     else:
         pairs = _within_settings(by_setting, metric, found, notes)
     return Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
 
 
 def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
-    """The verdicts on a file's claims, which mean its own sweeps' runs, corrected within each family."""
-    own = found.within({folder.resolve() for folder in file.folders}) if file.folders else found
+    """The verdicts on a file's claims, corrected within each family.
+
+    The claims mean the runs of the file's own sweeps.
+    """
+    if file.folders:
+        found = found.within({folder.resolve() for folder in file.folders})
     claims = [named(claim, file.names) for claim in file.claims]
-    measured = [evidence(claim, own, notes) for claim in claims]
-    judged: dict[int, Verdict] = {}
+    measured = [evidence(claim, found, notes) for claim in claims]
+    verdicts: dict[int, Verdict] = {}
     for family in dict.fromkeys(claim.family for claim in claims):
         places = [place for place, claim in enumerate(claims) if claim.family == family]
+        # A run that is still missing changes the p of the whole family.
         provisional = any(measured[place].incomplete for place in places)
-        for place, said in zip(
-            places, judge([(claims[p], measured[p]) for p in places]), strict=True
-        ):
-            claim, seen = claims[place], measured[place]
+        judged = judge([(claims[place], measured[place]) for place in places])
+        for place, outcome in zip(places, judged, strict=True):
+            claim = claims[place]
             pair = Pair(
                 claim.a,
                 claim.b,
                 claim.metric,
                 claim.score,
-                said.interval,
-                seen.values,
+                outcome.interval,
+                measured[place].values,
                 claim.unit,
-                said.p_holm,
+                outcome.p_holm,
             )
-            judged[place] = Verdict(
-                claim, said.verdict, pair, file.changed, seen.left_out, provisional
+            left_out = measured[place].left_out
+            verdicts[place] = Verdict(
+                claim, outcome.verdict, pair, file.changed, left_out, provisional
             )
-    return [judged[place] for place in range(len(claims))]
+    return [verdicts[place] for place in range(len(claims))]
 
 
 def _within_settings(
     by_setting: Mapping[str, Mapping[str, str]], metric: str, found: Found, notes: list[str]
 ) -> list[Pair]:
-    """Without claims: every arm against its setting's first, corrected over all pairs."""
+    """Without claims: pair every arm with its setting's first, corrected over all pairs."""
     pairs = []
-    for own in by_setting.values():
-        first, *others = own.values()
+    for arms in by_setting.values():
+        first, *others = arms.values()
         for name in others:
-            claim = Claim("", name, first, metric, "", 0.0)  # nothing is claimed
-            seen = evidence(claim, found, notes)
-            pairs.append(
-                Pair(
-                    name,
-                    first,
-                    metric,
-                    claim.score,
-                    paired(list(seen.values.values())),
-                    seen.values,
-                )
-            )
+            # Nothing is claimed: the claim only says what is compared.
+            claim = Claim("", name, first, metric, "", 0.0)
+            values = evidence(claim, found, notes).values
+            interval = paired(list(values.values()))
+            pairs.append(Pair(name, first, metric, claim.score, interval, values))
     for pair, corrected in zip(pairs, holm([pair.interval.p for pair in pairs]), strict=True):
         pair.p_holm = corrected
     return pairs
 
 
-def _score(run: Run, metric: str, score: str, any_logged: bool) -> float | None:
-    # where no run has the metric nobody has lost in it
-    return score_of(run, metric, score) if any_logged else None
-
-
 def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_logged: bool) -> Arm:
-    finished = [run for run in runs if run.finished]
-    scores = {
-        score: {run.seed: _score(run, metric, score, any_logged) for run in finished}
-        for score in SCORES
-    }
-    costs = {
-        target: {run.seed: reached(run, metric, float(target)) for run in finished}
-        for target in targets
-    }
+    scores: dict[str, BySeed] = {score: {} for score in SCORES}
+    costs: dict[str, dict[int, dict[str, Any]]] = {target: {} for target in targets}
+    for run in [run for run in runs if run.finished]:
+        # Where no run logs the metric nobody has lost in it, not even by diverging.
+        for score in SCORES:
+            scores[score][run.seed] = score_of(run, metric, score) if any_logged else None
+        for target in targets:
+            costs[target][run.seed] = reached(run, metric, float(target))
     return Arm(name, runs, scores, costs)

@@ -13,7 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown; ``value`` is what the column is sorted by, ``mark`` a class of the page ("best", a verdict)."""
+    """A text; ``value`` is what the column is sorted by, ``mark`` a class of the page.
+
+    Such classes are "best" and those of verdicts.
+    """
 
     text: str
     value: float | None = None
@@ -40,7 +43,7 @@ class Table:
 
 
 def mark_best(table: Table, column: int, greater: Callable[[], bool]) -> None:
-    """Mark the best value of a column, where there are two or more to choose from, and ``greater`` is asked for."""
+    """Mark the best value of a column; ``greater`` is asked only where there are two or more."""
     values = [row[column].value for row in table.rows]
     known = [value for value in values if value is not None]
     if len(known) > 1:
@@ -53,27 +56,61 @@ def mark_best(table: Table, column: int, greater: Callable[[], bool]) -> None:
 def markdown(table: Table) -> str:
     """A GitHub table under its title."""
 
-    def cell(text: str) -> str:
-        return " ".join(text.split()).replace("|", "\\|")
+    def escaped(cell: Cell) -> str:
+        text = _one_line(cell.text)
+        return f"**{text}**" if cell.mark == "best" else text
 
-    head = [f"| {' | '.join(map(cell, table.columns))} |", "|---" * len(table.columns) + "|"]
-    body = [
-        "| "
-        + " | ".join(f"**{cell(c.text)}**" if c.mark == "best" else cell(c.text) for c in row)
-        + " |"
-        for row in table.rows
+    lines = [
+        f"## {table.title}",
+        "",
+        _row(map(_one_line, table.columns)),
+        "|---" * len(table.columns) + "|",
+        *(_row(map(escaped, row)) for row in table.rows),
     ]
-    note = ["", table.note] if table.note else []
-    return "\n".join([f"## {table.title}", "", *head, *body, *note, ""])
+    if table.note:
+        lines += ["", table.note]
+    return "\n".join([*lines, ""])
+
+
+def _row(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def _one_line(text: str) -> str:
+    """The text of a Markdown cell, which neither a line break nor a bar may end."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 _TEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "−": r"$-$",
-    "–": r"\textendash{}", "<": r"$<$", ">": r"$>$", "≤": r"$\leq$", "≥": r"$\geq$", "·": r"$\cdot$", "Δ": r"$\Delta$",
-    "‖": r"$\|$", "²": r"$^2$", "→": r"$\to$", "α": r"$\alpha$", "β": r"$\beta$", "∞": r"$\infty$",
-    "≈": r"$\approx$", "ρ": r"$\rho$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "−": r"$-$",
+    "–": r"\textendash{}",
+    "<": r"$<$",
+    ">": r"$>$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "·": r"$\cdot$",
+    "Δ": r"$\Delta$",
+    "‖": r"$\|$",
+    "²": r"$^2$",
+    "→": r"$\to$",
+    "α": r"$\alpha$",
+    "β": r"$\beta$",
+    "∞": r"$\infty$",
+    "≈": r"$\approx$",
+    "ρ": r"$\rho$",
+}
 
 
 def tex(text: str) -> str:
@@ -83,19 +120,20 @@ def tex(text: str) -> str:
     val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
     """
     escaped = "".join(_TEX.get(character, character) for character in text)
-    return escaped.replace("--", "-{}-")  # two hyphens of a name are not a dash
+    # LaTeX would make one dash of two hyphens of a name.
+    return escaped.replace("--", "-{}-")
 
 
 def latex(table: Table) -> str:
     """A table of booktabs, with caption and label."""
 
-    def line(cells: Iterable[str]) -> str:
-        return " & ".join(cells) + r" \\"
+    def escaped(cell: Cell) -> str:
+        text = tex(cell.text)
+        return rf"\textbf{{{text}}}" if cell.mark == "best" else text
 
-    body = [
-        line(rf"\textbf{{{tex(c.text)}}}" if c.mark == "best" else tex(c.text) for c in row)
-        for row in table.rows
-    ]
+    def line(texts: Iterable[str]) -> str:
+        return " & ".join(texts) + r" \\"
+
     lines = [
         r"\begin{table}[htb]",
         r"\centering",
@@ -105,7 +143,7 @@ def latex(table: Table) -> str:
         r"\toprule",
         line(map(tex, table.columns)),
         r"\midrule",
-        *body,
+        *(line(map(escaped, row)) for row in table.rows),
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
@@ -116,31 +154,30 @@ def latex(table: Table) -> str:
 
 def page(table: Table) -> str:
     """An HTML table whose head sorts it by what cells are worth."""
-    head = "".join(
-        f'<th scope="col"><button type="button">{html.escape(c)}</button></th>'
-        for c in table.columns
-    )
+    buttons = [f'<button type="button">{html.escape(column)}</button>' for column in table.columns]
+    head = "".join(f'<th scope="col">{button}</th>' for button in buttons)
     body = []
-    for row in table.rows:
-        cells = [f'<th scope="row"{_attributes(row[0])}>{html.escape(row[0].text)}</th>']
-        cells += [f"<td{_attributes(c)}>{html.escape(c.text)}</td>" for c in row[1:]]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
+    for name, *numbers in table.rows:
+        row = f'<th scope="row"{_attributes(name)}>{html.escape(name.text)}</th>'
+        for cell in numbers:
+            row += f"<td{_attributes(cell)}>{html.escape(cell.text)}</td>"
+        body.append(f"<tr>{row}</tr>")
     whole = (
         f'<div class="table"><table id="{html.escape(table.key)}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>{note}"
+        f"<tbody>{''.join(body)}</tbody></table></div>"
     )
-    return (
-        f"<details><summary>{html.escape(table.title)}</summary>{whole}</details>"
-        if table.folded
-        else whole
-    )
+    if table.note:
+        whole += f'<p class="note">{html.escape(table.note)}</p>'
+    if not table.folded:
+        return whole
+    return f"<details><summary>{html.escape(table.title)}</summary>{whole}</details>"
 
 
 def _attributes(cell: Cell) -> str:
-    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-    mark = f' class="{html.escape(cell.mark)}"' if cell.mark else ""
-    return mark + value
+    text = f' class="{html.escape(cell.mark)}"' if cell.mark else ""
+    if cell.value is not None:
+        text += f' data-value="{cell.value!r}"'
+    return text
 
 
 def comma_separated(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -148,5 +185,6 @@ def comma_separated(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> st
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(["" if value is None else value for value in row] for row in rows)
+    # Without a value the csv module writes an empty cell, too.
+    writer.writerows(rows)
     return text.getvalue()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
+from dataclasses import dataclass, field, replace
 
 from fl_lightning.report.claims import Claim
-from fl_lightning.report.intervals import Interval, equivalent, holm, paired
+from fl_lightning.report.intervals import Interval, equivalent, holm, mean_sd, paired
 
-LEAST = 5  # pairs that a verdict needs
+# How many pairs a verdict needs, and how many seeds one on divergence.
+LEAST = 5
 LEAST_DIVERGING = 3
 LEVEL = 0.05
 
@@ -18,8 +18,8 @@ LEVEL = 0.05
 class Evidence:
     """What the runs say about a claim; ``values`` are those of the seeds that count.
 
-    ``lost``: a seed is left out in a way that would help the claim, so nothing is reproduced. ``left_out``: how many
-    are. ``incomplete``: runs of it are still missing.
+    ``lost``: a seed is left out in a way that would help the claim, so nothing is reproduced.
+    ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.
     """
 
     values: dict[int, float] = field(default_factory=dict)
@@ -40,38 +40,37 @@ class Judged:
 def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Judged]:
     """The verdicts on all claims of one family, which are corrected together."""
     intervals = [interval(claim, evidence) for claim, evidence in family]
-    corrected = holm([found.p for found in intervals])
-    return [
-        Judged(found, p, _verdict(claim, evidence, found, p))
-        for (claim, evidence), found, p in zip(family, intervals, corrected, strict=True)
-    ]
+    corrected = holm([measured.p for measured in intervals])
+    judged = []
+    for (claim, evidence), measured, p_holm in zip(family, intervals, corrected, strict=True):
+        judged.append(Judged(measured, p_holm, _verdict(claim, evidence, measured, p_holm)))
+    return judged
 
 
 def interval(claim: Claim, evidence: Evidence) -> Interval:
     """Mean, 95 % interval and p of a claim; an equivalence has the p of its two one-sided tests."""
     values = list(evidence.values.values())
     if claim.kind == "diverges":
-        return Interval(len(values), fmean(values) if values else None)
-    found = paired(values)
+        return Interval(len(values), mean_sd(values)[0])
+    measured = paired(values)
     if claim.kind == "equivalence":
-        return Interval(
-            found.n, found.mean, found.sd, found.low, found.high, equivalent(found, claim.margin)
-        )
-    return found
+        return replace(measured, p=equivalent(measured, claim.margin))
+    return measured
 
 
-def _verdict(claim: Claim, evidence: Evidence, found: Interval, p_holm: float | None) -> str:
+def _verdict(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float | None) -> str:
     if claim.kind == "diverges":
-        said = _of_divergence(claim.direction, list(evidence.values.values()))
+        outcome = _on_divergence(claim.direction, list(evidence.values.values()))
     elif claim.kind == "equivalence":
-        said = _of_likeness(claim.margin, found, p_holm)
+        outcome = _on_likeness(claim.margin, measured, p_holm)
     else:
-        said = verdict(claim.direction, claim.margin, found, p_holm)
-    return "inconclusive" if said == "reproduced" and evidence.lost else said
+        outcome = verdict(claim.direction, claim.margin, measured, p_holm)
+    # Seeds that are missing because an arm diverged would have spoken against the claim.
+    return "inconclusive" if outcome == "reproduced" and evidence.lost else outcome
 
 
 def verdict(direction: str, margin: float, found: Interval, p_holm: float | None) -> str:
-    """What a paired interval says about a claim that ``direction`` turns.
+    """Say what a paired interval makes of a claim that ``direction`` turns.
 
     >>> clear = Interval(5, 0.02, 0.01, 0.01, 0.03, 0.01)
     >>> verdict("greater", 0.005, clear, 0.02), verdict("less", 0.005, clear, 0.02)
@@ -82,11 +81,15 @@ def verdict(direction: str, margin: float, found: Interval, p_holm: float | None
     >>> verdict("greater", 0.005, small, 0.3), verdict("greater", 0.002, small, 0.3)
     ('not reproduced', 'inconclusive')
     """
-    mean, low, high = found.mean, found.low, found.high
+    mean = found.mean
+    low = found.low
+    high = found.high
     if mean is None or low is None or high is None or found.n < LEAST:
         return "inconclusive"
+    # A claim of less is one of more about the negative numbers, whose ends change places.
     if direction == "less":
-        mean, low, high = -mean, -high, -low
+        mean = -mean
+        low, high = -high, -low
     sure = p_holm is not None and p_holm < LEVEL
     if sure and low > 0 and mean >= margin:
         return "reproduced"
@@ -95,7 +98,7 @@ def verdict(direction: str, margin: float, found: Interval, p_holm: float | None
     return "not reproduced" if high < margin else "inconclusive"
 
 
-def _of_likeness(margin: float, found: Interval, p_holm: float | None) -> str:
+def _on_likeness(margin: float, found: Interval, p_holm: float | None) -> str:
     if found.low is None or found.high is None or found.n < LEAST:
         return "inconclusive"
     if p_holm is not None and p_holm < LEVEL:
@@ -103,10 +106,11 @@ def _of_likeness(margin: float, found: Interval, p_holm: float | None) -> str:
     return "contradicted" if found.low > margin or found.high < -margin else "inconclusive"
 
 
-def _of_divergence(direction: str, values: Sequence[float]) -> str:
+def _on_divergence(direction: str, values: Sequence[float]) -> str:
     if len(values) < LEAST_DIVERGING:
         return "inconclusive"
-    if direction == "less":  # it is claimed not to diverge
+    # What is claimed is then that the arm does not diverge.
+    if direction == "less":
         values = [1 - value for value in values]
     if all(values):
         return "reproduced"

@@ -12,7 +12,10 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Unit:
-    """How values of a metric are shown: ``factor`` times the value, in ``name``; differences in ``of_difference``."""
+    """How values of a metric are shown: ``factor`` times the value, in ``name``.
+
+    Differences are shown in ``of_difference``.
+    """
 
     factor: float = 1.0
     name: str = ""
@@ -27,23 +30,27 @@ class Unit:
         """
         if value is None or not math.isfinite(value):
             return NONE
-        value, spread = value * self.factor, None if sd is None else sd * self.factor
+        shown = value * self.factor
+        if sd is None:
+            return f"{shown:.2f}" if self.percent else f"{shown:.4g}"
+        spread = sd * self.factor
         if self.percent:
-            return f"{value:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
+            return f"{shown:.2f} ± {spread:.2f}"
         if not spread:
-            return f"{value:.4g}" + ("" if spread is None else " ± 0")
-        places = max(0, 1 - math.floor(math.log10(spread)))  # two digits of the deviation
-        if places > 6 or abs(value) >= 1e6:
-            return f"{value:.4g} ± {spread:.2g}"
-        return f"{value:.{places}f} ± {spread:.{places}f}"
+            return f"{shown:.4g} ± 0"
+        # The deviation is shown by two digits, and the value by as many places.
+        places = max(0, 1 - math.floor(math.log10(spread)))
+        if places > 6 or abs(shown) >= 1e6:
+            return f"{shown:.4g} ± {spread:.2g}"
+        return f"{shown:.{places}f} ± {spread:.{places}f}"
 
     def difference(self, value: float | None) -> str:
         """With its sign: ``+2.10``."""
         if value is None:
             return NONE
-        text = f"{value * self.factor:+.2f}" if self.percent else f"{value * self.factor:+#.3g}"
-        # no sign of what rounds to 0
-        return text.lstrip("+-") if not float(text) else text.replace("-", "−", 1)
+        text = f"{value * self.factor:{'+.2f' if self.percent else '+#.3g'}}"
+        # What rounds to 0 has no sign.
+        return text.replace("-", "−", 1) if float(text) else text.lstrip("+-")
 
 
 PERCENT = Unit(100.0, "%", "points", percent=True)
@@ -59,7 +66,11 @@ def p_value(p: float | None) -> str:
     >>> p_value(0.0312), p_value(0.00001), p_value(None)
     ('0.031', '< 0.001', '–')
     """
-    return NONE if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+    if p is None:
+        return NONE
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def size(count: float | None, of: str = "B") -> str:
