@@ -70,7 +70,6 @@ NOT_YET = (
     "fl_lightning/module.py",
     "fl_lightning/optim.py",
     "fl_lightning/parameters.py",
-    "fl_lightning/report/",
     "fl_lightning/results.py",
     "fl_lightning/round/",
     "fl_lightning/run.py",
