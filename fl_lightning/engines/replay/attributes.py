@@ -34,7 +34,8 @@ class TooMuch(Exception):
 class Attributes:
     """What a learner's modules and their classes hold besides parameters, buffers and, unless ``metrics``, metrics.
 
-    Without ``in_place`` a tensor whose values changed is still what it was, and classes are left out.
+    Without ``in_place`` a tensor whose values changed is still what it was, and classes are left out. Of a metric's
+    states the values count all the same: each client begins with a reset, which makes new tensors of them.
     """
 
     SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
@@ -67,12 +68,15 @@ class Attributes:
             if tensor.layout is torch.strided
         }
         found = {}
+        self._values_count = self.in_place
         try:
             for prefix, module in modules.items():
                 if not self.metrics and isinstance(module, (Metric, MetricCollection)):
                     continue
                 for name, value in vars(module).items():
                     full = f"{prefix}.{name}" if prefix else name
+                    is_state = isinstance(module, Metric) and name in module._defaults
+                    self._values_count = self.in_place or is_state
                     if name not in self.SKIPPED:
                         found[full] = self._digest(full, value)
             kinds = dict.fromkeys(
@@ -143,7 +147,7 @@ class Attributes:
     def _of_tensor(self, tensor: Tensor) -> bytes:
         if tensor.layout is not torch.strided or tensor.is_meta:
             return b"%d" % id(tensor)
-        if not self.in_place or tensor.untyped_storage().data_ptr() in self._storages:
+        if not self._values_count or tensor.untyped_storage().data_ptr() in self._storages:
             return b"%d" % id(tensor)
         values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return str((tensor.shape, tensor.dtype)).encode() + blake2b(values, digest_size=16).digest()

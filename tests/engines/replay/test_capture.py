@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, Upload
 from fl_lightning.callbacks import (
@@ -160,6 +161,25 @@ def test_methods_of_users_are_captured_when_asked_for_and_then_with_the_same_bit
     assert f"{method.__name__} is not a packaged method" in module.engine_facts["capture"]
     assert_same(expected, found)
     _, found, _ = ran(Lit, lambda: [method()], {}, capture=True)
+    assert_same(expected, found)
+
+
+class Validated(Lit):
+    """Has a metric that validation alone updates, as ImageClassifier has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("val/acc", self.accuracy)
+
+
+def test_a_metric_that_steps_leave_alone_does_not_keep_them_from_being_captured() -> None:
+    _, expected, _ = ran(Validated, list, {}, engine="sequential")
+    module, found, _ = ran(Validated, list, {}, capture=True)
+    assert module.engine_facts["capture"] == "yes"
     assert_same(expected, found)
 
 
