@@ -15,13 +15,14 @@ import csv
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,10 @@ ROWS = {  # in the order in which they run
 }
 QUICK = ("P1, P3, P9", "P2", "P5, B3")
 CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
+UNITS: dict[str, Callable[[float], str]] = {
+    "points": lambda value: f"{100 * value:+.2f}",
+    "factor": lambda value: f"{math.exp(value):.2f}",
+}
 OF_A_RUN = ("run.json", "config.yaml")  # and metrics.csv, packed
 OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
 
@@ -238,16 +243,21 @@ def page(results: Path, target: Path) -> int:
 def filled(text: str, said: Mapping[str, Any]) -> str:
     """``text`` with ``{P1-helps.mean}``, ``{P1-helps.verdict}`` and the like from a report.json.
 
-    >>> filled("{A.verdict}: {A.mean}", {"claims": [{"id": "A", "verdict": "reproduced", "mean": 0.03421}]})
-    'reproduced: +0.0342'
+    ``{P1-helps.mean:points}`` is in points of a hundred, ``{P3-all.mean:factor}`` is e to the power of it.
+
+    >>> said = {"claims": [{"id": "A", "verdict": "reproduced", "mean": 0.03421}]}
+    >>> filled("{A.verdict}: {A.mean}, {A.mean:points} points, {A.mean:factor} times", said)
+    'reproduced: +0.0342, +3.42 points, 1.03 times'
     """
     claims = {claim["id"]: claim for claim in said["claims"]}
 
     def value(match: re.Match[str]) -> str:
-        found = claims[match[1]][match[2]]
-        return f"{found:+.3g}" if isinstance(found, float) else str(found)
+        number = claims[match["claim"]][match["field"]]
+        if match["unit"] is not None:
+            return UNITS[match["unit"]](number)
+        return f"{number:+.3g}" if isinstance(number, float) else str(number)
 
-    return re.sub(r"\{([\w-]+)\.(\w+)\}", value, text)
+    return re.sub(r"\{(?P<claim>[\w-]+)\.(?P<field>\w+)(:(?P<unit>\w+))?\}", value, text)
 
 
 def objections(results: Path) -> list[str]:
