@@ -1,7 +1,8 @@
-"""Paired intervals, heat maps and consensus by layer."""
+"""Paired intervals, heat maps, consensus by layer, and the gap between test and training loss."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from fl_lightning.report.drawing import (
     styled,
 )
 from fl_lightning.report.layers import FORMS, forms, over_time
-from fl_lightning.report.runs import Column
+from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import Pair, Summary, Verdict
 from fl_lightning.report.wording import SCORE_TITLES, Unit
@@ -242,3 +243,47 @@ def layers(summary: Summary) -> list[Drawing]:
     if len(logged) > 1:
         caption += " The forms can rank layers differently."
     return [Drawing("consensus", "Consensus distance by layer", caption, drawn)]
+
+
+@styled
+def generalisation(summary: Summary) -> list[Drawing]:
+    """Draw the gap between test and training loss over the training loss.
+
+    An arm that has less of a gap at the same training loss generalises better.
+    """
+    drawn = figure(6.4, 3.6)
+    axes = drawn.add_subplot()
+    handles = {}
+    for number, (arm, own) in enumerate(summary.arms.items()):
+        losses = mean_over_runs(own.runs, "global/train_loss")
+        gaps = mean_over_runs(own.runs, "global/gap")
+        both = np.isfinite(losses) & np.isfinite(gaps)
+        if both.any():
+            style = {**look(number), "linewidth": 1.3}
+            (handles[arm],) = axes.plot(
+                losses[both], gaps[both], marker="o", markersize=3.5, **style
+            )
+    if not handles:
+        return []
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    axes.set_xlabel("training loss of the global model")
+    axes.set_ylabel("test loss − training loss")
+    plain(axes, "both")
+    legend(drawn, list(handles.values()), list(handles))
+    caption = (
+        "A point for each round that measured both, averaged over seeds; training goes to the "
+        "right. Lower at the same training loss is better generalisation."
+    )
+    return [Drawing("generalisation", "Generalisation gap over training loss", caption, drawn)]
+
+
+def mean_over_runs(runs: Sequence[Run], name: str) -> Column:
+    """The mean of a column over the runs that are done, round by round; NaN where none has it."""
+    columns = [run.column(name) for run in runs if run.status == "done"]
+    shortest = min(map(len, columns), default=0)
+    together = np.array([column[:shortest] for column in columns]).reshape(len(columns), shortest)
+    with warnings.catch_warnings():
+        # Rounds without a measurement are empty in all runs.
+        warnings.filterwarnings("ignore", "Mean of empty slice")
+        return np.nanmean(together, axis=0) if columns else np.empty(0)

@@ -22,6 +22,7 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
         *curves.curves(summary),
         *charts.heat_map(summary),
         *charts.layers(summary),
+        *charts.generalisation(summary),
         *curves.measurements(summary),
     ]
     document = json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 from folders import make_arm, make_run, report
 
 from fl_lightning.cli.compose import packaged
+from fl_lightning.report import charts
 from fl_lightning.report.budgets import views
 from fl_lightning.report.published import tables
 from fl_lightning.report.runs import find
@@ -152,6 +154,23 @@ def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_p
     text = (tmp_path / "out/report.md").read_text()
     rows = text[text.index("| layer | fed<smoo> | fedavg |") :].splitlines()[2:4]
     assert rows == ["| conv | 0.15 | 0.15 |", "| fc | 0.2 | 0.2 |"]
+
+
+def test_the_gap_is_drawn_over_the_training_loss_of_the_rounds_that_measured_both(
+    sweep: Path, tmp_path: Path
+) -> None:
+    assert charts.generalisation(summarise(find([sweep]))) == []
+    for seed, status in ((0, "done"), (1, "done"), (2, "diverged")):
+        measured = {
+            "val/acc": [0.5] * 4,
+            "global/train_loss": [None, 0.8, None, 0.4 - 0.2 * seed],
+            "global/gap": [None, 0.1, None, 0.3 + 0.2 * seed],
+        }
+        make_run(tmp_path / f"g/a/seed-{seed}", "a", seed, measured, status)
+    make_run(tmp_path / "g/b/seed-0", "b", 0, {"val/acc": [0.5] * 4})
+    (drawing,) = charts.generalisation(summarise(find([tmp_path / "g"])))
+    (line,) = drawing.figure.axes[0].lines
+    np.testing.assert_allclose(line.get_xydata(), [[0.8, 0.1], [0.3, 0.4]])
 
 
 def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_path: Path) -> None:
