@@ -222,7 +222,10 @@ def page(results: Path, target: Path) -> int:
             said = json.loads((out / "report.json").read_text("utf-8"))
             below = (out / "report.md").read_text("utf-8").partition("\n")[2]
             shutil.copy(out / "report.json", results / "report.json")
-            shutil.copytree(out / "figures", results / "figures", dirs_exist_ok=True)
+            shutil.rmtree(results / "figures", ignore_errors=True)
+            (results / "figures").mkdir(parents=True)
+            for figure in (out / "figures").glob("*.png"):
+                shutil.copy(figure, results / "figures")
         findings = results / "findings.md"
         if findings.is_file():
             text += "\n" + filled(findings.read_text("utf-8"), said)

@@ -249,12 +249,19 @@ def layers(summary: Summary) -> list[Drawing]:
 def generalisation(summary: Summary) -> list[Drawing]:
     """Draw the gap between test and training loss over the training loss.
 
-    An arm that has less of a gap at the same training loss generalises better.
+    An arm that has less of a gap at the same training loss generalises better. Where claims are
+    about these losses, their arms alone are drawn: one that fails would hide the others.
     """
+    claims = [verdict.claim for verdict in summary.verdicts]
+    claimed = {
+        arm for claim in claims if claim.metric.startswith("global/") for arm in (claim.a, claim.b)
+    }
     drawn = figure(6.4, 3.6)
     axes = drawn.add_subplot()
     handles = {}
     for number, (arm, own) in enumerate(summary.arms.items()):
+        if claimed and arm not in claimed:
+            continue
         losses = mean_over_runs(own.runs, "global/train_loss")
         gaps = mean_over_runs(own.runs, "global/gap")
         both = np.isfinite(losses) & np.isfinite(gaps)
@@ -265,7 +272,7 @@ def generalisation(summary: Summary) -> list[Drawing]:
             )
     if not handles:
         return []
-    axes.set_xscale("log")
+    logarithmic(axes, "x")
     axes.invert_xaxis()
     axes.set_xlabel("training loss of the global model")
     axes.set_ylabel("test loss − training loss")

@@ -111,16 +111,17 @@ def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
     axes.tick_params(length=3)
 
 
-def logarithmic(axes: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers at its ticks."""
+def logarithmic(axes: Axes, along: Literal["x", "y"] = "y") -> None:
+    """Make an axis logarithmic, with plain numbers at its ticks."""
 
     def number(value: float, _: Any) -> str:
         return f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}"
 
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(number))
-    axes.yaxis.set_minor_formatter(FuncFormatter(number))
+    axis = axes.yaxis if along == "y" else axes.xaxis
+    axes.set(**{f"{along}scale": "log"})
+    axis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(number))
+    axis.set_minor_formatter(FuncFormatter(number))
     axes.tick_params(which="minor", length=2)
 
 

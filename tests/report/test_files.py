@@ -172,6 +172,16 @@ def test_the_gap_is_drawn_over_the_training_loss_of_the_rounds_that_measured_bot
     (line,) = drawing.figure.axes[0].lines
     np.testing.assert_allclose(line.get_xydata(), [[0.8, 0.1], [0.3, 0.4]])
 
+    far = {"val/acc": [0.5], "global/train_loss": [9.0], "global/gap": [90.0]}
+    make_run(tmp_path / "g/c/seed-0", "c", 0, far)
+    assert (
+        len(charts.generalisation(summarise(find([tmp_path / "g"])))[0].figure.axes[0].lines) == 2
+    )
+    claim = "- {id: X, a: a, b: b, metric: global/gap, direction: less, margin: 0}\n"
+    (tmp_path / "g/claims.yaml").write_text(claim)
+    claimed = summarise(find([tmp_path / "g"]), "val/acc", [], None)
+    assert len(charts.generalisation(claimed)[0].figure.axes[0].lines) == 1
+
 
 def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_path: Path) -> None:
     """20 rounds of 10 gradients against 30 of 5: nothing that a run did later than the budget counts."""
