@@ -164,7 +164,8 @@ def inline(drawn: Figure, key: str, label: str) -> str:
     # Several figures share the page, so each has ids of its own.
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{key}-", text)
-    # Colours follow the page's theme, and so does the font but for its size.
+    # Ink and grid follow the page's theme, and so does the font but for its size.
+    text = text.replace(INK, "currentColor").replace(GRID, "var(--line)")
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     # The figure is as wide as the page allows, up to its own width (in px of 3/4 pt).
     size = re.search(r'<svg[^>]*?width="([\d.]+)pt"', text)

@@ -17,6 +17,7 @@ from folders import make_arm, make_run, report
 from fl_lightning.cli.compose import packaged
 from fl_lightning.report import charts
 from fl_lightning.report.budgets import views
+from fl_lightning.report.drawing import GRID, INK
 from fl_lightning.report.published import tables
 from fl_lightning.report.runs import find
 from fl_lightning.report.sections import communication, targets
@@ -101,6 +102,9 @@ def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
         page.ids
     )
     assert "fed<smoo>" not in text and "fed&lt;smoo&gt;" in text
+    # Ink and grid of the figures follow the page's light or dark theme.
+    drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
+    assert INK not in drawn and GRID not in drawn and "currentColor" in drawn
     # 4 curves, intervals, heat map, layers, measurements
     assert text.count("<figure>") == text.count("<svg") == 8
     assert "smoothed by a Hanning window of 3 values" in text  # of 20
