@@ -79,7 +79,6 @@ NOT_YET = (
     "fl_lightning/state.py",
     "fl_lightning/storage/",
     "fl_lightning/strategies.py",
-    "fl_lightning/sweep/",
     "fl_lightning/testing.py",
     "tests/",
 )

@@ -1,1 +1,1 @@
-"""``fl-lightning sweep``: a grid of settings and seeds, run to its end however often it is interrupted."""
+"""``fl-lightning sweep`` runs a grid of settings and seeds to its end, whatever interrupts it."""

@@ -1,12 +1,13 @@
-"""``fl-lightning sweep FILE``: reads the grid, runs what is not done yet, says what came of it."""
+"""``fl-lightning sweep FILE`` reads the grid, runs what is not done yet, says what came of it."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
@@ -19,13 +20,14 @@ from fl_lightning.sweep.table import counts
 
 DESCRIPTION = """Run a grid of settings and seeds, several runs at once.
 
-FILE is YAML (configs, fixed, grid, select, claims), or the name of a packaged sweep. Each run is an ordinary run's
-folder, <out>/<arm>/seed-<s>; <out>/runs.csv says how each stands. The same command again goes on where it stopped:
-what is done stays, what was killed or failed goes on from its last checkpoint."""
+FILE is YAML (configs, fixed, grid, select, claims), or the name of a packaged sweep. Each run is an
+ordinary run's folder, <out>/<arm>/seed-<s>; <out>/runs.csv says how each stands. The same command
+again goes on where it stopped: what is done stays, what was killed or failed goes on from its last
+checkpoint."""
 
 
 def parser() -> ArgumentParser:
-    """What the command takes."""
+    """The parser of the command's arguments."""
     hint = "Options of the runs are given as key=value, such as trainer.max_epochs=3."
     made = ArgumentParser("sweep", DESCRIPTION, hint)
     made.add_argument("file", metavar="FILE", help="the sweep, a YAML file or a packaged name")
@@ -61,66 +63,67 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sweep that ``argv`` asks for; 0 all done, 1 a run failed or waits, 3 one diverged, 128 + n by signal n.
+    """Run the sweep that ``argv`` asks for.
+
+    Gives 0 when all is done, 1 when a run failed or waits, 3 when one diverged, and 128 + n when
+    signal n stopped it.
 
     Raises:
         UserError: what is to mend; nothing was trained then.
     """
     try:
-        given = parser().parse_intermixed_args(list(argv))
-    except SystemExit as asked:  # --help
-        return int(asked.code or 0)
-    if given.jobs is not None and given.jobs < 1:
-        raise UserError(f"sweep --jobs {given.jobs}: give how many runs go at once, at least 1.")
-    spec = read_spec(given.file, given.overrides)
-    sweep = Sweep(spec, given.out or Path("runs") / spec.stem)
-    if given.dry_run:
+        options = parser().parse_intermixed_args(list(argv))
+    except SystemExit as end:
+        # So ends --help.
+        return int(end.code or 0)
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"sweep --jobs {options.jobs}: give how many runs go at once, at least 1.")
+    spec = read_spec(options.file, options.overrides)
+    sweep = Sweep(spec, options.out or Path("runs") / spec.stem)
+    if options.dry_run:
         _list(sweep)
         return 0
     if os.getcwd() not in sys.path:
-        # so that `my_learner.Lit` in the current directory is found
+        # So `my_learner.Lit` in the current directory is found.
         sys.path.insert(0, os.getcwd())
-    if given.run is not None:
-        return sweep.run_one(given.run)
-    if given.slurm is not None:
-        command = [
-            "fl-lightning",
-            "sweep",
-            given.file,
-            *given.overrides,
-            "--out",
-            str(sweep.folder),
-        ]
-        _write_script(given.slurm, sweep.slurm(command), sweep)
+    if options.run is not None:
+        return sweep.run_one(options.run)
+    if options.slurm is not None:
+        head = ["fl-lightning", "sweep", options.file, *options.overrides]
+        script = sweep.slurm([*head, "--out", str(sweep.folder)])
+        _write_script(options.slurm, script, sweep)
         return 0
-    stopped = sweep.run(given.jobs)
+    signal_number = sweep.run(options.jobs)
     states = sweep.states
     _conclude(sweep)
-    if stopped is not None:
-        return 128 + stopped
+    if signal_number is not None:
+        return 128 + signal_number
     if set(states.values()) & {FAILED, WAITING} or sweep.undecided:
         return 1
     return 3 if DIVERGED in states.values() else 0
 
 
 def _list(sweep: Sweep) -> None:
-    before = read_states(sweep.folder)
-    groups: list[tuple[str, list[Run]]] = [("", sweep.listed())]
+    listed_states = read_states(sweep.folder)
     if sweep.candidates:
-        groups.insert(
-            0,
-            (" to select from", [run for candidate in sweep.candidates for run in candidate.runs]),
-        )
-    for what, its_runs in groups:
-        states = {run: standing(run, before) for run in its_runs}
-        told = ", ".join(f"{number} {status}" for status, number in counts(states).items())
-        print(f"{sweep.folder}: {len(states)} runs{what} ({told})")
-        for run, status in states.items():
-            if status not in (DONE, DIVERGED):
-                print(f"  {status:<8} fl-lightning fit {shlex.join(run.argv)}")
+        _list_runs(sweep, " to select from", sweep.measuring, listed_states)
+    _list_runs(sweep, "", sweep.listed(), listed_states)
     if sweep.candidates:
-        options = dict.fromkeys(key for each in sweep.candidates for key in each.choice)
+        options: dict[str, Any] = {}
+        for candidate in sweep.candidates:
+            options |= candidate.choice
         print(f"  each with the choice of its arm: {', '.join(options)}")
+
+
+def _list_runs(
+    sweep: Sweep, purpose: str, runs: Sequence[Run], listed_states: Mapping[str, str]
+) -> None:
+    states = {run: standing(run, listed_states) for run in runs}
+    numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())
+    print(f"{sweep.folder}: {len(states)} runs{purpose} ({numbers})")
+    for run, status in states.items():
+        if status not in (DONE, DIVERGED):
+            print(f"  {status:<8} fl-lightning fit {shlex.join(run.argv)}")
 
 
 def _conclude(sweep: Sweep) -> None:
@@ -129,7 +132,8 @@ def _conclude(sweep: Sweep) -> None:
         print(f"failed: {run.place} (what it said: {run.folder / 'log.txt'})")
     for arm in sweep.undecided:
         print(
-            f"waiting: {arm} has chosen nothing, because not all of its runs under {sweep.folder / 'select'} ended well"
+            f"waiting: {arm} has chosen nothing, because not all of its runs under "
+            f"{sweep.folder / 'select'} ended well"
         )
     if failed or sweep.undecided or WAITING in sweep.states.values():
         print("the same command goes on with what is not done")

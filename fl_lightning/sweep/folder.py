@@ -1,4 +1,4 @@
-"""A sweep's folder: its lock, sweep.yaml, claims.yaml, runs.csv, and how each run in it stands."""
+"""A sweep's folder: lock, sweep.yaml, claims.yaml, runs.csv, and how each run in it stands."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.grid import Arm, Run
 from fl_lightning.sweep.spec import Spec
 
-WAITING, RUNNING, DONE, DIVERGED, FAILED = "waiting", "running", "done", "diverged", "failed"
-_PATIENCE = 20.0  # seconds that what a killed sweep leaves may take to go
+WAITING = "waiting"
+RUNNING = "running"
+DONE = "done"
+DIVERGED = "diverged"
+FAILED = "failed"
+# Seconds that what a killed sweep leaves may take to go.
+_PATIENCE = 20.0
 
 
 def make(folder: Path) -> None:
@@ -33,35 +38,38 @@ def make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = error.strerror or error
+        reason = error.strerror or error
         raise UserError(
-            f"sweep --out: the folder {folder} cannot be made ({why}). Give another folder."
+            f"sweep --out: the folder {folder} cannot be made ({reason}). Give another folder."
         ) from None
 
 
 @contextmanager
 def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """Hold ``path`` alone (``shared``: beside others that share it) until the block ends, or this process does.
+    """Hold ``path`` alone until the block ends, or this process does.
 
-    The kernel gives the lock back when its holder is killed, as soon as the workers that inherited it are gone too.
+    With ``shared`` it is held beside others that share it. The kernel gives the lock back when
+    its holder is killed, as soon as the workers that inherited it are gone too.
 
     Raises:
         UserError: somebody alive holds it; ``what`` names it.
     """
     make(path.parent)
+    # The workers of a killed sweep hold its lock until they are gone, too.
     deadline = time.monotonic() + _PATIENCE
     with open(path, "a+", encoding="utf-8") as file:
         while True:
             try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
                 break
             except OSError as error:
                 file.seek(0)
                 holder = file.read().strip()
                 if _alive(holder) or time.monotonic() > deadline:
                     raise UserError(
-                        f"{what}: another sweep is at work here (process {holder or 'unknown'}). Wait for it or stop "
-                        "it; its folder takes one sweep at a time."
+                        f"{what}: another sweep is at work here (process {holder or 'unknown'}). "
+                        "Wait for it or stop it; its folder takes one sweep at a time."
                     ) from error
                 time.sleep(0.05)
         if not shared:
@@ -79,59 +87,74 @@ def _alive(holder: str) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
+        # It lives, and is somebody else's.
         pass
-    try:  # killed, and not yet waited for by who started it
-        return Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    # A zombie was killed, and not yet waited for by the process that started it.
+    try:
+        stat = Path(f"/proc/{holder}/stat").read_text()
     except OSError:
         return True
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
-    """Write sweep.yaml and claims.yaml; the hash of the claims, None where there are none.
+    """Write sweep.yaml and claims.yaml, and give the hash of the claims, None where there are none.
 
     Raises:
-        UserError: claims of arms that the grid lacks, or that were changed or removed after runs of this sweep began.
+        UserError: claims of arms that the grid lacks, or that were changed or removed after runs
+            of this sweep began.
     """
-    data = None
+    claims_hash = None
+    records = list(folder.glob("*/seed-*/run.json"))
     if spec.claims is not None:
-        from fl_lightning.report.claims import read_claims
-
         data = spec.claims.read_bytes()
-        for claim in read_claims(spec.claims, ()).claims:
-            names = [arm.name for arm in arms]
-            for name in claim.arms:
-                if name not in names:
-                    raise UserError(
-                        f"sweep {spec.name}: claim {claim.id} of {spec.claims} is about {name!r}, which is no arm of "
-                        f"the grid. Its arms: {', '.join(names)}."
-                    )
-            if claim.kind == "trend" and claim.over != "layers":
-                methods = list(dict.fromkeys(arm.axes.get("method", "") for arm in arms))
-                known = claim.over in spec.grid and (claim.arm in methods if claim.arm else True)
-                if not known or (len(methods) > 1 and not claim.arm and claim.over != "method"):
-                    raise UserError(
-                        f"sweep {spec.name}: claim {claim.id} of {spec.claims} is a trend over {claim.over!r}, arm "
-                        f"{claim.arm!r}. Accepted: layers or an axis of the grid ({', '.join(spec.grid)}), and as arm "
-                        f"a value of method where several are swept ({', '.join(methods)})."
-                    )
+        claims_hash = hashlib.sha256(data).hexdigest()
+        _check_claims(spec, spec.claims, arms)
         kept = folder / "claims.yaml"
-        begun = any(folder.glob("*/seed-*/run.json"))
-        if begun and (not kept.is_file() or kept.read_bytes() != data):
+        if records and (not kept.is_file() or kept.read_bytes() != data):
             raise UserError(
-                f"sweep {spec.name}: {spec.claims} differs from {kept}, and runs were made already; claims come before "
-                "the runs. Put the old claims back, or start anew in another folder by --out."
+                f"sweep {spec.name}: {spec.claims} differs from {kept}, and runs were made "
+                "already; claims come before the runs. Put the old claims back, or start anew in "
+                "another folder by --out."
             )
         with written_aside(kept) as file:
             file.write(data)
-    elif any(_read(path.parent).get("claims_hash") for path in folder.glob("*/seed-*/run.json")):
+    elif any(_read(path.parent).get("claims_hash") for path in records):
         raise UserError(
-            f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; all runs of a sweep "
-            "have the same. Put the claims back, or start anew in another folder by --out."
+            f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; "
+            "all runs of a sweep have the same. Put the claims back, or start anew in another "
+            "folder by --out."
         )
     note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
     with written_aside(folder / "sweep.yaml") as file:
         file.write((spec.text + note).encode())
-    return None if data is None else hashlib.sha256(data).hexdigest()
+    return claims_hash
+
+
+def _check_claims(spec: Spec, path: Path, arms: Sequence[Arm]) -> None:
+    """Refuse claims about arms, axes or methods that the grid does not have."""
+    # Here, since what reads claims is slow to import, and most sweeps have none.
+    from fl_lightning.report.claims import read_claims
+
+    names = [arm.name for arm in arms]
+    methods = list(dict.fromkeys(arm.axes.get("method", "") for arm in arms))
+    for claim in read_claims(path, ()).claims:
+        for name in claim.arms:
+            if name not in names:
+                raise UserError(
+                    f"sweep {spec.name}: claim {claim.id} of {path} is about {name!r}, which is "
+                    f"no arm of the grid. Its arms: {', '.join(names)}."
+                )
+        if claim.kind == "trend" and claim.over != "layers":
+            known = claim.over in spec.grid and (not claim.arm or claim.arm in methods)
+            # Over several methods a trend needs to say which it is about.
+            if not known or (len(methods) > 1 and not claim.arm and claim.over != "method"):
+                raise UserError(
+                    f"sweep {spec.name}: claim {claim.id} of {path} is a trend over "
+                    f"{claim.over!r}, arm {claim.arm!r}. Accepted: layers or an axis of the grid "
+                    f"({', '.join(spec.grid)}), and as arm a value of method where several are "
+                    f"swept ({', '.join(methods)})."
+                )
 
 
 def record(run: Run) -> dict[str, Any]:
@@ -141,42 +164,36 @@ def record(run: Run) -> dict[str, Any]:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def set_status(run: Run, status: str) -> None:
     """Mend run.json of a run whose process did not come to write it."""
-    if found := record(run):
+    if content := record(run):
+        content["status"] = status
         with written_aside(run.folder / "run.json") as file:
-            file.write(
-                (
-                    json.dumps({**found, "status": status}, indent=1, ensure_ascii=False) + "\n"
-                ).encode()
-            )
+            file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> str:
     """How ``run`` stands while nobody runs it: waiting, done, diverged or failed.
 
     Args:
-        before: what runs.csv said, by place.
+        before: the states in runs.csv, by place.
         rounds: how many are asked for by now; None: as many as before.
     """
-    found = record(run)
-    status = found.get("status")
-    if (
-        status == DONE
-        and rounds is not None
-        and isinstance(found.get("rounds"), int)
-        and 0 <= found["rounds"] < rounds
-    ):
+    content = record(run)
+    status = content.get("status")
+    done = content.get("rounds")
+    # A run that is done has more to do where more rounds are asked for.
+    if status == DONE and rounds is not None and isinstance(done, int) and 0 <= done < rounds:
         return WAITING
     if status in (DONE, DIVERGED, FAILED):
         return str(status)
-    return FAILED if not found and before.get(run.place) == FAILED else WAITING
+    return FAILED if not content and before.get(run.place) == FAILED else WAITING
 
 
 def read_states(folder: Path) -> dict[str, str]:
@@ -185,21 +202,18 @@ def read_states(folder: Path) -> dict[str, str]:
         text = (folder / "runs.csv").read_text(encoding="utf-8")
         rows = list(csv.DictReader(io.StringIO(text)))
         return {f"{row['arm']}/seed-{row['seed']}": row["status"] or "" for row in rows}
-    except (
-        OSError,
-        UnicodeDecodeError,
-        csv.Error,
-        KeyError,
-    ):  # it is written anew, from the runs' own files
+    except (OSError, UnicodeDecodeError, csv.Error, KeyError):
+        # A broken runs.csv is written anew, from the runs' own files.
         return {}
 
 
 def write_states(folder: Path, states: Mapping[Run, str]) -> None:
-    """Write runs.csv, whole; a run's folder is told as seen from where the sweep was started."""
+    """Write runs.csv whole; it names a run's folder as seen from where the sweep was started."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["arm", "seed", "status", "folder"])
-    writer.writerows([run.arm, run.seed, status, str(run.folder)] for run, status in states.items())
+    for run, status in states.items():
+        writer.writerow([run.arm, run.seed, status, str(run.folder)])
     with written_aside(folder / "runs.csv", durable=False) as file:
         file.write(text.getvalue().encode())
 
@@ -211,24 +225,23 @@ def progress(run: Run, metric: str) -> tuple[int, float | None]:
     except UserError:
         return 0, None
     values = [float(row[metric]) for row in rows if row.get(metric)]
-    return (int(rows[-1]["round"]) + 1 if rows else 0), (values[-1] if values else None)
+    done = int(rows[-1]["round"]) + 1 if rows else 0
+    return done, (values[-1] if values else None)
 
 
 def shown_of(run: Run) -> list[str]:
     """The metrics by which a run is shown, as its run.json says; of an older run none."""
-    try:
-        record = json.loads((run.folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    shown = record(run).get("shown")
+    if not isinstance(shown, list):
         return []
-    shown = record.get("shown") if isinstance(record, dict) else None
-    return [name for name in shown if isinstance(name, str)] if isinstance(shown, list) else []
+    return [name for name in shown if isinstance(name, str)]
 
 
 def why_failed(run: Run) -> str:
     """The last thing that a failed run said."""
     try:
-        lines = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    said = [line.strip() for line in lines if line.strip()]
-    return said[-1][:500] if said else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""

@@ -1,4 +1,4 @@
-"""The grid of a sweep: its arms, each a name and the arguments of ``fl-lightning fit``, and the runs of each."""
+"""The grid of a sweep: arms, each a name and arguments of ``fl-lightning fit``, and their runs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ from typing import Any
 
 from fl_lightning.cli.compose import TOP_LEVEL, class_name, prepare
 from fl_lightning.errors import UserError
-from fl_lightning.sweep.spec import ROUNDS, SEEDS, Spec
+from fl_lightning.sweep.spec import ROUNDS, SEEDS, Spec, as_list
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting of a sweep; ``share``: of the rounds that are fixed for all arms, where it sets its own."""
+    """One setting of a sweep.
+
+    ``axes``: key of the grid → value as named. ``share``: of the rounds that are fixed for all
+    arms, where it sets its own.
+    """
 
     name: str
     configs: tuple[str, ...]
     options: Mapping[str, Any]
-    axes: Mapping[str, str] = field(default_factory=dict)  # key of the grid → value as named
+    axes: Mapping[str, str] = field(default_factory=dict)
     share: Fraction = Fraction(1)
 
     def argv(self, **more: Any) -> list[str]:
         """Arguments of ``fit``, with ``more`` options over the arm's."""
-        options = {**self.options, **more}
-        return [*(part for name in self.configs for part in ("-c", name)), *_flags(options)]
+        configs: list[str] = []
+        for name in self.configs:
+            configs += ["-c", name]
+        return [*configs, *_flags({**self.options, **more})]
 
     def with_options(self, name: str, more: Mapping[str, Any]) -> Arm:
         """The arm with ``more`` options, under another name."""
@@ -38,7 +44,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an arm; it lies in ``<sweep>/<place>``, and ``argv`` is what ``fl-lightning fit`` would be given."""
+    """One run of an arm; it lies in ``<sweep>/<place>``.
+
+    ``argv`` is what ``fl-lightning fit`` would be given.
+    """
 
     sweep: Path
     place: str
@@ -58,31 +67,41 @@ def arms(spec: Spec) -> list[Arm]:
     Raises:
         UserError: an item that is none of the grid's, or two arms of one name.
     """
-    axes = [[_item(spec, axis, value) for value in values] for axis, values in spec.grid.items()]
-    names = [_names(items) for items in axes]
-    differ = [number for number, items in enumerate(axes) if len(items) > 1] or list(
-        range(len(axes))
-    )
-    found: dict[str, Arm] = {}
-    for choice in itertools.product(*(range(len(items)) for items in axes)):
-        name = "_".join(names[axis][choice[axis]] for axis in differ) or spec.stem
-        picked = [axes[axis][position] for axis, position in enumerate(choice)]
-        configs = (*spec.configs, *(config for item in picked for config in item.configs))
-        own = {key: value for item in picked for key, value in item.options.items()}
-        share = Fraction(1)
-        if all(map(_whole, (own.get(ROUNDS), spec.own_rounds, spec.fixed.get(ROUNDS)))):
-            # 15 of 150 rounds stay a tenth of whatever is fixed
-            share = Fraction(own[ROUNDS], spec.own_rounds)
-            own[ROUNDS] = part_of(spec.fixed[ROUNDS], share)
-        options = {**spec.fixed, **own}
-        if name in found or name in ("select", ".", ".."):
-            why = "is the name of two arms" if name in found else "cannot be the name of an arm"
+    items = {}
+    for axis, values in spec.grid.items():
+        items[axis] = [_item(spec, axis, value) for value in values]
+    names = {axis: _names(its_items) for axis, its_items in items.items()}
+    # An axis of one value says nothing of an arm, unless all are such.
+    naming = [axis for axis in items if len(items[axis]) > 1] or list(items)
+    made: dict[str, Arm] = {}
+    for places in itertools.product(*(range(len(its_items)) for its_items in items.values())):
+        choice = dict(zip(items, places, strict=True))
+        values_named = {axis: names[axis][place] for axis, place in choice.items()}
+        name = "_".join(values_named[axis] for axis in naming) or spec.stem
+        if name in made or name in ("select", ".", ".."):
+            reason = "is the name of two arms" if name in made else "cannot be the name of an arm"
             raise UserError(
-                f"sweep {spec.name}: {name!r} {why}. Give items of the grid a name: {{name: …, configs: […]}}."
+                f"sweep {spec.name}: {name!r} {reason}. "
+                "Give items of the grid a name: {name: …, configs: […]}."
             )
-        values = {axis: names[place][choice[place]] for place, axis in enumerate(spec.grid)}
-        found[name] = Arm(name, configs, options, values, share)
-    return list(found.values())
+        picked = [items[axis][place] for axis, place in choice.items()]
+        made[name] = _arm(spec, name, picked, values_named)
+    return list(made.values())
+
+
+def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]) -> Arm:
+    """The arm of one item of each axis."""
+    configs = list(spec.configs)
+    options: dict[str, Any] = {}
+    for item in picked:
+        configs += item.configs
+        options |= item.options
+    share = Fraction(1)
+    if all(map(_whole, (options.get(ROUNDS), spec.own_rounds, spec.fixed.get(ROUNDS)))):
+        # 15 of 150 rounds stay a tenth of whatever is fixed.
+        share = Fraction(options[ROUNDS], spec.own_rounds)
+        options[ROUNDS] = part_of(spec.fixed[ROUNDS], share)
+    return Arm(name, tuple(configs), {**spec.fixed, **options}, axes, share)
 
 
 def part_of(rounds: int, share: Fraction) -> int:
@@ -101,49 +120,57 @@ def seeds(spec: Spec, arm: Arm) -> list[int]:
     seed = prepare("fit", arm.argv()).config.get(SEEDS, 0)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(
-            f"sweep {spec.name}: {SEEDS} is {seed!r}, and a run's folder is named by its seed. Give integers."
+            f"sweep {spec.name}: {SEEDS} is {seed!r}, and a run's folder is named by its seed. "
+            "Give integers."
         )
     return [seed]
 
 
 def runs(sweep: Path, prefix: str, arm: Arm, its_seeds: Sequence[int]) -> list[Run]:
     """The runs of ``arm`` in ``<sweep>/<prefix><arm>/seed-<s>``."""
-    found = []
+    made = []
     for seed in its_seeds:
         place = f"{prefix}{arm.name}/seed-{seed}"
-        own = {SEEDS: seed, "trainer.default_root_dir": str(sweep / place), "ckpt_path": "last"}
-        found.append(
-            Run(sweep, place, arm.name, seed, tuple(arm.argv(**own)), tuple(arm.axes.items()))
-        )
-    return found
+        folder = str(sweep / place)
+        argv = arm.argv(**{SEEDS: seed, "trainer.default_root_dir": folder, "ckpt_path": "last"})
+        made.append(Run(sweep, place, arm.name, seed, tuple(argv), tuple(arm.axes.items())))
+    return made
 
 
 def by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
-    """The first run of every group, then the second ones, …: what is done at any time is paired by seed.
+    """Take the first run of every group, then the second ones: what is done is paired by seed.
 
     >>> by_seed([[1, 2], [3], [4, 5]])  # type: ignore[list-item]
     [1, 3, 4, 2, 5]
     """
-    longest = max(map(len, groups), default=0)
-    return [group[place] for place in range(longest) for group in groups if place < len(group)]
+    ordered: list[Run] = []
+    for place in range(max(map(len, groups), default=0)):
+        ordered += [group[place] for group in groups if place < len(group)]
+    return ordered
 
 
 def value_name(value: Any) -> str:
     """A value as a part of a folder's name.
 
-    >>> value_name(-0.1), value_name(True), value_name({"class_path": "a.Dirichlet", "init_args": {"alpha": 0.1}})
-    ('-0.1', 'true', 'Dirichlet-0.1')
+    >>> value_name(-0.1), value_name(True)
+    ('-0.1', 'true')
+    >>> value_name({"class_path": "a.Dirichlet", "init_args": {"alpha": 0.1}})
+    'Dirichlet-0.1'
     """
     if isinstance(value, dict):
-        head = [class_name(value)] if "class_path" in value else []
-        inner = value.get("init_args", {}) if head else value
-        text = "-".join([*head, *(value_name(item) for item in inner.values())])
+        parts = list(value.values())
+        if "class_path" in value:
+            parts = [class_name(value), *value.get("init_args", {}).values()]
+        text = "-".join(map(value_name, parts))
     elif isinstance(value, list):
         text = "-".join(map(value_name, value))
+    elif isinstance(value, str):
+        text = value
     else:
-        text = value if isinstance(value, str) else json.dumps(value)
-        if text.startswith("-") and not isinstance(value, str):
-            return text  # a sign, and no hyphen
+        text = json.dumps(value)
+        # This "-" is a sign, and no hyphen.
+        if text.startswith("-"):
+            return text
     return re.sub(r"[^\w.+=-]+", "-", text).strip("-") or "none"
 
 
@@ -161,58 +188,74 @@ class _Item:
     @property
     def parts(self) -> list[tuple[str, str]]:
         """(what it is of, how it reads) of everything in the item, the configs first."""
-        named = [
-            (config, value_name(Path(config).name.removesuffix(".yaml"))) for config in self.configs
-        ]
-        return named + [
-            (f"{key}={value!r}", value_name(value)) for key, value in self.options.items()
-        ]
+        parts = []
+        for config in self.configs:
+            parts.append((config, value_name(Path(config).name.removesuffix(".yaml"))))
+        for key, value in self.options.items():
+            parts.append((f"{key}={value!r}", value_name(value)))
+        return parts
 
 
 def _item(spec: Spec, axis: str, value: Any) -> _Item:
     where = f"sweep {spec.name}: grid.{axis}"
-    bundle = isinstance(value, dict) and all(
-        key in ("configs", "name") or "." in str(key) for key in value
-    )
-    if isinstance(value, dict) and (bundle or axis in TOP_LEVEL) and "class_path" not in value:
-        configs = value.get("configs", [])
-        configs = configs if isinstance(configs, list) else [configs]
-        options = {str(key): item for key, item in value.items() if key not in ("configs", "name")}
-        name = None if value.get("name") is None else value_name(value["name"])
-        if not all(isinstance(config, str) for config in configs) or any(
-            k.split(".")[0].rstrip("+") not in TOP_LEVEL for k in options
-        ):
-            raise UserError(
-                f"{where}: {str(value)[:80]!r}: an item is a value, or {{configs: [names], option: value, …}}."
-            )
-        return _Item(tuple(configs), options, name)
-    named_by_config = axis in ("method", "data", "model", "trainer", "configs")
-    if named_by_config and isinstance(value, str | list):
-        configs = value if isinstance(value, list) else [value]
-        if not all(isinstance(config, str) for config in configs):
+    if isinstance(value, dict) and "class_path" not in value:
+        bundle = all(key in ("configs", "name") or "." in str(key) for key in value)
+        if bundle or axis in TOP_LEVEL:
+            return _bundle(where, value)
+    if axis in ("method", "data", "model", "trainer", "configs") and isinstance(value, str | list):
+        configs = as_list(value)
+        if not _are_texts(configs):
             raise UserError(
                 f"{where}: {str(value)[:80]!r}: give names of configs, such as method/fedavg."
             )
         return _Item(tuple(configs), {})
-    if axis.split(".")[0].rstrip("+") not in TOP_LEVEL:
+    if not _is_option(axis):
         raise UserError(
-            f"{where}: no option of a run. An axis is an option, such as model.participation, or one of method, data, "
-            "model and trainer with names of configs or items {configs: [names], option: value, …}."
+            f"{where}: no option of a run. An axis is an option, such as model.participation, or "
+            "one of method, data, model and trainer with names of configs or items "
+            "{configs: [names], option: value, …}."
         )
     return _Item((), {axis: value})
 
 
+def _bundle(where: str, value: Mapping[str, Any]) -> _Item:
+    """An item that brings configs and options together, and may have a name."""
+    configs = as_list(value.get("configs", []))
+    options = {str(key): item for key, item in value.items() if key not in ("configs", "name")}
+    if not _are_texts(configs) or not all(map(_is_option, options)):
+        raise UserError(
+            f"{where}: {str(value)[:80]!r}: an item is a value, or "
+            "{configs: [names], option: value, …}."
+        )
+    name = None if value.get("name") is None else value_name(value["name"])
+    return _Item(tuple(configs), options, name)
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _is_option(key: str) -> bool:
+    return key.split(".")[0].rstrip("+") in TOP_LEVEL
+
+
 def _names(items: Sequence[_Item]) -> list[str]:
-    """What each item of an axis is called: by what not all of them have."""
+    """Call each item of an axis by what not all of them have."""
     parts = [item.parts for item in items]
-    common = {key for key, _ in parts[0]}.intersection(*({key for key, _ in own} for own in parts))
-    short = ["-".join(text for key, text in own if key not in common) for own in parts]
-    whole = ["-".join(text for _, text in own) for own in parts]
+    common = set.intersection(*(set(dict(own)) for own in parts))
+    short = []
+    whole = []
+    for own in parts:
+        short.append("-".join(text for key, text in own if key not in common))
+        whole.append("-".join(text for _, text in own))
     chosen = short if all(short) else whole
     return [item.name or name or "none" for item, name in zip(items, chosen, strict=True)]
 
 
 def _flags(options: Mapping[str, Any]) -> Iterator[str]:
     for key, value in options.items():
-        for item in value if key.endswith("+") and isinstance(value, list) else [value]:
-            yield f"--{key}={item if isinstance(item, str) and item else json.dumps(item)}"
+        several = key.endswith("+") and isinstance(value, list)
+        for item in value if several else [value]:
+            # Text goes as it is; the empty one as "", which reads back as text.
+            text = item if isinstance(item, str) and item else json.dumps(item)
+            yield f"--{key}={text}"

@@ -1,4 +1,4 @@
-"""What each arm chooses before its runs, such as a learning rate: on held-out data, with seeds of its own."""
+"""What each arm chooses before its runs, such as a learning rate: on held-out data, own seeds."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from fl_lightning.report.scores import SCORES, score_of
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.folder import DIVERGED, DONE
 from fl_lightning.sweep.grid import Arm, Run, part_of, runs, value_name
-from fl_lightning.sweep.spec import ROUNDS, Selection
+from fl_lightning.sweep.spec import ROUNDS, Selection, as_list
 
-SCORE = SCORES[0]  # as a report compares by
+# A candidate is scored as a report compares arms.
+SCORE = SCORES[0]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice that an arm has, and the runs that measure it."""
+    """One choice (option → value) that an arm has, and the runs that measure it."""
 
     arm: str
-    choice: Mapping[str, Any]  # option → value
+    choice: Mapping[str, Any]
     runs: tuple[Run, ...]
 
 
@@ -44,51 +45,60 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Cand
     Raises:
         UserError: no arm has it, or an arm that there is none of has candidates of its own.
     """
-    found = []
     names = [arm.name for arm in arms]
     for name in select.arms:
         if name not in names:
             raise UserError(
-                f"select.arms.{name}: no arm of the grid.{suggest(name, names)} Arms: {', '.join(names)}."
+                f"select.arms.{name}: no arm of the grid.{suggest(name, names)} "
+                f"Arms: {', '.join(names)}."
             )
-    options = {arm.name: [key for key in select.over if _has(arm, key)] for arm in arms}
+    options: dict[str, dict[str, Sequence[Any]]] = {}
+    for arm in arms:
+        options[arm.name] = {key: tried for key, tried in select.over.items() if _has(arm, key)}
     for key in select.over:
         if not any(key in own for own in options.values()):
             raise UserError(
-                f"select.over.{key}: no method of any arm has it. Give an option of one, or leave it out."
+                f"select.over.{key}: no method of any arm has it. "
+                "Give an option of one, or leave it out."
             )
+    made = []
     for arm in arms:
-        over = select.arms.get(arm.name, {key: select.over[key] for key in options[arm.name]})
-        for values in itertools.product(*over.values()) if over else ():
+        over = select.arms.get(arm.name, options[arm.name])
+        if not over:
+            continue
+        held_out = {**_shorter(arm, select), "data.val_fraction": select.val_fraction}
+        for values in itertools.product(*over.values()):
             choice = dict(zip(over, values, strict=True))
             name = f"{arm.name}/{'_'.join(map(value_name, values))}"
-            measured = arm.with_options(
-                name, {**choice, **_shorter(arm, select), "data.val_fraction": select.val_fraction}
-            )
-            found.append(
-                Candidate(arm.name, choice, tuple(runs(sweep, "select/", measured, select.seeds)))
-            )
-    return found
+            measuring = arm.with_options(name, {**choice, **held_out})
+            its_runs = runs(sweep, "select/", measuring, select.seeds)
+            made.append(Candidate(arm.name, choice, tuple(its_runs)))
+    return made
 
 
 def _shorter(arm: Arm, select: Selection) -> dict[str, int]:
-    """The rounds of a candidate, where they are others than the arm's own; an arm keeps its share of them."""
+    """The rounds of a candidate, where they are others than the arm's own.
+
+    An arm keeps its share of them.
+    """
     if select.rounds is None:
         return {}
-    rounds, own = part_of(select.rounds, arm.share), arm.options.get(ROUNDS)
-    return {ROUNDS: min(rounds, own) if isinstance(own, int) and own > 0 else rounds}
+    rounds = part_of(select.rounds, arm.share)
+    full = arm.options.get(ROUNDS)
+    return {ROUNDS: min(rounds, full) if isinstance(full, int) and full > 0 else rounds}
 
 
 def unequal(found: Sequence[Candidate]) -> str | None:
-    """Said where arms choose from unequal numbers of candidates: who tries more is favoured."""
+    """Say where arms choose from unequal numbers of candidates: who tries more is favoured."""
     counts = Counter(candidate.arm for candidate in found)
     if len(set(counts.values())) < 2:
         return None
-    return f"arms choose from unequal numbers of candidates: {', '.join(f'{arm} {n}' for arm, n in counts.items())}"
+    numbers = ", ".join(f"{arm} {number}" for arm, number in counts.items())
+    return f"arms choose from unequal numbers of candidates: {numbers}"
 
 
 def stored(path: Path, arms: Sequence[Arm]) -> dict[str, Mapping[str, Any]]:
-    """What ``arms`` chose in another sweep, as its selections.yaml has it.
+    """The choices of ``arms`` in another sweep, as its selections.yaml has them.
 
     Raises:
         UserError: it is none, or an arm is not in it.
@@ -97,18 +107,16 @@ def stored(path: Path, arms: Sequence[Arm]) -> dict[str, Mapping[str, Any]]:
         document = plain_yaml(path.read_text(encoding="utf-8"), f"select.from {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"select.from {path}: cannot be read ({error}).") from None
-    if not isinstance(document, dict) or not all(
-        isinstance(choice, dict) for choice in document.values()
-    ):
+    choices = list(document.values()) if isinstance(document, dict) else [None]
+    if not all(isinstance(choice, dict) for choice in choices):
         raise UserError(
-            f"select.from {path}: a mapping is expected, arm: {{option: value}}, as a sweep writes it."
+            f"select.from {path}: a mapping is expected, arm: {{option: value}}, as a sweep "
+            "writes it."
         )
     for arm in arms:
         if arm.name not in document:
-            there = ", ".join(map(str, document))
-            raise UserError(
-                f"select.from {path}: it has no choice of {arm.name}. It has: {there or 'none'}."
-            )
+            names = ", ".join(map(str, document)) or "none"
+            raise UserError(f"select.from {path}: it has no choice of {arm.name}. It has: {names}.")
     return {arm.name: document[arm.name] for arm in arms}
 
 
@@ -122,44 +130,58 @@ def write_choices(sweep: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
 def choose(
     sweep: Path, select: Selection, found: Sequence[Candidate], states: Mapping[Run, str]
 ) -> dict[str, Mapping[str, Any]]:
-    """Arm → its best choice, by the mean score over the seeds; arms of which a run has not ended are left out.
+    """Arm → its best choice, by the mean score over the seeds.
 
-    All scores are written to ``<sweep>/select.csv``.
+    Arms of which a run has not ended are left out. All scores are written to
+    ``<sweep>/select.csv``.
 
     Raises:
         UserError: a run that is done did not log the metric, or nobody says which way it is better.
     """
     directions = which_way(select)
-    ended = [
-        run for candidate in found for run in candidate.runs if states[run] in (DONE, DIVERGED)
-    ]
-    # all, before the first is scored
-    read = {run: reading.read_run(run.folder, directions) for run in ended}
-    means = [_mean(candidate, select, states, read) for candidate in found]
+    ended: dict[Run, reading.Run] = {}
+    # All are read before the first is scored: any of them may tell which way the metric is better.
+    for candidate in found:
+        for run in candidate.runs:
+            if states[run] in (DONE, DIVERGED):
+                ended[run] = reading.read_run(run.folder, directions)
+    scored = [(_mean(candidate, select, states, ended), candidate) for candidate in found]
     best: dict[str, Mapping[str, Any]] = {}
     for arm in dict.fromkeys(candidate.arm for candidate in found):
-        own = [(mean, c) for mean, c in zip(means, found, strict=True) if c.arm == arm]
+        own = [(mean, candidate) for mean, candidate in scored if candidate.arm == arm]
         if any(mean is None for mean, _ in own):
             continue
-        scored = [(mean, c) for mean, c in own if mean is not None and not math.isnan(mean)]
-        if len(scored) > 1:  # of equals the first
-            better = 1 if directions.greater(select.metric) else -1
-            scored.sort(key=lambda each: -better * (each[0] or 0.0))
-        if scored:
-            best[arm] = scored[0][1].choice
+        known = [(mean, each) for mean, each in own if mean is not None and not math.isnan(mean)]
+        # Which way is better is asked for only where there is a choice; of equals the first wins.
+        if len(known) > 1:
+            sign = -1 if directions.greater(select.metric) else 1
+            known.sort(key=lambda scored_candidate: sign * scored_candidate[0])
+        if known:
+            best[arm] = known[0][1].choice
+    _write_scores(sweep, select.metric, scored, best)
+    return best
+
+
+def _write_scores(
+    sweep: Path,
+    metric: str,
+    scored: Sequence[tuple[float | None, Candidate]],
+    best: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write select.csv: a row a candidate."""
+    keys: dict[str, None] = {}
+    for _, candidate in scored:
+        keys |= dict.fromkeys(candidate.choice)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    keys = list(dict.fromkeys(key for candidate in found for key in candidate.choice))
-    writer.writerow(["arm", *keys, f"{select.metric} ({SCORE})", "runs", "chosen"])
-    for mean, c in zip(means, found, strict=True):
-        value = "" if mean is None or math.isnan(mean) else repr(mean)
-        values = [c.choice.get(key, "") for key in keys]
-        writer.writerow(
-            [c.arm, *values, value, len(c.runs), "yes" if best.get(c.arm) is c.choice else ""]
-        )
+    writer.writerow(["arm", *keys, f"{metric} ({SCORE})", "runs", "chosen"])
+    for mean, candidate in scored:
+        score = "" if mean is None or math.isnan(mean) else repr(mean)
+        values = [candidate.choice.get(key, "") for key in keys]
+        chosen = "yes" if best.get(candidate.arm) is candidate.choice else ""
+        writer.writerow([candidate.arm, *values, score, len(candidate.runs), chosen])
     with written_aside(sweep / "select.csv") as file:
         file.write(text.getvalue().encode())
-    return best
 
 
 def which_way(select: Selection) -> Directions:
@@ -168,7 +190,7 @@ def which_way(select: Selection) -> Directions:
 
 
 def at_the_end(values: Sequence[Any], value: Any) -> str:
-    """A remark where ``value`` is the least or the largest of three numbers or more: a better one may lie beyond.
+    """A remark where ``value`` is the least or largest of three numbers: a better may lie beyond.
 
     >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
     (', the largest that was tried', '')
@@ -183,12 +205,12 @@ def _has(arm: Arm, key: str) -> bool:
     section, _, name = key.partition(".")
     if section != "method":
         return True
-    # they bring torch, which --help need not wait for
+    # These bring torch, which --help need not wait for.
     from fl_lightning.cli.method_options import method_class
     from fl_lightning.cli.parsing_errors import parameters
 
     items = prepare("fit", arm.argv()).config.get("method") or []
-    owners = [method_class(item) for item in (items if isinstance(items, list) else [items])]
+    owners = [method_class(item) for item in as_list(items)]
     return any(name.split(".")[0] in (owner.__name__, *parameters(owner)) for owner in owners)
 
 
@@ -198,18 +220,19 @@ def _mean(
     states: Mapping[Run, str],
     ended: Mapping[Run, reading.Run],
 ) -> float | None:
-    """The mean score; NaN where a run diverged and less is better; None where a run has not ended."""
+    """The mean score; NaN where a diverged run has none; None where a run has not ended."""
     if any(states[run] not in (DONE, DIVERGED) for run in candidate.runs):
         return None
     scores = []
     for run in candidate.runs:
-        read = ended[run]
-        score = score_of(read, select.metric, SCORE)
+        measured = ended[run]
+        score = score_of(measured, select.metric, SCORE)
         if score is None and states[run] == DONE:
-            known = [name for name in read.columns if name != "round"]
+            known = [name for name in measured.columns if name != "round"]
             raise UserError(
-                f"select.metric {select.metric}: {run.folder} did not log it.{suggest(select.metric, known)} "
-                f"Logged: {', '.join(known)}."
+                f"select.metric {select.metric}: {run.folder} did not log it."
+                f"{suggest(select.metric, known)} Logged: {', '.join(known)}."
             )
+        # Less is better, and the run has lost: its candidate can win nothing.
         scores.append(math.nan if score is None else score)
     return sum(scores) / len(scores)

@@ -12,7 +12,8 @@ _SCRIPT = """#!/bin/bash
 #SBATCH --array=0-{last}
 #SBATCH --output={out}/slurm-%A_%a.log
 # Time, partition, cores and GPUs are your cluster's: add them here, or give them to sbatch.
-# Submit it in the folder where it was written. A task that is requeued goes on from its last checkpoint.
+# Submit it in the folder where it was written.
+# A task that is requeued goes on from its last checkpoint.
 runs=(
 {runs}
 )
@@ -21,7 +22,7 @@ exec {command} --run "${{runs[$SLURM_ARRAY_TASK_ID]}}"
 
 
 def script(name: str, out: str, command: Sequence[str], runs: Sequence[Run]) -> str:
-    """The text of the script.
+    """Write the text of the script.
 
     Args:
         name: of the job.

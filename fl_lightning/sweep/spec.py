@@ -1,4 +1,4 @@
-"""A sweep's file: which configs, what is fixed, the grid, what is selected first; and the command line over it."""
+"""A sweep's file: configs, what is fixed, the grid, what is selected; the command line over it."""
 
 from __future__ import annotations
 
@@ -13,40 +13,54 @@ from fl_lightning.metrics import check_mode
 
 KEYS = ("configs", "fixed", "grid", "select", "claims")
 SELECT_KEYS = ("over", "arms", "from", "metric", "mode", "val_fraction", "seeds", "rounds")
-SEEDS, ROUNDS = "seed_everything", "trainer.max_epochs"
-OWN = ("trainer.default_root_dir", "ckpt_path")  # a sweep sets these itself
+SEEDS = "seed_everything"
+ROUNDS = "trainer.max_epochs"
+# A sweep sets these itself.
+OWN = ("trainer.default_root_dir", "ckpt_path")
+# What does not go with choices that another sweep made.
+_TRYING = ("over", "arms", "seeds", "rounds")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What each arm chooses first, on held-out data and with seeds of its own."""
+    """What each arm chooses first, on held-out data and with seeds of its own.
 
-    over: Mapping[str, Sequence[Any]]  # option → its values
+    ``over``: option → its values. ``rounds``: of the runs that measure; None: as many as the
+    arms' own. ``arms``: arm → its own values, in place of ``over``. ``stored``: the choices of
+    another sweep, in place of trying. ``mode``: max or min, where the metric does not tell which
+    way is better.
+    """
+
+    over: Mapping[str, Sequence[Any]]
     metric: str
     val_fraction: float
     seeds: tuple[int, ...]
-    rounds: int | None = None  # of the runs that measure; None: as many as the arms' own
-    # arm → its own, in place of over
+    rounds: int | None = None
     arms: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
-    stored: Path | None = None  # what was chosen elsewhere, in place of over
-    mode: str | None = None  # max or min: which way is better, where the metric does not tell
+    stored: Path | None = None
+    mode: str | None = None
 
 
 @dataclass
 class Spec:
-    """A sweep's file, its overrides applied."""
+    """A sweep's file, its overrides applied.
 
-    name: str  # as given
-    stem: str  # the sweep's name
-    text: str  # of the file
+    ``name`` is as given, ``stem`` the sweep's name, ``overrides`` are as typed. ``grid`` is
+    without the seeds; ``seeds`` None: that of the configs. ``own_rounds``: fixed by the file,
+    before what was typed.
+    """
+
+    name: str
+    stem: str
+    text: str
     configs: list[str]
     fixed: dict[str, Any]
-    grid: dict[str, list[Any]]  # without the seeds
-    seeds: list[int] | None  # None: that of the configs
+    grid: dict[str, list[Any]]
+    seeds: list[int] | None
     select: Selection | None
     claims: Path | None
-    overrides: list[str] = field(default_factory=list)  # as typed
-    own_rounds: Any = None  # fixed by the file, before what was typed
+    overrides: list[str] = field(default_factory=list)
+    own_rounds: Any = None
 
 
 def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
@@ -62,36 +76,32 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
     for key in document:
         if key not in KEYS:
             raise UserError(
-                f"sweep {name}: the key {key!r} is not known.{suggest(key, KEYS)} Accepted: {', '.join(KEYS)}. "
-                "Options of every run belong under fixed, those that vary under grid."
+                f"sweep {name}: the key {key!r} is not known.{suggest(key, KEYS)} Accepted: "
+                f"{', '.join(KEYS)}. Options of every run belong under fixed, those that vary "
+                "under grid."
             )
     configs = _texts(name, "configs", document.get("configs") or [])
     fixed = dict(_mapping(name, "fixed", document))
-    grid = {
-        str(key): _values(name, f"grid.{key}", value)
-        for key, value in _mapping(name, "grid", document).items()
-    }
+    grid = _grid(name, "grid", _mapping(name, "grid", document))
     select = dict(_mapping(name, "select", document))
+    # It is noted before overrides: arms with rounds of their own keep their share of it.
     own_rounds = fixed.get(ROUNDS)
     for override in overrides:
         _override(name, override, fixed, grid, select)
     if SEEDS in fixed:
         grid.setdefault(SEEDS, [fixed.pop(SEEDS)])
-    for key in (*fixed, *grid, *select.get("over", {})):
-        if key in OWN:
+    _check_options(name, fixed, grid, select)
+    seeds = None
+    if SEEDS in grid:
+        seeds = _seeds(name, f"grid.{SEEDS}", grid.pop(SEEDS))
+    claims = None
+    if document.get("claims") is not None:
+        claims = folder / str(document["claims"])
+        if not is_file(claims):
             raise UserError(
-                f"sweep {name}: {key} is set by the sweep, one folder a run. --out says where they lie."
+                f"sweep {name}: claims {document['claims']}: there is no such file in {folder}, "
+                "where the sweep's file is."
             )
-        if key in fixed and key in grid:
-            raise UserError(
-                f"sweep {name}: {key} is both fixed and in the grid. Leave one of them out."
-            )
-    seeds = _seeds(name, f"grid.{SEEDS}", grid.pop(SEEDS)) if SEEDS in grid else None
-    claims = document.get("claims")
-    if claims is not None and not is_file(folder / str(claims)):
-        raise UserError(
-            f"sweep {name}: claims {claims}: there is no such file in {folder}, where the sweep's file is."
-        )
     return Spec(
         name=name,
         stem=Path(name).name.removesuffix(".yaml").removesuffix(".yml"),
@@ -101,10 +111,31 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
         grid=grid,
         seeds=seeds,
         select=_selection(name, select, seeds, folder) if select else None,
-        claims=None if claims is None else folder / str(claims),
+        claims=claims,
         overrides=list(overrides),
         own_rounds=own_rounds,
     )
+
+
+def _grid(name: str, key: str, mapping: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Option → its values, of which each has at least one."""
+    return {str(option): _values(name, f"{key}.{option}", its) for option, its in mapping.items()}
+
+
+def _check_options(
+    name: str, fixed: Mapping[str, Any], grid: Mapping[str, Any], select: Mapping[str, Any]
+) -> None:
+    """Refuse what a sweep sets itself, and what is both fixed and varied."""
+    for key in (*fixed, *grid, *select.get("over", {})):
+        if key in OWN:
+            raise UserError(
+                f"sweep {name}: {key} is set by the sweep, one folder a run. "
+                "--out says where they lie."
+            )
+        if key in fixed and key in grid:
+            raise UserError(
+                f"sweep {name}: {key} is both fixed and in the grid. Leave one of them out."
+            )
 
 
 def _text(name: str) -> tuple[str, Path]:
@@ -132,25 +163,31 @@ def _mapping(name: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]
     return value or {}
 
 
+def as_list(value: Any) -> list[Any]:
+    """``value`` where it is a list, else a list of it alone."""
+    return value if isinstance(value, list) else [value]
+
+
 def _values(name: str, key: str, value: Any) -> list[Any]:
-    values = value if isinstance(value, list) else [value]
+    values = as_list(value)
     if not values:
         raise UserError(f"sweep {name}: {key} is empty. Give a list of values.")
     return values
 
 
 def _texts(name: str, key: str, value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
+    values = as_list(value)
     for item in values:
         if not isinstance(item, str):
             raise UserError(
-                f"sweep {name}: {key}: {str(item)[:60]!r} is no name of a config. Give text, such as base."
+                f"sweep {name}: {key}: {str(item)[:60]!r} is no name of a config. "
+                "Give text, such as base."
             )
     return list(values)
 
 
 def _seeds(name: str, key: str, value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
+    values = as_list(value)
     for seed in values:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise UserError(
@@ -172,7 +209,11 @@ def _override(
     grid: dict[str, list[Any]],
     select: dict[str, Any],
 ) -> None:
-    """``trainer.max_epochs=3`` fixes it; of an axis of the grid it gives the values; ``select.seeds=[7]``."""
+    """Apply one ``key=value``.
+
+    ``trainer.max_epochs=3`` fixes it, ``select.seeds=[7]`` selects with it; of an axis of the
+    grid it gives the values.
+    """
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key:
         raise UserError(
@@ -182,16 +223,19 @@ def _override(
     if key.startswith("select."):
         if key in ("select.over", "select.arms"):
             value = _mapping(name, key, {key: value})
-        if key == "select.from":  # in place of what would be tried
-            for other in ("over", "arms", "seeds", "rounds"):
+        # Choices of another sweep take the place of what would be tried.
+        if key == "select.from":
+            for other in _TRYING:
                 select.pop(other, None)
         select[key.removeprefix("select.")] = value
         return
     for axis, items in grid.items():
-        shared = key == ROUNDS and key in fixed  # each keeps its share
+        # Rounds that items set are shares of the fixed ones, which each keeps.
+        shared = key == ROUNDS and key in fixed
         if not shared and any(isinstance(item, dict) and key in item for item in items):
             raise UserError(
-                f"sweep {name} {override}: items of the grid's axis {axis} set {key} themselves; edit them."
+                f"sweep {name} {override}: items of the grid's axis {axis} set {key} themselves; "
+                "edit them."
             )
     if key in select.get("over", {}):
         select["over"] = {**select["over"], key: _values(name, f"select.over.{key}", value)}
@@ -202,69 +246,81 @@ def _override(
 
 
 def _selection(
-    name: str, given: Mapping[str, Any], seeds: Sequence[int] | None, folder: Path
+    name: str, entries: Mapping[str, Any], seeds: Sequence[int] | None, folder: Path
 ) -> Selection:
-    for key in given:
+    """Read ``select``."""
+    for key in entries:
         if key not in SELECT_KEYS:
             accepted = f"Accepted: {', '.join(SELECT_KEYS)}."
             raise UserError(
                 f"sweep {name}: select.{key} is not known.{suggest(key, SELECT_KEYS)} {accepted}"
             )
-    metric = str(given.get("metric", "val/acc"))
-    if "from" in given:
-        if both := [key for key in ("over", "arms", "seeds", "rounds") if key in given]:
+    metric = str(entries.get("metric", "val/acc"))
+    if "from" in entries:
+        if both := [key for key in _TRYING if key in entries]:
             raise UserError(
-                f"sweep {name}: select has from and {both[0]}: what was chosen elsewhere is not tried again."
+                f"sweep {name}: select has from and {both[0]}: what was chosen elsewhere is not "
+                "tried again."
             )
-        return Selection({}, metric, 0.0, (), stored=_stored(name, str(given["from"]), folder))
-    over, of_arms = _mapping(name, "over", given), _mapping(name, "arms", given)
-    if not (over or of_arms) or "seeds" not in given:
+        return Selection({}, metric, 0.0, (), stored=_stored(name, str(entries["from"]), folder))
+    over = _mapping(name, "over", entries)
+    of_arms = _mapping(name, "arms", entries)
+    if not (over or of_arms) or "seeds" not in entries:
         raise UserError(
-            f"sweep {name}: select needs over, a mapping of options to their values, and seeds of its own."
+            f"sweep {name}: select needs over, a mapping of options to their values, and seeds of "
+            "its own."
         )
-    rounds = given.get("rounds")
-    if rounds is not None and (
-        isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1
-    ):
-        raise UserError(
-            f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, at least 1."
-        )
-    fraction = given.get("val_fraction", 0.1)
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
-        raise UserError(
-            f"sweep {name}: select.val_fraction {fraction!r}: give a share of the training data, such as 0.1."
-        )
-    check_mode(f"sweep {name}: select.mode", given.get("mode"))
-    own = _seeds(name, "select.seeds", given["seeds"])
+    rounds = entries.get("rounds")
+    fraction = entries.get("val_fraction", 0.1)
+    _check_measuring(name, rounds, fraction)
+    check_mode(f"sweep {name}: select.mode", entries.get("mode"))
+    own = _seeds(name, "select.seeds", entries["seeds"])
     if shared := sorted(set(own) & set(seeds or ())):
         raise UserError(
-            f"sweep {name}: select.seeds: {shared[0]} is also a seed of the grid. What is selected has to be measured "
-            "with other seeds, such as [100, 101]."
+            f"sweep {name}: select.seeds: {shared[0]} is also a seed of the grid. What is "
+            "selected has to be measured with other seeds, such as [100, 101]."
         )
+    over_of_arms = {}
+    for arm in of_arms:
+        mapping = _mapping(name, str(arm), of_arms)
+        over_of_arms[str(arm)] = _grid(name, f"select.arms.{arm}", mapping)
     return Selection(
-        over={str(key): _values(name, f"select.over.{key}", value) for key, value in over.items()},
+        over=_grid(name, "select.over", over),
         metric=metric,
         rounds=rounds,
-        arms={
-            str(arm): {
-                str(key): _values(name, f"select.arms.{arm}.{key}", value)
-                for key, value in _mapping(name, str(arm), of_arms).items()
-            }
-            for arm in of_arms
-        },
+        arms=over_of_arms,
         val_fraction=float(fraction),
         seeds=tuple(own),
-        mode=given.get("mode"),
+        mode=entries.get("mode"),
     )
 
 
+def _check_measuring(name: str, rounds: Any, fraction: Any) -> None:
+    """Refuse numbers of rounds and shares of the data by which nothing can be measured."""
+    whole = isinstance(rounds, int) and not isinstance(rounds, bool)
+    if rounds is not None and (not whole or rounds < 1):
+        raise UserError(
+            f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, "
+            "at least 1."
+        )
+    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if not number or not 0 < fraction < 1:
+        raise UserError(
+            f"sweep {name}: select.val_fraction {fraction!r}: give a share of the training data, "
+            "such as 0.1."
+        )
+
+
 def _stored(name: str, given: str, folder: Path) -> Path:
-    """The selections.yaml that ``given`` means: a file or a sweep's folder, beside the sweep's file or from here."""
+    """The selections.yaml that ``given`` means.
+
+    It is a file or a sweep's folder, as seen from the sweep's file or from here.
+    """
     for place in (folder / given, Path(given)):
-        found = place / "selections.yaml" if place.is_dir() else place
-        if is_file(found):
-            return found
+        path = place / "selections.yaml" if place.is_dir() else place
+        if is_file(path):
+            return path
     raise UserError(
-        f"sweep {name}: select.from {given}: there is no such selection. Give a selections.yaml, or the folder "
-        "of a sweep that has chosen."
+        f"sweep {name}: select.from {given}: there is no such selection. Give a selections.yaml, "
+        "or the folder of a sweep that has chosen."
     )

@@ -30,21 +30,33 @@ from fl_lightning.sweep.selection import (
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import Table
 
-# What may differ in one folder: what names a run or says where things lie; more rounds than before are added.
+# What may differ in one folder: what names a run or says where things lie.
+# Of rounds there may be more than before, which are then added.
 _FREE = (
-    "seed_everything", "ckpt_path", "trainer.default_root_dir", "trainer.max_epochs", "trainer.enable_progress_bar",
-    "data.init_args.root", "data.init_args.download",
-)  # fmt: skip
+    "seed_everything",
+    "ckpt_path",
+    "trainer.default_root_dir",
+    "trainer.max_epochs",
+    "trainer.enable_progress_bar",
+    "data.init_args.root",
+    "data.init_args.download",
+)
 
 
 class Sweep:
-    """A grid of runs in ``folder``; ``states`` of them, ``candidates`` to select from, ``undecided`` arms."""
+    """A grid of runs in ``folder``.
+
+    ``states`` are those of its runs, ``candidates`` are selected from, ``undecided`` are arms
+    that could not choose.
+    """
 
     def __init__(self, spec: Spec, folder: Path) -> None:
-        self.spec, self.folder = spec, folder
+        self.spec = spec
+        self.folder = folder
         self.arms = arms(spec)
         self.seeds = {arm.name: seeds(spec, arm) for arm in self.arms}
-        select, self.candidates = spec.select, list[Candidate]()
+        select = spec.select
+        self.candidates: list[Candidate] = []
         self.chosen: dict[str, Mapping[str, Any]] = {}
         if select is not None and select.stored is not None:
             self.chosen = stored(select.stored, self.arms)
@@ -52,9 +64,18 @@ class Sweep:
             self.candidates = candidates(folder, select, self.arms)
         self.states: dict[Run, str] = {}
         self.selecting = False
-        self.metric = spec.select.metric if spec.select else None
+        self.metric = select.metric if select else None
         self._claims_hash: str | None = None
-        self._configs: dict[Run, dict[str, Any]] = {}  # whole, of those that were rehearsed
+        # The whole configuration of each run that was rehearsed.
+        self._configs: dict[Run, dict[str, Any]] = {}
+
+    @property
+    def measuring(self) -> list[Run]:
+        """The runs that measure candidates."""
+        its_runs: list[Run] = []
+        for candidate in self.candidates:
+            its_runs += candidate.runs
+        return its_runs
 
     @property
     def undecided(self) -> list[str]:
@@ -76,6 +97,7 @@ class Sweep:
                     self._stand()
                     return stopped
             decided = [arm for arm in self.arms if arm.name not in self.undecided]
+            # What an arm chose is part of its runs' settings, so it is checked after the selection.
             rounds = self._check([self._runs(arm) for arm in decided], len(places))
             self._keep_choices()
             self._stand(rounds)
@@ -84,27 +106,34 @@ class Sweep:
             return queue.stopped
 
     def run_one(self, place: str) -> int:
-        """Do one run in this process, beside others of the sweep on other machines; the status of ``fit``."""
-        every = [run for candidate in self.candidates for run in candidate.runs]
+        """Do one run in this process, beside others of the sweep on other machines.
+
+        Gives the exit status of ``fit``.
+        """
         if self.candidates:
-            self._choose(every)
-        known = {run.place: run for run in [*every, *self.listed()]}
+            self._choose()
+        known = {run.place: run for run in [*self.measuring, *self.listed()]}
         run = known.get(place)
         if run is None:
             raise UserError(
-                f"sweep --run {place}: no run of this sweep.{suggest(place, known)} --dry_run lists them."
+                f"sweep --run {place}: no run of this sweep.{suggest(place, known)} "
+                "--dry_run lists them."
             )
         if run.arm in self.undecided:
             raise UserError(
-                f"sweep --run {place}: {run.arm} has chosen nothing yet: its runs under select come first."
+                f"sweep --run {place}: {run.arm} has chosen nothing yet: its runs under select "
+                "come first."
             )
         claims = self.folder / "claims.yaml"
-        claims_hash = hashlib.sha256(claims.read_bytes()).hexdigest() if claims.is_file() else None
+        claims_hash = None
+        if claims.is_file():
+            claims_hash = hashlib.sha256(claims.read_bytes()).hexdigest()
         with (
             files.locked(self.folder / ".lock", f"sweep --out {self.folder}", shared=True),
             files.locked(run.folder / ".sweep.lock", f"sweep --run {place}"),
         ):
             status = files.standing(run, files.read_states(self.folder))
+            # What began with other settings is refused even where it is done.
             if (run.folder / "run.json").is_file():
                 self._refuse_other_settings(run, self._rehearse([run], 1)[0])
             if status == DONE:
@@ -114,6 +143,7 @@ class Sweep:
                 print(f"{run.folder}: has diverged")
                 return 3
             self._note(run, RUNNING)
+            # Whatever ends the fit, the others learn how the run stands.
             code = 1
             try:
                 code = workers.fit_here(run, claims_hash)
@@ -128,15 +158,14 @@ class Sweep:
         """The array script of what is not done: of the runs to select from first."""
         with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
             at_once = len(self._prepare(None))
-            every = [run for candidate in self.candidates for run in candidate.runs]
             self._check([candidate.runs for candidate in self.candidates], at_once)
-            if every:
-                self._choose(every)
+            if self.candidates:
+                self._choose()
             self.selecting = bool(self.undecided)
             if not self.selecting:
                 self._check([self._runs(arm) for arm in self.arms], at_once)
             self._stand()
-            states = self._states(every) if self.selecting else self.states
+            states = self._states(self.measuring) if self.selecting else self.states
             files.write_states(self.folder, self.states)
         waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
         if not waiting:
@@ -148,60 +177,69 @@ class Sweep:
     def _prepare(self, jobs: int | None) -> list[workers.Place]:
         """Build every arm once, and share out the machine."""
         workers.warm()
-        cores, gpus = workers.usable_cores(), workers.usable_gpus()
+        cores = workers.usable_cores()
+        gpus = workers.usable_gpus()
         first = [self._runs(arm, guess=True)[0] for arm in self.arms]
         configs = self._rehearse(first, len(cores))
         self._ask_which_way(first)
         trainers = [config.get("trainer") or {} for config in configs]
+        # Runs that ask for the CPU leave the GPUs to others.
         if all(trainer.get("accelerator") == "cpu" for trainer in trainers):
             gpus = []
-        devices = max(
-            (d for t in trainers if isinstance(d := t.get("devices"), int) and d > 0), default=1
-        )
-        most = max(len(self.listed()), sum(len(candidate.runs) for candidate in self.candidates))
+        devices = 1
+        for trainer in trainers:
+            asked = trainer.get("devices")
+            if isinstance(asked, int) and asked > 0:
+                devices = max(devices, asked)
+        most = max(len(self.listed()), len(self.measuring))
         return workers.places(jobs, devices, cores, gpus, most)
 
     def _ask_which_way(self, first: Sequence[Run]) -> None:
-        """Before hours of runs, not after them, unless their learners may tell by a torchmetrics metric."""
-        if self.spec.select is None or len(self.candidates) == len(
-            {each.arm for each in self.candidates}
-        ):
+        """Ask which way the metric is better before hours of runs, not after them.
+
+        Nothing is asked where no arm has a choice, or where a learner may tell by a torchmetrics
+        metric.
+        """
+        choosing = {candidate.arm for candidate in self.candidates}
+        if self.spec.select is None or len(self.candidates) == len(choosing):
             return
-        directions, metric = which_way(self.spec.select), self.spec.select.metric
+        directions = which_way(self.spec.select)
+        metric = self.spec.select.metric
         if directions.known(metric) is None and not workers.may_tell_modes(first):
             raise UserError(
                 f"sweep {self.spec.name}: select.metric: {directions.question([metric])}"
             )
 
     def _select(self, places: list[workers.Place]) -> int | None:
-        every = by_seed([candidate.runs for candidate in self.candidates])
+        in_turn = by_seed([candidate.runs for candidate in self.candidates])
         rounds = self._check([candidate.runs for candidate in self.candidates], len(places))
         self._stand()
         files.write_states(self.folder, self.states)
-        states = self._states(every, rounds)
+        states = self._states(in_turn, rounds)
         queue = self._queue(states, places, rounds, f"{self.folder}/select", None)
         if WAITING in states.values():
             queue.run()
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
         for arm, choice in self.chosen.items():
-            own = [candidate.choice for candidate in self.candidates if candidate.arm == arm]
-            told = (
-                f"{key} {value}{at_the_end([c[key] for c in own], value)}"
-                for key, value in choice.items()
-            )
-            print(f"{arm} chose {', '.join(told)}")
+            choices = [each.choice for each in self.candidates if each.arm == arm]
+            texts = []
+            for key, value in choice.items():
+                remark = at_the_end([other[key] for other in choices], value)
+                texts.append(f"{key} {value}{remark}")
+            print(f"{arm} chose {', '.join(texts)}")
         if note := unequal(self.candidates):
             print(f"note: {note}")
         return queue.stopped
 
-    def _choose(self, every: Sequence[Run]) -> None:
+    def _choose(self) -> None:
         assert self.spec.select is not None
-        self.chosen = choose(self.folder, self.spec.select, self.candidates, self._states(every))
+        states = self._states(self.measuring)
+        self.chosen = choose(self.folder, self.spec.select, self.candidates, states)
         self._keep_choices()
 
     def _keep_choices(self) -> None:
-        """What the arms that are decided run with, for other sweeps to take."""
+        """Write what the decided arms run with, for other sweeps to take."""
         decided = [arm.name for arm in self.arms if arm.name not in self.undecided]
         if self.spec.select is not None:
             write_choices(self.folder, {name: self.chosen.get(name, {}) for name in decided})
@@ -219,38 +257,45 @@ class Sweep:
     def _runs(self, arm: Arm, guess: bool = False) -> list[Run]:
         choice = self.chosen.get(arm.name)
         if choice is None and guess:
-            choice = next(
-                (candidate.choice for candidate in self.candidates if candidate.arm == arm.name),
-                None,
-            )
+            choices = [each.choice for each in self.candidates if each.arm == arm.name]
+            choice = choices[0] if choices else None
         return runs(self.folder, "", arm.with_options(arm.name, choice or {}), self.seeds[arm.name])
 
     def _states(
         self, its_runs: Sequence[Run], rounds: Mapping[str, int | None] | None = None
     ) -> dict[Run, str]:
-        before = files.read_states(self.folder)
-        return {run: files.standing(run, before, (rounds or {}).get(run.place)) for run in its_runs}
+        listed = files.read_states(self.folder)
+        rounds = rounds or {}
+        return {run: files.standing(run, listed, rounds.get(run.place)) for run in its_runs}
 
     def _stand(self, rounds: Mapping[str, int | None] | None = None) -> None:
-        """How the sweep's own runs stand; with ``rounds``, for a start: what failed is to be taken up again."""
-        states = self._states(self.listed(), rounds)
+        """Note how the sweep's own runs stand.
+
+        With ``rounds`` it is for a start: what failed is to be taken up again.
+        """
+        self.states = self._states(self.listed(), rounds)
         if rounds is not None:
-            states = {
-                run: WAITING if status == FAILED else status for run, status in states.items()
-            }
-        self.states = states
+            for run, status in self.states.items():
+                if status == FAILED:
+                    self.states[run] = WAITING
 
     def _note(self, run: Run, status: str) -> None:
-        """Write one run's state beside others who do the same; runs to select from are not in runs.csv."""
+        """Write one run's state to runs.csv, beside others who do the same.
+
+        Runs to select from are not in it.
+        """
         with open(self.folder / ".runs.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            before = files.read_states(self.folder)
-            states = {r: before.get(r.place, WAITING) for r in self.listed()}
+            listed = files.read_states(self.folder)
+            states = {each: listed.get(each.place, WAITING) for each in self.listed()}
             if run in states:
                 files.write_states(self.folder, {**states, run: status})
 
     def _check(self, groups: Sequence[Sequence[Run]], at_once: int) -> dict[str, int | None]:
-        """Place → rounds asked for. Refuses runs that began with other settings, else keeps the sweep's files."""
+        """Place → rounds asked for.
+
+        Refuses runs that began with other settings, else keeps the sweep's files.
+        """
         configs = self._rehearse([group[0] for group in groups], at_once)
         rounds: dict[str, int | None] = {}
         for group, config in zip(groups, configs, strict=True):
@@ -262,8 +307,10 @@ class Sweep:
         return rounds
 
     def _rehearse(self, its_runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
+        """The whole configuration of each run; each is built once."""
         new = [run for run in its_runs if run not in self._configs]
-        self._configs.update(zip(new, workers.rehearse(new, at_once) if new else [], strict=True))
+        if new:
+            self._configs.update(zip(new, workers.rehearse(new, at_once), strict=True))
         return [self._configs[run] for run in its_runs]
 
     def _refuse_other_settings(self, run: Run, config: Mapping[str, Any]) -> None:
@@ -276,31 +323,38 @@ class Sweep:
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             raise UserError(
                 f"sweep {self.spec.name}: {run.folder / 'config.yaml'} cannot be read "
-                f"({' '.join(str(error).split())[:200]}). Put the file back, give --out, or remove this run."
+                f"({' '.join(str(error).split())[:200]}). Put the file back, give --out, or "
+                "remove this run."
             ) from None
-        now, then = _flat(config), _flat(before if isinstance(before, dict) else {})
-        differ = [
-            key for key in {**then, **now} if then.get(key) != now.get(key) and key not in _FREE
-        ]
-        rounds, asked = then.get("trainer.max_epochs"), now.get("trainer.max_epochs")
+        now = _flat(config)
+        then = _flat(before if isinstance(before, dict) else {})
+        differ = []
+        for key in {**then, **now}:
+            if then.get(key) != now.get(key) and key not in _FREE:
+                differ.append(key)
+        rounds = then.get("trainer.max_epochs")
+        asked = now.get("trainer.max_epochs")
         if isinstance(rounds, int) and isinstance(asked, int) and 0 < asked < rounds:
             differ.append("trainer.max_epochs")
-        for key in differ:
-            began, wanted = (of.get(key, "nothing") for of in (then, now))
+        if differ:
+            began = then.get(differ[0], "nothing")
+            wanted = now.get(differ[0], "nothing")
             raise UserError(
-                f"sweep {self.spec.name}: {run.folder} began with {key} {began}, and now it is {wanted}. "
-                "Runs with other settings belong in another folder: give --out, or remove this run."
+                f"sweep {self.spec.name}: {run.folder} began with {differ[0]} {began}, and now it "
+                f"is {wanted}. Runs with other settings belong in another folder: give --out, or "
+                "remove this run."
             )
 
     def _refuse_other_hash(self, run: Run, config: Mapping[str, Any]) -> None:
-        """Of a run without config.yaml there is its hash to compare."""
+        """Compare the hash of a config, where config.yaml itself is missing."""
         from fl_lightning.cli.run_record import config_hash
 
         then = files.record(run).get("config_hash")
         if then is not None and then != config_hash(config):
             raise UserError(
-                f"sweep {self.spec.name}: {run.folder} has no config.yaml, and its run.json says that it began with "
-                "other settings than these. Put the file back, give --out, or remove this run."
+                f"sweep {self.spec.name}: {run.folder} has no config.yaml, and its run.json says "
+                "that it began with other settings than these. Put the file back, give --out, or "
+                "remove this run."
             )
 
 
@@ -313,7 +367,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, dict | list):
         return {prefix: node}
     items = node.items() if isinstance(node, dict) else enumerate(node)
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in items:
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
