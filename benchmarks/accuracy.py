@@ -1,9 +1,11 @@
-"""Every packaged method on Fashion-MNIST, alone and with relaxed initialization: a table with means over seeds.
+"""Every packaged method on Fashion-MNIST, alone and with relaxed initialization: a table with means
+over seeds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.accuracy --data DIR
 
-100 clients, Dirichlet(0.1) with replacement, 10 a round, 2 local epochs, batch 50; a 784-64-10 network. A run's score
-is its mean test accuracy over the last 10 rounds. Each run is an ordinary ``fl-lightning fit`` in a forked process.
+100 clients, Dirichlet(0.1) with replacement, 10 a round, 2 local epochs, batch 50; a 784-64-10
+network. A run's score is its mean test accuracy over the last 10 rounds. Each run is an ordinary
+``fl-lightning fit`` in a forked process.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def command(method: str, seed: int, data: str, rounds: int, folder: Path) -> lis
 
 
 def run(arguments: list[str], folder: Path) -> float:
-    """Mean accuracy of the last 10 rounds of one run, made unless its folder has it already; NaN where it failed."""
+    """Mean accuracy of the last 10 rounds of one run, made unless its folder has it already.
+
+    NaN where it failed.
+    """
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""The yardstick: one round of FedAvg or SCAFFOLD as a plain PyTorch loop, one client after the other."""
+"""The yardstick: one round of FedAvg or SCAFFOLD as a plain PyTorch loop, one client after the
+other."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ Arrays = tuple[Tensor, Tensor]
 
 
 def prepared(work: Workload, device: str) -> Callable[[], float]:
-    """A workload's round, which gives its mean loss; FedAvg's work stands for methods that the loop does not have."""
+    """A workload's round, which gives its mean loss.
+
+    FedAvg's work stands for methods that the loop does not have.
+    """
     torch.manual_seed(0)
     loop = Bare(
         work.others().to(device), work.epochs, work.batch_size, LR, work.weight_decay,

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.gpu_check``: what a GPU computes, then how fast, in one table each (``make gpu-check``).
+"""``python -m benchmarks.gpu_check``: what a GPU computes, then how fast, in one table each (``make
+gpu-check``).
 
-Correctness first: side by side on streams, captured or not, has to leave the bits of one client after the other;
-stacked, and the CPU, the same to rounding. Then seconds a round, and where they go. Exits with 1 if anything differs.
+Correctness first: side by side on streams, captured or not, has to leave the bits of one client
+after the other; stacked, and the CPU, the same to rounding. Then seconds a round, and where they
+go. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -71,13 +73,21 @@ def cases(accelerator: str, works: list[str]) -> Iterator[Case]:
                 yield Case(f"{name} {method}, side by side, {how}", work, parts, alone, beside, 0)
             wide = {"precision": "64-true"}
             yield Case(
-                f"{name} {method}, stacked in float64", work, parts, {**alone, **wide},
-                {**there, **wide, "engine": "stacked"}, DOUBLE,
-            )  # fmt: skip
+                f"{name} {method}, stacked in float64",
+                work,
+                parts,
+                {**alone, **wide},
+                {**there, **wide, "engine": "stacked"},
+                DOUBLE,
+            )
             yield Case(
-                f"{name} {method}, as on a CPU in float64", work, parts, {**alone, **wide},
-                {"accelerator": "cpu", **wide, "engine": "sequential"}, DOUBLE,
-            )  # fmt: skip
+                f"{name} {method}, as on a CPU in float64",
+                work,
+                parts,
+                {**alone, **wide},
+                {"accelerator": "cpu", **wide, "engine": "sequential"},
+                DOUBLE,
+            )
         captured, mixed = (
             {**there, "engine": "concurrent", "capture": True},
             {"precision": "bf16-mixed"},
@@ -166,7 +176,8 @@ def speeds(
                 f"{k}={facts[k]}" for k in ("engine", "workers", "memory", "capture") if k in facts
             )
             print(
-                f"  {who:24}{statistics.median(taken):15.4f}{ratio:22.2f}   {told if 'auto' in who else ''}".rstrip()
+                f"  {who:24}{statistics.median(taken):15.4f}{ratio:22.2f}   "
+                f"{told if 'auto' in who else ''}".rstrip()
             )
         for run in runs.values():
             run.close()
@@ -175,7 +186,10 @@ def speeds(
 
 
 def with_any_kernels(round: Callable[[], tuple[float, float]]) -> Callable[[], tuple[float, float]]:
-    """A round whose kernels may sum in another order each time: what the reproducible flags cost."""
+    """A round whose kernels may sum in another order each time.
+
+    What the reproducible flags cost.
+    """
 
     def free() -> tuple[float, float]:
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False):
@@ -211,9 +225,9 @@ def profile(accelerator: str, name: str, small: bool) -> None:
         print(f"\n{name}: the host waits for the GPU in one round at", waits(run) or "no place")
     run.close()
     order = "self_cpu_time_total" if accelerator == "cpu" else "self_cuda_time_total"
-    print(
-        f"\n{name}, one round\n{profiled.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)}"
-    )
+    averages = profiled.key_averages()
+    table = averages.table(sort_by=order, row_limit=20, max_name_column_width=60)
+    print(f"\n{name}, one round\n{table}")
 
 
 def main() -> int:
@@ -246,7 +260,8 @@ def main() -> int:
         return 2
     device = torch.cuda.get_device_name() if given.accelerator == "gpu" else "CPU"
     print(
-        f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}\n"
+        f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN "
+        f"{torch.backends.cudnn.version()}\n"
     )
     for method in set(METHODS) - set(given.methods):
         METHODS.pop(method)

@@ -1,4 +1,5 @@
-"""``python -m benchmarks.loop``: what a round costs besides training, on a problem of almost no work.
+"""``python -m benchmarks.loop``: what a round costs besides training, on a problem of almost no
+work.
 
 Milliseconds a round with progress bar, TensorBoard and validation, and without them.
 """
@@ -71,11 +72,13 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     print(
-        "\n| clients, one step each | ms a round | with bar, TensorBoard and validation |\n|---|---|---|"
+        "\n| clients, one step each | ms a round | with bar, TensorBoard and validation "
+        "|\n|---|---|---|"
     )
     for clients in (1, 4):
         print(
-            f"| {clients} | {milliseconds(rounds, False, clients):.2f} | {milliseconds(rounds, True, clients):.2f} |"
+            f"| {clients} | {milliseconds(rounds, False, clients):.2f} | "
+            f"{milliseconds(rounds, True, clients):.2f} |"
         )
 
 

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.overhead``: each method's round of a workload against FedAvg's, on one engine.
+"""``python -m benchmarks.overhead``: each method's round of a workload against FedAvg's, on one
+engine.
 
-Each round is paired with one of FedAvg just before or after; ratios are medians over pairs. FedAvg itself, in a run of
-its own, shows how far the machine's noise goes. ``--method my_module.MyMethod`` adds one of yours.
+Each round is paired with one of FedAvg just before or after; ratios are medians over pairs. FedAvg
+itself, in a run of its own, shows how far the machine's noise goes. ``--method my_module.MyMethod``
+adds one of yours.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def main() -> None:
             if repetition:
                 seconds[name].append((other, one) if repetition % 2 else (one, other))
     print(
-        f"{'':18}seconds a round   × FedAvg's time, pair by pair   ({given.workload}, {given.engine})"
+        f"{'':18}seconds a round   × FedAvg's time, pair by pair   ({given.workload}, "
+        f"{given.engine})"
     )
     for name, pairs in seconds.items():
         ratio = statistics.median(own / fedavg for fedavg, own in pairs)

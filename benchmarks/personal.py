@@ -1,9 +1,11 @@
-"""Personal models on the digits: a table of accuracies by client, means over seeds (docs/methods.md).
+"""Personal models on the digits: a table of accuracies by client, means over seeds
+(docs/methods.md).
 
     OMP_NUM_THREADS=1 python -m benchmarks.personal
 
-20 clients, Dirichlet(0.1), a quarter of each client's samples held out, 10 clients a round, 2 local epochs, batch 10,
-SGD 0.1, 64-64-10 with layer normalisation, 20 rounds. No method is tuned to this setting.
+20 clients, Dirichlet(0.1), a quarter of each client's samples held out, 10 clients a round, 2 local
+epochs, batch 10, SGD 0.1, 64-64-10 with layer normalisation, 20 rounds. No method is tuned to this
+setting.
 """
 
 from __future__ import annotations
@@ -73,9 +75,13 @@ def trained(data: Any, callbacks: list[Any], seed: int, rounds: int, **arguments
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(
-        max_epochs=rounds, callbacks=callbacks, accelerator="cpu", enable_model_summary=False, limit_val_batches=0,
+        max_epochs=rounds,
+        callbacks=callbacks,
+        accelerator="cpu",
+        enable_model_summary=False,
+        limit_val_batches=0,
         **quiet,
-    )  # fmt: skip
+    )
     trainer.fit(module, data)
     return module
 

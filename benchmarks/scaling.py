@@ -1,11 +1,14 @@
-"""``python -m benchmarks.scaling``: SCAFFOLD's seconds and bytes against clients, participants, parameters, processes.
+"""``python -m benchmarks.scaling``: SCAFFOLD's seconds and bytes against clients, participants,
+parameters, processes.
 
-Each configuration is a run in a process of its own, so that its peak memory is its own, in a run folder of its own with
-a checkpoint every ``--checkpoint-every`` rounds. At most ``--rows-in-memory`` clients' rows stay in memory; the others
-lie in the run folder's segments and are read from there when their client takes part again.
+Each configuration is a run in a process of its own, so that its peak memory is its own, in a run
+folder of its own with a checkpoint every ``--checkpoint-every`` rounds. At most
+``--rows-in-memory`` clients' rows stay in memory; the others lie in the run folder's segments and
+are read from there when their client takes part again.
 
-With many registered clients nearly every participant is new and has no row yet to read. So on the axis of clients, the
-largest configuration is run once more with participants drawn from ``--returning`` of its clients alone.
+With many registered clients nearly every participant is new and has no row yet to read. So on the
+axis of clients, the largest configuration is run once more with participants drawn from
+``--returning`` of its clients alone.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run to be measured; ``returning``: participants are drawn from so many clients (0: from all)."""
+    """A run to be measured; ``returning``.
+
+    Participants are drawn from so many clients (0: from all).
+    """
 
     axis: str
     clients: int = 10_000
@@ -62,7 +68,8 @@ COLUMNS = {  # of the table: key -> (heading, width, format); MB are 2^20 bytes
 
 
 def point(wanted: Configuration) -> dict[str, Any]:
-    """Measure in a process of its own (and those that it starts), in a folder that is removed afterwards."""
+    """Measure in a process of its own (and those that it starts), in a folder that is removed
+    afterwards."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         folder = Path(name)
         command = [
@@ -146,7 +153,8 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
 
 
 def compare(points: list[dict[str, Any]]) -> None:
-    """Of the axis of clients: the largest against the one that is nearest to as many clients as return."""
+    """Of the axis of clients: the largest against the one that is nearest to as many clients as
+    return."""
     clients = [p for p in points if p["axis"] == "clients"]
     for p in clients:
         if not p["returning"]:

@@ -1,4 +1,7 @@
-"""One configuration of ``benchmarks.scaling``, in this process: ``python -m benchmarks.scaling_point JSON FOLDER``."""
+"""One configuration of ``benchmarks.scaling``, in this process.
+
+``python -m benchmarks.scaling_point JSON FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def memory_mb(what: str) -> float:
 
 
 def spans(stamps: list[float], every: int) -> list[float]:
-    """Per round, over as many rounds as one checkpoint is written for; without the first round, which warms up."""
+    """Per round, over as many rounds as one checkpoint is written for.
+
+    Without the first round, which warms up.
+    """
     marks = stamps[1 if len(stamps) > every + 1 else 0 :: every]
     return [(b - a) / every for a, b in pairwise(marks)]
 
@@ -81,7 +87,10 @@ def late(values: Sequence[float]) -> float:
 
 
 def measure(wanted: Configuration, folder: Path) -> None:
-    """Run one configuration in this process; what was found goes to ``folder/facts-<rank>.json``."""
+    """Run one configuration in this process.
+
+    What was found goes to ``folder/facts-<rank>.json``.
+    """
     imported, began = memory_mb("VmRSS"), time.perf_counter()
     torch.set_num_threads(1)
     torch.manual_seed(0)

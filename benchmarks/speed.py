@@ -1,7 +1,9 @@
-"""``python -m benchmarks.speed``: seconds a round of ours, a bare PyTorch loop and the peers that are installed.
+"""``python -m benchmarks.speed``: seconds a round of ours, a bare PyTorch loop and the peers that
+are installed.
 
-All do the same work on the same client arrays, interleaved in one run; medians, and ratios to the bare loop at its best
-number of threads, which are taken pair by pair. A JSON file with all repetitions is written beside the table.
+All do the same work on the same client arrays, interleaved in one run; medians, and ratios to the
+bare loop at its best number of threads, which are taken pair by pair. A JSON file with all
+repetitions is written beside the table.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ def measure(
     accelerator: str = "cpu",
     others: bool = True,
 ) -> dict[str, Any]:
-    """Of one workload, by contender: all seconds, their median, the ratio to the bare loop, the last loss."""
+    """Of one workload, by contender.
+
+    All seconds, their median, the ratio to the bare loop, the last loss.
+    """
     rounds, runs = contenders(name, engines, cores, accelerator, others)
     seconds: dict[str, list[float]] = {who: [] for who in rounds}
     losses: dict[str, list[float]] = {who: [] for who in rounds}
@@ -123,7 +128,8 @@ def main() -> None:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     results: dict[str, Any] = {
-        "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
+        "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch "
+        f"{torch.__version__}"
     }
     for name in given.workloads or WORKLOADS:
         results[name] = measure(
@@ -137,7 +143,8 @@ def main() -> None:
                 for k in ("engine", "workers", "memory", "capture")
                 if k in used and who == "auto"
             )
-            line = f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}{result['loss']:22.4f}   {taken}"
+            line = f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}"
+            line += f"{result['loss']:22.4f}   {taken}"
             print(line.rstrip(), flush=True)
         given.json.write_text(json.dumps(results, indent=1))
     print(f"\nAll repetitions: {given.json}")

@@ -1,7 +1,8 @@
-"""Twelve small runs: one sweep beside twelve ``fl-lightning fit``, one after the other: ``python -m benchmarks.sweep``.
+"""Twelve small runs: one sweep beside twelve ``fl-lightning fit``, one after the other: ``python -m
+benchmarks.sweep``.
 
-Half of the fits run before the sweep and half after it, so that a busy neighbour troubles both. The sweep's time
-includes its imports and its look at every arm.
+Half of the fits run before the sweep and half after it, so that a busy neighbour troubles both. The
+sweep's time includes its imports and its look at every arm.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> None:
     print(f"one after the other  {one_by_one[0]:6.1f} s, of the processor {one_by_one[1]:6.1f} s")
     print(f"one sweep            {wall:6.1f} s, of the processor {processor:6.1f} s")
     print(
-        f"ratio                {wall / one_by_one[0]:6.2f}                      {processor / one_by_one[1]:6.2f}"
+        f"ratio                {wall / one_by_one[0]:6.2f}                      "
+        f"{processor / one_by_one[1]:6.2f}"
     )
 
 

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.variants``: CPU milliseconds of one gradient on one thread, computed in different ways.
+"""``python -m benchmarks.variants``: CPU milliseconds of one gradient on one thread, computed in
+different ways.
 
-Every variant but the first and bf16 is the same function to rounding. ``--compile`` adds torch.compile, which needs a
-C++ compiler, and the seconds that its first call takes.
+Every variant but the first and bf16 is the same function to rounding. ``--compile`` adds
+torch.compile, which needs a C++ compiler, and the seconds that its first call takes.
 """
 
 from __future__ import annotations

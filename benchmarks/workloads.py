@@ -1,4 +1,5 @@
-"""What is measured: networks, client arrays of a fixed seed, and our run on them, a round at a time."""
+"""What is measured: networks, client arrays of a fixed seed, and our run on them, a round at a
+time."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ class SmallConvolutions(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(64 * 14 * 14, 128), nn.ReLU(), nn.Linear(128, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 14 * 14, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,10 @@ class Workload:
 
     @property
     def others(self) -> Callable[[], nn.Module]:
-        """The network for the bare loop and peers: ``usual``, the same function as everybody writes it."""
+        """The network for the bare loop and peers.
+
+        ``usual``, the same function as everybody writes it.
+        """
         return self.usual or self.network
 
     def arrays(self) -> tuple[Tensor, Tensor]:
@@ -98,7 +109,10 @@ class Learner(pl.LightningModule):
 
 
 class Ours:
-    """Our run of a workload, held between its rounds: ``round()`` gives seconds and loss of the next."""
+    """Our run of a workload, held between its rounds.
+
+    ``round()`` gives seconds and loss of the next.
+    """
 
     def __init__(
         self,

@@ -31,7 +31,10 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def cli(zygote: Zygote, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
-    """``cli("fit", "-c", "base", …)`` runs fl-lightning in ``tmp_path``; ``cli.start(…)`` does not wait for it."""
+    """``cli("fit", "-c", "base", …)`` runs fl-lightning in ``tmp_path``.
+
+    ``cli.start(…)`` does not wait for it.
+    """
     runner = Cli(zygote, tmp_path, tmp_path_factory.mktemp("commands"))
     yield runner
     runner.kill_all()

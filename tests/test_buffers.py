@@ -1,4 +1,5 @@
-"""What becomes of buffers: statistics have a mean, counters a maximum, memory is nobody's but its own."""
+"""What becomes of buffers: statistics have a mean, counters a maximum, memory is nobody's but its
+own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ QUEUE = 16
 
 
 class Remembering(Lit):
-    """As CrossBatchMemory: embeddings with their labels, in a queue; and as SNGP: a sum over samples."""
+    """As CrossBatchMemory: embeddings with their labels, in a queue.
+
+    And as SNGP: a sum over samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()

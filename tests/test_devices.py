@@ -1,4 +1,7 @@
-"""Memory of freed tensors is kept for the next ones: page faults with ``keep_memory()`` against those without."""
+"""Memory of freed tensors is kept for the next ones.
+
+Page faults with ``keep_memory()`` against those without.
+"""
 
 from __future__ import annotations
 

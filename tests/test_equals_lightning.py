@@ -1,4 +1,7 @@
-"""One client with all data, one epoch a round: weights, buffers and numbers of plain Lightning on the same order."""
+"""One client with all data, one epoch a round.
+
+Weights, buffers and numbers of plain Lightning on the same order.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,8 @@ def scheduled(
     return configured
 
 
-# by steps: schedules whose period is an epoch, since each round begins with the schedule's first step
+# by steps: schedules whose period is an epoch, since each round begins with the schedule's first
+# step
 CASES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "sgd": (lambda p: SGD(p, lr=0.1, weight_decay=1e-3), {}),
     "momentum": (momentum, KEPT),

@@ -37,12 +37,26 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
     run.fit(federated(Lit(hidden=6), client_optimizer=momentum, local_epochs=2), blobs())
     told = yaml.safe_load((Path(loggers[0].log_dir) / "hparams.yaml").read_text())
     expected = {
-        "learner": "Lit", "learner/hidden": 6, "learner/parameters": 154, "method": "FedInit",
-        "method/RelaxedInitialization/beta": "Exponential(gamma=0.9)", "data": "InMemoryDataModule",
-        "data/num_clients": 10, "data/batch_size": 8, "data/partition": "given", "seed": 1, "rounds": 1,
-        "participation": 0.3, "local_epochs": 2, "client_optimizer": "SGD", "client_optimizer/momentum": 0.9,
-        "server_optimizer": "SGD", "server_optimizer/lr": 1.0, "machine/engine": "sequential", "machine/processes": 1,
-    }  # fmt: skip
+        "learner": "Lit",
+        "learner/hidden": 6,
+        "learner/parameters": 154,
+        "method": "FedInit",
+        "method/RelaxedInitialization/beta": "Exponential(gamma=0.9)",
+        "data": "InMemoryDataModule",
+        "data/num_clients": 10,
+        "data/batch_size": 8,
+        "data/partition": "given",
+        "seed": 1,
+        "rounds": 1,
+        "participation": 0.3,
+        "local_epochs": 2,
+        "client_optimizer": "SGD",
+        "client_optimizer/momentum": 0.9,
+        "server_optimizer": "SGD",
+        "server_optimizer/lr": 1.0,
+        "machine/engine": "sequential",
+        "machine/processes": 1,
+    }
     assert {name: told.get(name) for name in expected} == expected
     assert {"versions/torch", "versions/fl-lightning", "data/partition_hash"} <= told.keys()
     assert all(isinstance(value, str | int | float | bool) for value in told.values())
@@ -59,7 +73,10 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
 
 
 class MLFlowLogger(DummyLogger):
-    """Keeps each hyper-parameter as MLflow's file store does: a file of its own, under a name that MLflow takes."""
+    """Keeps each hyper-parameter as MLflow's file store does.
+
+    A file of its own, under a name that MLflow takes.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -74,7 +91,8 @@ class MLFlowLogger(DummyLogger):
 
 
 def test_a_store_of_files_keeps_them_all(tmp_path: Path) -> None:
-    """`learner` was a file where `learner/lr` wants a folder, so that one of some forty was kept."""
+    """`learner` was a file where `learner/lr` wants a folder, so that one of some forty was
+    kept."""
     csv = CSVLogger(tmp_path, "csv")
     run = trainer(1, logger=[csv, MLFlowLogger(tmp_path / "ml")], default_root_dir=tmp_path)
     run.fit(federated(Lit(hidden=6)), blobs())

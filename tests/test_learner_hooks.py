@@ -58,7 +58,8 @@ def hooks() -> set[str]:
 
 
 def recording(called: set[str]) -> Lit:
-    """A learner that has each hook, does what Lightning does in it, and notes that it was called."""
+    """A learner that has each hook, does what Lightning does in it, and notes that it was
+    called."""
 
     def noting(name: str) -> Any:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +110,8 @@ def test_every_hook_of_lightning_is_called_on_the_learner_or_known_not_to_be(tmp
 
 def test_the_modes_that_a_learner_sets_for_evaluation_are_its_own(tmp_path: Any) -> None:
     class Training(Normed):
-        """As a learner that scales its targets in training mode alone, and evaluates part of it in that mode."""
+        """As a learner that scales its targets in training mode alone, and evaluates part of it in
+        that mode."""
 
         def on_validation_model_eval(self) -> None:
             self.eval()
@@ -141,7 +143,8 @@ def test_loaders_of_the_learner_are_used_without_a_data_module() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
 def test_hooks_of_gradients_do_what_they_do_alone(engine: str, momentum: float) -> None:
-    """Those that change the step's gradients, in place or not, and see the weights after the step."""
+    """Those that change the step's gradients, in place or not, and see the weights after the
+    step."""
 
     class Plain(Lit):
         def configure_optimizers(self) -> Any:

@@ -172,7 +172,10 @@ def test_a_killed_process_loses_at_most_the_round_it_was_in(tmp_path: Path) -> N
 
 
 class Learner(pl.LightningModule):
-    """One batch an epoch; logs as the federated module does: directly, and through Lightning's validation."""
+    """One batch an epoch; logs as the federated module does.
+
+    Directly, and through Lightning's validation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,9 +200,15 @@ class Learner(pl.LightningModule):
 
 def test_a_trainer_writes_training_and_validation_in_one_row(tmp_path: Path) -> None:
     pl.Trainer(
-        max_epochs=2, logger=MetricsCSV(tmp_path), enable_progress_bar=False, enable_model_summary=False,
-        log_every_n_steps=1, num_sanity_val_steps=0, accelerator="cpu", default_root_dir=tmp_path,
-    ).fit(Learner())  # fmt: skip
+        max_epochs=2,
+        logger=MetricsCSV(tmp_path),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+    ).fit(Learner())
     lines = text(tmp_path).splitlines()
     assert lines[0] == "round,train/loss,val/acc" and len(lines) == 3 and lines[1] == "0,0.5,0.0"
     assert (tmp_path / "checkpoints").is_dir()  # Lightning's checkpoints find their way beside it

@@ -1,4 +1,7 @@
-"""The end of a round is atomic: broken off anywhere and taken up again, a run leaves the bits of one that was not."""
+"""The end of a round is atomic.
+
+Broken off anywhere and taken up again, a run leaves the bits of one that was not.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, 
 
 
 class Diverging(Lit):
-    """The clients of 18 samples, 3 and 8, whose last batch has two, have no finite loss in round 1."""
+    """The clients of 18 samples, 3 and 8, whose last batch has two, have no finite loss in round
+    1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         bad = self.current_epoch == 1 and len(batch[1]) == 2

@@ -1,4 +1,5 @@
-"""A checkpoint saved anywhere in a round, as by SLURM's signal, resumes to the bits of an undisturbed run."""
+"""A checkpoint saved anywhere in a round, as by SLURM's signal, resumes to the bits of an
+undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A process of a run that is stopped: the others name it, end, and the run goes on from its last checkpoint."""
+"""A process of a run that is stopped.
+
+The others name it, end, and the run goes on from its last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,13 @@ def run(folder: Path, stopped: int, rank: int, world: int) -> None:
     )
     strategy = {"strategy": FederatedStrategy(timeout=3), "devices": world} if world > 1 else {}
     fit = trainer(
-        ROUNDS, [ControlVariates(), Stops(stopped, folder), last], logger=MetricsCSV(folder), enable_checkpointing=True,
-        default_root_dir=folder, **strategy,
-    )  # fmt: skip
+        ROUNDS,
+        [ControlVariates(), Stops(stopped, folder), last],
+        logger=MetricsCSV(folder),
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        **strategy,
+    )
     module = federated()
     try:
         fit.fit(module, blobs(), ckpt_path="last")

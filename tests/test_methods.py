@@ -1,4 +1,7 @@
-"""The callbacks of a run as one thing: who may have which hook, in what order, and what a hook may return."""
+"""The callbacks of a run as one thing.
+
+Who may have which hook, in what order, and what a hook may return.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which way is better: one rule for reports, sweeps, clients and best.ckpt; torchmetrics decides where it is known."""
+"""Which way is better: one rule for reports, sweeps, clients and best.ckpt.
+
+Torchmetrics decides where it is known.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,22 @@ from tests.helpers.learners import Lit, federated, trainer
 from tests.report.folders import make_arm
 
 KNOWN = {
-    "val/acc": True, "val_accuracy": True, "val/f1": True, "val/auroc": True, "val_auc": True, "val/dice": True,
-    "val/MulticlassF1Score": True, "val/psnr": True, "val/rougeL": True, "val/loss": False, "val_loss": False,
-    "val/perplexity": False, "val/MeanSquaredError": False, "val/wer": False, "val.mae": False,
-}  # fmt: skip
+    "val/acc": True,
+    "val_accuracy": True,
+    "val/f1": True,
+    "val/auroc": True,
+    "val_auc": True,
+    "val/dice": True,
+    "val/MulticlassF1Score": True,
+    "val/psnr": True,
+    "val/rougeL": True,
+    "val/loss": False,
+    "val_loss": False,
+    "val/perplexity": False,
+    "val/MeanSquaredError": False,
+    "val/wer": False,
+    "val.mae": False,
+}
 UNKNOWN = ["val/quality", "val/acc_top5", "F1Score_macro", "val/lossless", "val-accuracy.best"]
 FLAT = dict.fromkeys(UNKNOWN) | KNOWN
 
@@ -67,12 +82,31 @@ def test_of_other_names_it_is_asked(name: str) -> None:
 
 
 def test_suffixes_of_clients_our_own_names_and_case() -> None:
-    for name in ("clients/auc_worst10", "clients/acc_finetuned_worst10", "clients/f1_weighted", "VAL/ACC", "testAcc",
-                 "val/mAP", "drift/cosine"):  # fmt: skip
+    for name in (
+        "clients/auc_worst10",
+        "clients/acc_finetuned_worst10",
+        "clients/f1_weighted",
+        "VAL/ACC",
+        "testAcc",
+        "val/mAP",
+        "drift/cosine",
+    ):
         assert higher_is_better(name), name
-    for name in ("clients/loss_worst10", "clients/loss_std", "divergence/all", "consensus_relative/net.acc",
-                 "hessian/trace", "global/gap", "global/grad_norm", "global/train_loss", "time/round",
-                 "communication/up_bytes", "cost/gradients", "Val/LOSS", "trainLoss"):  # fmt: skip
+    for name in (
+        "clients/loss_worst10",
+        "clients/loss_std",
+        "divergence/all",
+        "consensus_relative/net.acc",
+        "hessian/trace",
+        "global/gap",
+        "global/grad_norm",
+        "global/train_loss",
+        "time/round",
+        "communication/up_bytes",
+        "cost/gradients",
+        "Val/LOSS",
+        "trainLoss",
+    ):
         assert not higher_is_better(name), name
 
 

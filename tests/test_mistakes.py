@@ -68,7 +68,10 @@ print("its own fits")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["pytorch_lightning", "lightning.pytorch"])
 def test_the_trainer_of_the_other_lightning(first: str) -> None:
-    """A package that was imported before decided which is ours; the Trainer said that a module must be one."""
+    """A package that was imported before decided which is ours.
+
+    The Trainer said that a module must be one.
+    """
     pytest.importorskip("lightning.pytorch")
     if pl.__name__ != "pytorch_lightning":
         pytest.skip(

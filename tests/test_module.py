@@ -1,4 +1,7 @@
-"""FederatedModule around learners that know nothing of it: an epoch is a round, and all of Lightning works."""
+"""FederatedModule around learners that know nothing of it.
+
+An epoch is a round, and all of Lightning works.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def test_a_learner_of_the_other_namespace_is_trained_too() -> None:
 
 
 def test_one_client_with_everything_is_plain_training() -> None:
-    """Full participation of one client, one step a batch: the same weights as a loop over its batches."""
+    """Full participation of one client, one step a batch.
+
+    The same weights as a loop over its batches.
+    """
     data = blobs(clients=1)
     module = federated(participation="all", local_epochs=3)
     before = {k: v.clone() for k, v in module.learner.state_dict().items()}
@@ -78,7 +84,10 @@ def test_test_and_predict_run_on_the_global_model() -> None:
 
 
 class Sampling(Lit):
-    """Draws where no client trains: as a round begins, and in validation, as a variational autoencoder does."""
+    """Draws where no client trains.
+
+    As a round begins, and in validation, as a variational autoencoder does.
+    """
 
     def on_train_epoch_start(self) -> None:
         self.scale = float(np.random.rand())
@@ -134,7 +143,10 @@ def test_precisions_train(precision: Any) -> None:
 def test_fast_dev_run_trains_so_many_batches_of_one_client(
     quick: Any, steps: int, engine: str
 ) -> None:
-    """And no more than the client would; in one round, whatever max_epochs says, and methods for many work too."""
+    """And no more than the client would.
+
+    In one round, whatever max_epochs says, and methods for many work too.
+    """
     module, data, run = (
         federated(engine=engine, local_epochs=3),
         blobs(),

@@ -122,8 +122,14 @@ def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     assert subprocess.run(install, capture_output=True).returncode == 0
     work = tmp_path / "work"
     work.mkdir()
-    code = f"import fl_lightning.__main__ as m; assert m.__file__.startswith({str(site)!r}), m.__file__; "
-    code += "raise SystemExit(m.main(['fit', '-c', 'base', '-c', 'method/fedinit', '-c', 'debug/tiny']))"
+    code = (
+        f"import fl_lightning.__main__ as m; assert m.__file__.startswith({str(site)!r}), "
+        "m.__file__; "
+    )
+    code += (
+        "raise SystemExit(m.main(['fit', '-c', 'base', '-c', 'method/fedinit', '-c', "
+        "'debug/tiny']))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, text=True

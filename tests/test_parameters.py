@@ -1,4 +1,7 @@
-"""Parameters as objects and memory: what a flat vector takes apart is refused, what hooks leave is copied."""
+"""Parameters as objects and memory.
+
+What a flat vector takes apart is refused, what hooks leave is copied.
+"""
 
 from __future__ import annotations
 
@@ -111,9 +114,16 @@ class BetweenRounds(Lit):
 @pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize(
     ("learner", "name"),
-    [(Assigning, "net.0.weight"), (Late, "net.0.weight"), (Teacher, "teacher.weight"), (Adding, "scale"),
-     (BetweenRounds, "net.0.weight"), (NewHead, "net.2.weight"), (NewHeadBetweenRounds, "net.2.weight")],
-)  # fmt: skip
+    [
+        (Assigning, "net.0.weight"),
+        (Late, "net.0.weight"),
+        (Teacher, "teacher.weight"),
+        (Adding, "scale"),
+        (BetweenRounds, "net.0.weight"),
+        (NewHead, "net.2.weight"),
+        (NewHeadBetweenRounds, "net.2.weight"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:engine=")
 def test_a_new_parameter_is_refused_by_name(learner: type[Lit], name: str, engine: str) -> None:
     with pytest.raises(

@@ -41,7 +41,10 @@ class Pull(FederatedCallback):
 
 
 class Rounds(pl.LightningModule):
-    """Stands for the federated module: one batch an epoch, logs and calls what that logs and calls."""
+    """Stands for the federated module.
+
+    One batch an epoch, logs and calls what that logs and calls.
+    """
 
     run_seed = 7
     accuracies = (0.1, 0.6, 0.4, 0.5)
@@ -104,10 +107,18 @@ def trainer_in(
         loggers.append(TensorBoardLogger(str(folder), name="", version=""))
     bar = any(isinstance(c, FederatedProgressBar) for c in callbacks)
     return pl.Trainer(
-        max_epochs=rounds, default_root_dir=folder, logger=loggers, callbacks=list(callbacks), accelerator="cpu",
-        enable_progress_bar=bar, enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1,
-        num_sanity_val_steps=0, plugins=[AtomicCheckpointIO()],
-    )  # fmt: skip
+        max_epochs=rounds,
+        default_root_dir=folder,
+        logger=loggers,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        enable_progress_bar=bar,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        plugins=[AtomicCheckpointIO()],
+    )
 
 
 @pytest.mark.parametrize("csv", [True, False])
@@ -123,10 +134,16 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
     ].endswith("00:00 left")
     table = [" ".join(line.split()) for line in out.splitlines() if line.startswith("  ")]
     assert table == [
-        "rounds 47", "accuracy last 0.4000, best 0.6000 (round 2)", "training loss 0.0213", "divergence Δ 0.25",
-        "seconds per round 0.125 (median)", "communicated 70.5 M parameters, 282 MB", f"results in {tmp_path}",
-        f"curves tensorboard --logdir {tmp_path}", "note participation=1 is one client a round",
-    ]  # fmt: skip
+        "rounds 47",
+        "accuracy last 0.4000, best 0.6000 (round 2)",
+        "training loss 0.0213",
+        "divergence Δ 0.25",
+        "seconds per round 0.125 (median)",
+        "communicated 70.5 M parameters, 282 MB",
+        f"results in {tmp_path}",
+        f"curves tensorboard --logdir {tmp_path}",
+        "note participation=1 is one client a round",
+    ]
 
 
 class StopAfterTwo(pl.Callback):
@@ -197,10 +214,15 @@ def test_the_card_says_what_ran_and_what_came_out_once(tmp_path: Path) -> None:
     card = (tmp_path / "card.md").read_text()
     assert card.startswith("# FedAvg · 2 of 4 clients\n")
     for line in [
-        "| seed | 7 |", "| Pull | beta=0.25 |", "| partition | Dirichlet(0.1) |", "| engine | sequential |",
-        f"| torch | {torch.__version__.split('+')[0]}", "| rounds | 4 |",
-        "| accuracy | last 0.5000, best 0.6000 (round 2) |", "| note | participation=1 is one client a round |",
-    ]:  # fmt: skip
+        "| seed | 7 |",
+        "| Pull | beta=0.25 |",
+        "| partition | Dirichlet(0.1) |",
+        "| engine | sequential |",
+        f"| torch | {torch.__version__.split('+')[0]}",
+        "| rounds | 4 |",
+        "| accuracy | last 0.5000, best 0.6000 (round 2) |",
+        "| note | participation=1 is one client a round |",
+    ]:
         assert line in card
     assert card.count("## Result") == card.count("# FedAvg") == card.count("## Data") == 1
     assert (tmp_path / "partition.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,5 @@
-"""What is shown of a run: what the learner shows, what is monitored, and of personal models their own accuracy."""
+"""What is shown of a run: what the learner shows, what is monitored, and of personal models their
+own accuracy."""
 
 from __future__ import annotations
 
@@ -48,9 +49,12 @@ def ran(folder: Path, learner: Any, *callbacks: Any, rounds: int = 2, folders: b
     if folders:
         every = [run, *every, RunCheckpoint(run), RunRecord("{}", ["fl-lightning", "fit"])]
     fit = trainer(
-        rounds, [*every[:1], *callbacks, *every[1:]], default_root_dir=str(folder), enable_progress_bar=True,
+        rounds,
+        [*every[:1], *callbacks, *every[1:]],
+        default_root_dir=str(folder),
+        enable_progress_bar=True,
         enable_checkpointing=True,
-    )  # fmt: skip
+    )
     fit.fit(module := federated(learner), data())
     return module
 
@@ -137,6 +141,8 @@ def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys:
     assert "a/seed-0: done, val_auc 0.7500, clients/acc 0.5000" in capsys.readouterr().out
     selected = Table("x", "val/acc", {}).lines({runs["a/seed-1"]: DONE, runs["b/seed-0"]: DONE})
     assert [line.split() for line in selected[2:-1]] == [
-        ["val/acc,", "val_auc", "seed", "1", "seed", "0"], ["a", "0.5000,", "–"], ["b", "0.1250,", "0.7500"],
-    ]  # fmt: skip
+        ["val/acc,", "val_auc", "seed", "1", "seed", "0"],
+        ["a", "0.5000,", "–"],
+        ["b", "0.1250,", "0.7500"],
+    ]
     assert "val/acc" in Table("x", None, {}).lines({runs["a/seed-1"]: DONE})[2]

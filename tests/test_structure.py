@@ -1,4 +1,7 @@
-"""Imports point one way, with no circle, not even for types; each file can be read in one sitting."""
+"""Imports point one way, with no circle, not even for types.
+
+Each file can be read in one sitting.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fl_lightning"
 LONGEST = 600
 
-# from the ground up: a file may import what stands on an earlier line, and of its own package anything but a circle
+# from the ground up: a file may import what stands on an earlier line, and of its own package
+# anything but a circle
 LAYERS = """
 errors lightning
 configs processes devices sampling schedules strategies metrics storage

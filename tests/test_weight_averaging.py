@@ -1,4 +1,7 @@
-"""Lightning's callbacks that average weights: over rounds, what is evaluated and exported, resumed to the same bits."""
+"""Lightning's callbacks that average weights.
+
+Over rounds, what is evaluated and exported, resumed to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ KINDS: dict[str, Any] = {"ema": lambda: EMAWeightAveraging(decay=DECAY), "mean":
 
 
 class Saving(pl.Callback):
-    """Keeps every round's checkpoint, and the weights of the server and those that are validated."""
+    """Keeps every round's checkpoint, and the weights of the server and those that are
+    validated."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.w, self.validated = folder, list[Tensor](), list[Tensor]()

@@ -1,1 +1,2 @@
-"""Two checkouts of this repository, compared in what they compute, how fast, and in how much memory."""
+"""Two checkouts of this repository, compared in what they compute, how fast, and in how much
+memory."""

@@ -1,9 +1,11 @@
-"""``python -m benchmarks.checkouts OLD NEW bits|time|memory``: do two checkouts do the same, and as fast?
+"""``python -m benchmarks.checkouts OLD NEW bits|time|memory``: do two checkouts do the same, and as
+fast?
 
-bits: small runs of many methods and settings, by each engine, in one process and in two, whole and resumed in the
-middle; by hashes of all that they leave. With --cross, NEW also resumes OLD's checkpoints. time: seconds a round, the
-checkouts' rounds in turn, and OLD's once more in another process, which shows the noise. memory: the peak of a run with
-10⁷ parameters. Each checkout runs in processes of its own.
+bits: small runs of many methods and settings, by each engine, in one process and in two, whole and
+resumed in the middle; by hashes of all that they leave. With --cross, NEW also resumes OLD's
+checkpoints. time: seconds a round, the checkouts' rounds in turn, and OLD's once more in another
+process, which shows the noise. memory: the peak of a run with 10⁷ parameters. Each checkout runs in
+processes of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ HERE = Path(__file__).parent
 WORKLOADS = ("loop", "W1", "W4-scaffold", "W4-fedsmoo", "W5")
 ENGINES = ("auto", "captured", "sequential")
 METHODS = (("FedAvg", "sequential"), ("FedSMOO", "sequential"), ("FedSMOO", "captured"))
-LEGEND = "/2: in two processes; +: stopped after two rounds and resumed; refused: by both, or as told above."
+LEGEND = (
+    "/2: in two processes; +: stopped after two rounds and resumed; refused: by both, or as "
+    "told above."
+)
 Found = dict[str, dict[str, dict[str, Any]]]  # composition, kind: items, or refused, or failed
 
 
@@ -76,7 +81,10 @@ class Worker:
 def bits(
     old: Path, new: Path, patterns: Sequence[str], cross: bool, folder: Path
 ) -> dict[str, Found]:
-    """What the checkouts found, side by side; with ``cross``, then, what NEW makes of OLD's checkpoints."""
+    """What the checkouts found, side by side.
+
+    With ``cross``, then, what NEW makes of OLD's checkpoints.
+    """
     found: dict[str, Found] = {}
     for together in ({"old": old, "new": new}, {"cross": new} if cross else {}):
         workers = {}
@@ -110,7 +118,8 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
 
 
 def across(found: dict[str, Found]) -> tuple[Found, Found]:
-    """What OLD left, uninterrupted, of the rounds that were resumed; and what NEW made of OLD's checkpoints.
+    """What OLD left, uninterrupted, of the rounds that were resumed; and what NEW made of OLD's
+    checkpoints.
 
     Where OLD left no checkpoint, there is nothing to take up.
     """
@@ -160,7 +169,10 @@ def show(title: str, old: Found, new: Found, lenient: bool = False) -> dict[str,
 
 
 def trained(found: Found) -> None:
-    """By kind: which engine trained, and how often; an engine asked for may hand over to another."""
+    """By kind: which engine trained, and how often.
+
+    An engine asked for may hand over to another.
+    """
     for kind in next(iter(found.values())):
         runs = Counter(kinds[kind].get("engine", "refused or failed") for kinds in found.values())
         print(f"  {kind:14} " + "; ".join(f"{n} {engine}" for engine, n in runs.most_common()))
@@ -199,7 +211,10 @@ def compare_bits(
 def seconds_in_turn(
     checkouts: dict[str, Path], arguments: Sequence[object], turns: int, folder: Path
 ) -> dict[str, Any]:
-    """Wall and CPU seconds of each turn but the first, by checkout; all processes live on, one computes at a time."""
+    """Wall and CPU seconds of each turn but the first, by checkout.
+
+    All processes live on, one computes at a time.
+    """
     workers: dict[str, Worker] = {}
     for who, checkout in checkouts.items():
         workers[who] = Worker("rounds.py", checkout, ["time", *arguments, turns], folder)
@@ -224,10 +239,12 @@ def compare_time(
 ) -> tuple[dict[str, Any], bool]:
     checkouts = {"old": old, "new": new, "again": old}
     print(
-        "Seconds a turn: medians. Ratios turn by turn: median (quartiles); of the fastest turns; of CPU time, median."
+        "Seconds a turn: medians. Ratios turn by turn: median (quartiles); of the fastest "
+        "turns; of CPU time, median."
     )
     print(
-        f"'again' is OLD in another process: the noise.\n{'':24}{'old':>9}{'new':>9}   {'new / old':39}again / old"
+        f"'again' is OLD in another process: the noise.\n{'':24}{'old':>9}{'new':>9}   "
+        f"{'new / old':39}again / old"
     )
     results: dict[str, Any] = {}
     for name in given.only or WORKLOADS:
@@ -262,7 +279,8 @@ def compare_memory(
     old: Path, new: Path, given: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], bool]:
     print(
-        "peak resident memory of ten clients over what the process held before, in vectors of D numbers"
+        "peak resident memory of ten clients over what the process held before, in vectors of "
+        "D numbers"
     )
     results: dict[str, Any] = {}
     for method, engine in METHODS:

@@ -1,8 +1,9 @@
-"""A worker of ``benchmarks.checkouts``: small federated runs in a checkout, and hashes of all that each leaves.
+"""A worker of ``benchmarks.checkouts``: small federated runs in a checkout, and hashes of all that
+each leaves.
 
-``bits.py FOLDER [PATTERN …] [--resume OTHER]``, with the checkout as working directory and on PYTHONPATH, prints what
-it found as one line of JSON; checkpoints of runs that are stopped and resumed lie in FOLDER. Each run is a process of
-its own, or several, forked after the imports.
+``bits.py FOLDER [PATTERN …] [--resume OTHER]``, with the checkout as working directory and on
+PYTHONPATH, prints what it found as one line of JSON; checkpoints of runs that are stopped and
+resumed lie in FOLDER. Each run is a process of its own, or several, forked after the imports.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """How a composition is run: the engine's arguments, in how many processes, and whether it is stopped half-way."""
+    """How a composition is run: the engine's arguments, in how many processes, and whether it is
+    stopped half-way."""
 
     engine: dict[str, Any]
     processes: int = 1
@@ -63,7 +65,10 @@ KINDS = {
 
 
 class Hashes(pl.Callback):
-    """SHA-256 by name of what a run leaves: models, buffers, states, rows, and each round's metrics but times."""
+    """SHA-256 by name of what a run leaves.
+
+    Models, buffers, states, rows, and each round's metrics but times.
+    """
 
     def __init__(self) -> None:
         self.items: dict[str, str] = {}
@@ -157,7 +162,10 @@ def outcome(composition: Composition, kind: Kind, folder: Path, other: Path | No
 
 
 def in_processes(world: int, job: Callable[[], Found]) -> Found:
-    """Run ``job`` in forked processes, joined by gloo where there are several; what they leave, taken together."""
+    """Run ``job`` in forked processes, joined by gloo where there are several.
+
+    What they leave, taken together.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -205,7 +213,8 @@ def _forked(job: Callable[[], Found], rank: int, world: int, port: int) -> tuple
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             left = {
-                "failed": f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+                "failed": f"{type(error).__name__}: {error} "
+                f"({Path(where.filename).name}:{where.lineno})"
             }
         with os.fdopen(theirs, "w") as end:
             json.dump(left, end)
@@ -214,7 +223,10 @@ def _forked(job: Callable[[], Found], rank: int, world: int, port: int) -> tuple
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """The compositions that match one of the patterns, each of which has to match something; without any: all."""
+    """The compositions that match one of the patterns, each of which has to match something.
+
+    Without any: all.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in COMPOSITIONS):
             raise SystemExit(

@@ -1,4 +1,5 @@
-"""What ``benchmarks.checkouts`` runs to compare bits: methods and settings in many combinations, on a tiny federation.
+"""What ``benchmarks.checkouts`` runs to compare bits: methods and settings in many combinations, on
+a tiny federation.
 
 Only what both checkouts know under one name is used here.
 """
@@ -65,7 +66,10 @@ class Embedded(nn.Module):
 
 
 class Learner(pl.LightningModule):
-    """Cross-entropy with SGD, and logs of training and validation; nothing that an engine would not take."""
+    """Cross-entropy with SGD, and logs of training and validation.
+
+    Nothing that an engine would not take.
+    """
 
     def __init__(self, network: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -128,7 +132,10 @@ class Everything(FederatedCallback):
 
 
 def federation(poisoned: bool = False) -> InMemoryDataModule:
-    """Unequal clients with labels of their own; ``poisoned``: one has a sample that is not finite."""
+    """Unequal clients with labels of their own.
+
+    ``poisoned``: one has a sample that is not finite.
+    """
     rng = np.random.default_rng(3)
     x = np.concatenate([rng.normal(size=(n, 16)) + rng.normal(size=16) for n in SIZES]).astype(
         np.float32

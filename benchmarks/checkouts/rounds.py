@@ -1,9 +1,9 @@
 """A worker of ``benchmarks.checkouts``: rounds that are timed one by one, or the memory of a run.
 
-``rounds.py time WORKLOAD ENGINE TURNS`` runs rounds at the word of the process that started it: each line on standard
-input begins a turn, each line on standard output tells the wall and CPU seconds of the last.
-``rounds.py memory METHOD ENGINE`` prints the peak of a run. Both with the checkout as working directory and on
-PYTHONPATH.
+``rounds.py time WORKLOAD ENGINE TURNS`` runs rounds at the word of the process that started it:
+each line on standard input begins a turn, each line on standard output tells the wall and CPU
+seconds of the last. ``rounds.py memory METHOD ENGINE`` prints the peak of a run. Both with the
+checkout as working directory and on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Regression(pl.LightningModule):
 
 
 class Turns(pl.Callback):
-    """Before each turn of so many rounds, and after the last: say what the one before took, and wait for a line."""
+    """Before each turn of so many rounds, and after the last.
+
+    Say what the one before took, and wait for a line.
+    """
 
     def __init__(self, rounds: int, tell: Any) -> None:
         self.rounds, self.tell, self.began = rounds, tell, _clocks()
@@ -73,7 +76,10 @@ def _clocks() -> tuple[float, float]:
 def workload(
     name: str, engine: dict[str, Any]
 ) -> tuple[FederatedModule, InMemoryDataModule, list[Any]]:
-    """A workload of ``benchmarks.workloads``, or ``loop``: one weight and one step, so that the loop itself remains."""
+    """A workload of ``benchmarks.workloads``, or ``loop``.
+
+    One weight and one step, so that the loop itself remains.
+    """
     if name == "loop":
         x = torch.linspace(0, 1, 4).view(-1, 1)
         data = InMemoryDataModule((x, 2 * x), clients=[[i] for i in range(4)], batch_size=1)
@@ -113,7 +119,8 @@ def timed(name: str, engine: str, turns: int, tell: Any) -> dict[str, Any]:
 
 
 def memory(method: str, engine: str) -> dict[str, float]:
-    """Peak resident memory of three rounds of ten clients, over that of a process that has trained something small."""
+    """Peak resident memory of three rounds of ten clients, over that of a process that has trained
+    something small."""
 
     def train(widths: tuple[int, ...]) -> int:
         x, y = torch.randn(20, widths[0]), torch.randn(20, widths[-1])

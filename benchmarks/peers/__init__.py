@@ -1,8 +1,9 @@
 """Other systems doing the same rounds (extra ``bench``), each in processes of its own.
 
-A peer is a function ``play(work, processes, rounds)`` in a module of its name: it prepares the workload and calls
-``rounds`` with a function that does one round and gives the mean training loss over its local steps. Imports, data,
-processes and compilation are before the first round, or in it; seconds are taken around that function alone.
+A peer is a function ``play(work, processes, rounds)`` in a module of its name: it prepares the
+workload and calls ``rounds`` with a function that does one round and gives the mean training loss
+over its local steps. Imports, data, processes and compilation are before the first round, or in it;
+seconds are taken around that function alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of the table: a module here, intra-op threads of each process, and processes that train together."""
+    """A row of the table: a module here, intra-op threads of each process, and processes that train
+    together."""
 
     module: str
     threads: int = 1
@@ -52,7 +54,10 @@ PEERS = {
 
 
 def peers(work: Workload, asked: dict[str, Peer]) -> dict[str, Running]:
-    """Those that are installed and have this workload, ready for their first round; a line for each of the others."""
+    """Those that are installed and have this workload, ready for their first round.
+
+    A line for each of the others.
+    """
     started = {name: Running(name, peer, work) for name, peer in asked.items()}
     found = {}
     for name, running in started.items():
@@ -107,7 +112,8 @@ class Running:
 
 
 def _serve(connection: Connection, peer: Peer, workload: str, rank: int, address: str) -> None:
-    """Run by a peer's process: ready (or why not), then a round for each request until the other end is closed."""
+    """Run by a peer's process: ready (or why not), then a round for each request until the other
+    end is closed."""
     torch.set_num_threads(peer.threads)
     torch.manual_seed(rank)
     warnings.filterwarnings("ignore")

@@ -1,4 +1,7 @@
-"""The bare PyTorch loop, in a process of its own as the others are: a run's settings of the process are not its."""
+"""The bare PyTorch loop, in a process of its own as the others are.
+
+A run's settings of the process are not its.
+"""
 
 from __future__ import annotations
 

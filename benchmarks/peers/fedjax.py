@@ -93,7 +93,8 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
 
     def gradients(p: Parameters, batch: Parameters, rng: Any) -> Parameters:
         value, gradient = jax.value_and_grad(loss)(p["network"], batch)
-        # FedAvg gives no losses: a number that every step raises by LR times the loss is averaged with the weights
+        # FedAvg gives no losses: a number that every step raises by LR times the loss is averaged
+        # with the weights
         return {"network": gradient, "loss": -value}
 
     decay = optax.add_decayed_weights(work.weight_decay, mask={"network": True, "loss": False})

@@ -51,7 +51,8 @@ def train(message: Message, context: Context) -> Message:
 def play(work: Workload, processes: int, rounds: Rounds) -> None:
     if work.methods:
         raise Missing(f"it has no {' + '.join(work.methods)}")
-    import ray  # noqa: F401  # Flower's extra `simulation`; without it the run would end the process
+    # Of Flower's extra `simulation`; without it the run would end the process.
+    import ray  # noqa: F401
 
     server_app = ServerApp()
     config = ConfigRecord(

@@ -1,8 +1,8 @@
 """Apple's pfl-research: FederatedAveraging or SCAFFOLD (Option II) on its SimulatedBackend.
 
-pfl 0.6.0's Option II has the difference of the models with the wrong sign (it adds y - x, the paper x - y), so that its
-variates are the paper's negated and its losses go to 0. We hand its step the two variates the other way round: the
-same work, and the paper's method.
+pfl 0.6.0's Option II has the difference of the models with the wrong sign (it adds y - x, the paper
+x - y), so that its variates are the paper's negated and its losses go to 0. We hand its step the
+two variates the other way round: the same work, and the paper's method.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a client brings home: an update that is finite, buffers, and nothing of a client that diverged."""
+"""What a client brings home: an update that is finite, buffers, and nothing of a client that
+diverged."""
 
 from __future__ import annotations
 

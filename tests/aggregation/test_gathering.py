@@ -1,4 +1,5 @@
-"""All updates at the server: whose they are, that they are the clients', and what may be done with them."""
+"""All updates at the server: whose they are, that they are the clients', and what may be done with
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server's step: the mean of what clients sent, the server optimizer on it, and when neither happens."""
+"""The server's step: the mean of what clients sent, the server optimizer on it, and when neither
+happens."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ torch.set_num_threads(1)
 
 
 def leaf(seed: int, part: bool = True) -> Leaf | None:
-    """Numbers of many magnitudes, so that the order of adding shows in the last bits; some leaves lack an entry."""
+    """Numbers of many magnitudes, so that the order of adding shows in the last bits.
+
+    Some leaves lack an entry.
+    """
     draw = torch.Generator().manual_seed(seed)
     if not part:
         return None

@@ -1,4 +1,5 @@
-"""``analyse`` on real runs: what it writes is what loggers logged, and what the exported model has."""
+"""``analyse`` on real runs: what it writes is what loggers logged, and what the exported model
+has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The comparison of two checkouts, as a process: what is the same is said to be, and what was planted is found."""
+"""The comparison of two checkouts, as a process.
+
+What is the same is said to be, and what was planted is found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The command that compares, times and profiles on a GPU, tried on the CPU as a process of its own."""
+"""The command that compares, times and profiles on a GPU, tried on the CPU as a process of its
+own."""
 
 from __future__ import annotations
 

@@ -189,8 +189,16 @@ def test_every_claim_of_the_protocol_can_be_judged(name: str, tmp_path: Path) ->
     folder = tmp_path / name.rpartition("/")[2]
     layers = [f"{form}/{layer}" for form in FORMS for layer in ("first", "second", "last")]
     rising = np.linspace(0, 0.3, 12)
-    logged = ["divergence/all", "divergence/participants", "divergence/update", "global/train_loss", "global/gap",
-              "hessian/top_eigenvalue", "hessian/trace", "val/loss"]  # fmt: skip
+    logged = [
+        "divergence/all",
+        "divergence/participants",
+        "divergence/update",
+        "global/train_loss",
+        "global/gap",
+        "hessian/top_eigenvalue",
+        "hessian/trace",
+        "val/loss",
+    ]
     for arm in arms(spec):
         for seed in spec.seeds or []:
             noise = 0.5 + random.normal(0, 0.01, (len(logged) + len(layers), 12))

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_one_table_with_json_and_plot_beside_it(tmp_path: Path) -> None:
-    tiny = "--axis clients --values 400 --returning 20 --rounds 6 --checkpoint-every 2 --rows-in-memory 2"
+    tiny = (
+        "--axis clients --values 400 --returning 20 --rounds 6 --checkpoint-every 2 "
+        "--rows-in-memory 2"
+    )
     command = [
         sys.executable,
         "-m",

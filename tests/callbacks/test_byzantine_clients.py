@@ -1,4 +1,7 @@
-"""Who attacks, that it is told, and that the attack comes where it should; what it sends is in the oracle's tests."""
+"""Who attacks, that it is told, and that the attack comes where it should.
+
+What it sends is in the oracle's tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Methods together: their order does not matter, what cannot run together is refused, what is sent is counted."""
+"""Methods together: their order does not matter, what cannot run together is refused, what is sent
+is counted."""
 
 from __future__ import annotations
 
@@ -173,7 +174,10 @@ def resnet(callbacks: list[Any], rounds: int) -> Run:
 
 @pytest.mark.parametrize("alpha", [1, 5, 10])
 def test_sent_parameters_of_fedals_on_resnet20(alpha: int) -> None:
-    """FedALS's Table 2, per client and round: the head's 650 always, the extractor's 269,072 every α-th round."""
+    """FedALS's Table 2, per client and round.
+
+    The head's 650 always, the extractor's 269,072 every α-th round.
+    """
     rounds, method = 10, c.PartialAveraging(period=alpha)
     last = resnet([method, c.CommunicationLogger()], rounds).record.metrics[-1]
     each = 650 + 269_072 / alpha
@@ -185,7 +189,10 @@ def test_sent_parameters_of_fedals_on_resnet20(alpha: int) -> None:
 
 
 def test_compositions_with_fedals_are_counted_by_part() -> None:
-    """SCAFFOLD's c and c_i count as the model: down where no valid copy is kept, up where averaged."""
+    """SCAFFOLD's c and c_i count as the model.
+
+    Down where no valid copy is kept, up where averaged.
+    """
     rounds, n, extractor = 4, 8, 16
     methods = [
         c.PartialAveraging(periods={"net.0.*": 2}),

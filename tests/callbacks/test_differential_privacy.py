@@ -90,7 +90,8 @@ def test_what_a_client_s_tensor_holds_is_not_changed_in_place():
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize("sigma", [0.0, 0.7])
 def test_the_round_is_algorithm_1(engine, sigma):
-    """w ← w + (Σ clipped u_i + σ C N(0, I))/(q m), with the updates that FedAvg's clients would send from there."""
+    """w ← w + (Σ clipped u_i + σ C N(0, I))/(q m), with the updates that FedAvg's clients would
+    send from there."""
     clip, rounds = 0.05, 5
     whole = [run(known(clip, sigma), Sent(), rounds=t, engine=engine) for t in range(1, rounds + 1)]
     w = fit_start()
@@ -141,7 +142,8 @@ def test_poisson_sampling_is_a_coin_for_each_client():
 
 
 def test_the_deviation_of_the_noise():
-    """Over 10⁵ draws within 3 % (that is 13 standard errors), through the aggregate that a run uses."""
+    """Over 10⁵ draws within 3 % (that is 13 standard errors), through the aggregate that a run
+    uses."""
     module = run(DifferentialPrivacy(2.0, 3.0), rounds=1, participation=1e-9)
     per_round = len(module.global_vector)
     method, draws = DifferentialPrivacy(2.0, 3.0), []
@@ -181,7 +183,10 @@ def test_what_is_spent_agrees_with_two_accountants():
 
 
 def test_little_noise_has_its_price_in_moderate_time_and_memory():
-    """At dp-accounting's own grid, σ = 0.05 takes gigabytes; its ε is that of a finer grid where there is one."""
+    """At dp-accounting's own grid, σ = 0.05 takes gigabytes.
+
+    Its ε is that of a finer grid where there is one.
+    """
     pytest.importorskip("dp_accounting")
     assert epsilon(0.1, 0.1, 100, 1e-5) == pytest.approx(1200.576, rel=1e-5)
     spent = [epsilon(sigma, 0.1, 2, 1e-5) for sigma in (0.3, 0.1, 0.05, 0.01, 0.001, 1e-5)]
@@ -345,7 +350,10 @@ def test_numpys_numbers_are_pythons(share):
     ],
 )
 def test_rounds_of_less_privacy_are_not_counted_as_of_more(tmp_path, first, then, said):
-    """``strict_resume=False`` goes on with other settings; ε would tell of the present ones alone."""
+    """``strict_resume=False`` goes on with other settings.
+
+    Ε would tell of the present ones alone.
+    """
     run(*first, rounds=2, folder=str(tmp_path))
     with pytest.raises(UserError, match=said):
         run(

@@ -1,4 +1,5 @@
-"""A method's file is its paper: it says what travels, and shows something true (the doctests run with the suite).
+"""A method's file is its paper: it says what travels, and shows something true (the doctests run
+with the suite).
 
 That it imports fl_lightning.callback alone is held by tests/test_structure.py.
 """

@@ -1,4 +1,7 @@
-"""What is measured of the model after a round: that it is right, when it is, and that the run does not see it."""
+"""What is measured of the model after a round.
+
+That it is right, when it is, and that the run does not see it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Our runs agree with the oracle's to 1e-9: model, client state, server state, and what was counted.
+"""Our runs agree with the oracle's to 1e-9: model, client state, server state, and what was
+counted.
 
-Minibatches, three of eight clients of unequal size and step count, decaying rate, weight decay, clipping.
+Minibatches, three of eight clients of unequal size and step count, decaying rate, weight decay,
+clipping.
 """
 
 from __future__ import annotations

@@ -126,7 +126,10 @@ def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[st
 
 
 def test_work_that_never_reaches_the_server_is_said() -> None:
-    """With p = 0.1 and α = 10 about four fifths, nothing when all participate; that clients train alone."""
+    """With p = 0.1 and α = 10 about four fifths, nothing when all participate.
+
+    That clients train alone.
+    """
     said = []
     for n, arguments in (
         (10, {"period": 10}),
@@ -158,7 +161,10 @@ def test_personal_parts_are_never_averaged_and_what_is_evaluated_is_their_mean()
 
 
 def test_where_nobody_finished_the_personal_parts_mean_stays_what_is_evaluated() -> None:
-    """Poisson rounds may be empty: w^0 of the heads has never been anybody's model after the first round."""
+    """Poisson rounds may be empty.
+
+    W^0 of the heads has never been anybody's model after the first round.
+    """
     evaluated: list[torch.Tensor] = []
     with quiet():
         module = fit(

@@ -1,4 +1,7 @@
-"""Each client's model on its own test samples, against plain PyTorch; what is said, drawn, written; unseen by a run."""
+"""Each client's model on its own test samples, against plain PyTorch; what is said, drawn, written.
+
+Unseen by a run.
+"""
 
 from __future__ import annotations
 
@@ -138,8 +141,10 @@ def test_kept_parts_and_a_methods_own_model_and_clients_that_never_trained() -> 
         and {i for i in models if torch.equal(models[i], w)} == set(range(10)) - trained
     )
     agree(measured(module), by_hand(module, models), seen.samples)
-    assert torch.equal(torch.cat([p.reshape(-1) for p in module.export(client=min(trained)).parameters()]),
-                       models[min(trained)])  # fmt: skip
+    assert torch.equal(
+        torch.cat([p.reshape(-1) for p in module.export(client=min(trained)).parameters()]),
+        models[min(trained)],
+    )
 
     module = run(seen := c.PerClientEvaluation(), Last())
     rows = {i: module.client_rows.read("Last.last", i) for i in range(10)}
@@ -149,11 +154,15 @@ def test_kept_parts_and_a_methods_own_model_and_clients_that_never_trained() -> 
 
 
 def test_a_part_that_was_averaged_since_is_the_servers() -> None:
-    """Period 2, four rounds: after round 3 all is averaged, after round 2 participants have a copy of their own."""
+    """Period 2, four rounds: after round 3 all is averaged, after round 2 participants have a copy
+    of their own."""
     parts = lambda: c.PartialAveraging({"net.2.*": 2})  # noqa: E731
     module = run(c.PerClientEvaluation(), parts(), rounds=4)
-    agree(measured(module), by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())),
-          {i: len(module.trainer.datamodule.client_test_indices(i)) for i in range(10)})  # fmt: skip
+    agree(
+        measured(module),
+        by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())),
+        {i: len(module.trainer.datamodule.client_test_indices(i)) for i in range(10)},
+    )
     module = run(c.PerClientEvaluation(), parts(), rounds=3)
     own = [
         i
@@ -170,9 +179,12 @@ def _flat(learner: Any) -> Tensor:
 def test_fine_tuning_is_local_training_from_the_personal_model() -> None:
     """The whole client in one batch, so that the order of samples makes no difference."""
     module = run(
-        seen := c.PerClientEvaluation(finetune_epochs=2), Last(), federation=data(batch_size=None), lr_decay=0.5,
+        seen := c.PerClientEvaluation(finetune_epochs=2),
+        Last(),
+        federation=data(batch_size=None),
+        lr_decay=0.5,
         clip_norm=1e-3,
-    )  # fmt: skip
+    )
     federation = module.trainer.datamodule
     (x, y), models = federation._given_sets["train"], {}
     for i in range(10):

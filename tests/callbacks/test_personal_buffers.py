@@ -1,4 +1,7 @@
-"""FedBN against plain PyTorch: norms and their buffers stay with the client, the server's buffers follow."""
+"""FedBN against plain PyTorch.
+
+Norms and their buffers stay with the client, the server's buffers follow.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ ROUNDS = 4
 def fedbn(
     folder: Path | None = None, rounds: int = ROUNDS, start: str | None = None, **arguments: Any
 ) -> Any:
-    """Three of ten clients a round; clients of 24 to 16 samples by batches of 10, so that no batch is of one."""
+    """Three of ten clients a round.
+
+    Clients of 24 to 16 samples by batches of 10, so that no batch is of one.
+    """
     torch.manual_seed(3)
     strategy = {"strategy": "federated", "devices": 2} if arguments.pop("world", 1) > 1 else {}
     module = federated(Normed(), weighting="samples", lr_decay=0.9, **arguments)
@@ -34,7 +40,10 @@ def fedbn(
 
 
 def by_hand(module: Any) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """Every parameter and buffer by name: the server's, and those of clients that took part; plain PyTorch."""
+    """Every parameter and buffer by name: the server's, and those of clients that took part.
+
+    Plain PyTorch.
+    """
     data = module.trainer.datamodule
     learner = _start()
     server = copy.deepcopy(learner.state_dict())

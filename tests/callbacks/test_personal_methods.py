@@ -1,4 +1,7 @@
-"""What personal methods promise beside their rules: recorded steps, what is refused and noted, FedAvg's own bits."""
+"""What personal methods promise beside their rules.
+
+Recorded steps, what is refused and noted, FedAvg's own bits.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def test_dittos_global_model_is_fedavgs_to_the_last_bit(strength: float) -> None
 
 
 def test_in_fedrep_nothing_that_rests_moves_whatever_the_order_of_callbacks() -> None:
-    """Momentum and weight decay, and a correction listed after it: where the head takes all steps, the body rests."""
+    """Momentum and weight decay, and a correction listed after it.
+
+    Where the head takes all steps, the body rests.
+    """
     head = slice(16, 31)
     first, last = (
         [c.AlternatingHead(9), c.ProximalTerm(0.5)],

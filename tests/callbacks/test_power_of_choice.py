@@ -1,4 +1,7 @@
-"""Power-of-Choice against the paper's rule in NumPy: who has the largest last loss among the candidates."""
+"""Power-of-Choice against the paper's rule in NumPy.
+
+Who has the largest last loss among the candidates.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def test_everybody_comes_once_before_anybody_comes_twice() -> None:
 
 
 class Undefined(Lit):
-    """Client 1's loss is no number in its first round, client 2's is infinite; their gradients are."""
+    """Client 1's loss is no number in its first round, client 2's is infinite.
+
+    Their gradients are.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -1,4 +1,7 @@
-"""What a private run draws from: a secret that is in one file, the same after a resume, and never the same twice."""
+"""What a private run draws from.
+
+A secret that is in one file, the same after a resume, and never the same twice.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ def released(federation, method, rounds=1):
 
 
 def test_neighbouring_data_and_one_seed_do_not_cancel_the_noise():
-    """The difference of the models is that of two draws, √2 times as wide as one: it tells nothing but noise."""
+    """The difference of the models is that of two draws, √2 times as wide as one.
+
+    It tells nothing but noise.
+    """
     clip, sigma = 0.05, 20.0
     deviation = sigma * clip / len(SIZES)
     ours, theirs = (
@@ -96,9 +102,15 @@ def test_a_copy_of_the_folder_that_goes_on_with_other_data_has_other_noise(tmp_p
     for name, federation in (("b", first), ("c", second), ("d", first)):
         shutil.copytree(tmp_path / "a", tmp_path / name)
         module = run(
-            DifferentialPrivacy(0.05, 20.0), rounds=2, folder=str(tmp_path / name), federation=federation, resume=True,
-            strict_resume=False, learner=Wide(), participation=1.0,
-        )  # fmt: skip
+            DifferentialPrivacy(0.05, 20.0),
+            rounds=2,
+            folder=str(tmp_path / name),
+            federation=federation,
+            resume=True,
+            strict_resume=False,
+            learner=Wide(),
+            participation=1.0,
+        )
         left.append(module.global_vector.detach())
     difference = (left[0] - left[1]).numpy() / (20.0 * 0.05 / len(SIZES))
     assert abs(difference.std() / math.sqrt(2) - 1) < 5 / math.sqrt(2 * len(difference))
@@ -371,7 +383,10 @@ class Counts(Learner):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool, torch.uint8])
 def test_buffers_of_every_kind_of_number_are_refused(dtype, late):
-    """What is no floating-point number reached the server as it is: a count of a client's samples, say."""
+    """What is no floating-point number reached the server as it is.
+
+    A count of a client's samples, say.
+    """
     with pytest.raises(UserError, match="the buffer held neither clipped nor noised"):
         run(
             DifferentialPrivacy(1.0, 1.0),

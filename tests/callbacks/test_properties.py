@@ -1,4 +1,7 @@
-"""What the papers prove, on quadratics through the real loop: it would catch a rule misread twice."""
+"""What the papers prove, on quadratics through the real loop.
+
+It would catch a rule misread twice.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ START = np.full(D, 3.0)
 
 
 def away(callbacks: list[Any], rounds: int, **options: Any) -> float:
-    """How far the last w is from the optimum of the mean objective: two of six clients a round, five steps."""
+    """How far the last w is from the optimum of the mean objective.
+
+    Two of six clients a round, five steps.
+    """
     given = problem()
     end = quadratics(
         given, START, callbacks, rounds, participation=2, local_steps=5, lr=0.1, **options
@@ -90,7 +96,10 @@ def test_fedals_with_period_one_is_fedavg() -> None:
 
 
 def test_fedals_with_one_part_is_fedavg_with_more_local_steps() -> None:
-    """Full batches and participation, constant rate, plain SGD: α rounds of τ steps are one of α τ."""
+    """Full batches and participation, constant rate, plain SGD.
+
+    Α rounds of τ steps are one of α τ.
+    """
     options: dict[str, Any] = {"participation": "all", "lr": 0.1}
     als = quadratics(
         problem(), START, [c.PartialAveraging({"*": 3})], 12, local_steps=2, **options

@@ -87,7 +87,10 @@ def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_r
 
 
 def test_mixing_keeps_honest_clients_that_are_far_from_each_other() -> None:
-    """Of 13 rows 10 lie along axes of their own, and 3 send the opposite of the mean: no coordinate has a majority."""
+    """Of 13 rows 10 lie along axes of their own, and 3 send the opposite of the mean.
+
+    No coordinate has a majority.
+    """
     honest = np.eye(10)
     u = np.concatenate([honest, np.tile(-10 * honest.mean(0), (3, 1))])
     server: Any = Given(u)

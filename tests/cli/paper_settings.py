@@ -1,8 +1,9 @@
 """What the papers say of each experiment, key → value, written from them and not from the configs.
 
-FedInit: Sun et al., NeurIPS 2023 (§ 5, B.1, Tables 6 and 7) and its journal version (§ 5.1). FedSMOO: Sun et al., ICML
-2023 (§ 5.1, B.4, Table 5). FedALS: Gholami & Seferoglu, 2024 (§ 7). Where a paper gives no value, ours is held too.
-``EXPERIMENTS``: packaged name → table. ``FRAGMENTS``: paper → method → what it changes in a table of its paper.
+FedInit: Sun et al., NeurIPS 2023 (§ 5, B.1, Tables 6 and 7) and its journal version (§ 5.1).
+FedSMOO: Sun et al., ICML 2023 (§ 5.1, B.4, Table 5). FedALS: Gholami & Seferoglu, 2024 (§ 7). Where
+a paper gives no value, ours is held too. ``EXPERIMENTS``: packaged name → table. ``FRAGMENTS``:
+paper → method → what it changes in a table of its paper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Any data/* with any model/*, in either order: a network for these data, or refused by name before all else."""
+"""Any data/* with any model/*, in either order.
+
+A network for these data, or refused by name before all else.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +75,17 @@ def test_a_learner_of_texts_replaces_the_one_that_comes_with_the_data(
     assert first == read(f"model/{model}")["model"]["learner"]
 
 
-@pytest.mark.parametrize(("data", "model", "says"), [
-    *((data, model, "takes texts, but a sample of") for data in SAMPLES for model in OF_TEXTS),
-    *((data, model, "takes numbers, but a sample of .* is a text") for data in TEXTS for model in NETWORKS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "model", "says"),
+    [
+        *((data, model, "takes texts, but a sample of") for data in SAMPLES for model in OF_TEXTS),
+        *(
+            (data, model, "takes numbers, but a sample of .* is a text")
+            for data in TEXTS
+            for model in NETWORKS
+        ),
+    ],
+)
 def test_texts_and_images_are_not_mixed(data: str, model: str, says: str) -> None:
     for order in ((f"data/{data}", f"model/{model}"), (f"model/{model}", f"data/{data}")):
         with pytest.raises(UserError, match=rf"^model\.learner.* {says}"):
@@ -262,20 +272,30 @@ from fl_lightning.datamodules.samples import TensorSamples
 
 class Quiet(FederatedDataModule):
     def load(self):
-        self.train_set = self.test_set = TensorSamples(torch.randn(40, 3, 32, 32), torch.arange(40) % 10)
+        images = torch.randn(40, 3, 32, 32)
+        self.train_set = self.test_set = TensorSamples(images, torch.arange(40) % 10)
 
 class Telling(Quiet):
     sample_shape, num_classes = (2, 16, 16), 4
     def load(self):
-        self.train_set = self.test_set = TensorSamples(torch.randn(40, 2, 16, 16), torch.arange(40) % 4)
+        images = torch.randn(40, 2, 16, 16)
+        self.train_set = self.test_set = TensorSamples(images, torch.arange(40) % 4)
 """
 
 
 @pytest.mark.parametrize(("data", "channels", "classes"), [("Quiet", 3, 10), ("Telling", 2, 4)])
 def test_data_of_one_s_own(cli: Cli, data: str, channels: int, classes: int) -> None:
     (cli.folder / "own_data.py").write_text(OWN)
-    result = cli(*FIT, "-c", "model/lenet" if data == "Telling" else "model/resnet20", "--data", f"own_data.{data}",
-                 "--data.num_clients", 4, *FOLDER)  # fmt: skip
+    result = cli(
+        *FIT,
+        "-c",
+        "model/lenet" if data == "Telling" else "model/resnet20",
+        "--data",
+        f"own_data.{data}",
+        "--data.num_clients",
+        4,
+        *FOLDER,
+    )
     assert result.returncode == 0, result.stderr
     network = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"][
         "init_args"

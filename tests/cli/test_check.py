@@ -1,4 +1,7 @@
-"""`fl-lightning check CLASS`: the README's own method holds, a wrong variant of it leads to the fault."""
+"""`fl-lightning check CLASS`.
+
+The README's own method holds, a wrong variant of it leads to the fault.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ METHOD = '''
 from fl_lightning import ClientState, FederatedCallback
 
 class OwnAnchor(FederatedCallback):
-    """FedProx's pull, to where this client itself ended: g + mu (x_i - last_i). mu = 0 is FedAvg."""
+    """FedProx's pull to where this client itself ended: g + mu (x_i - last_i). 0 is FedAvg."""
     neutral = {"mu": 0.0}
     last = ClientState(initial="current_model", synchronised=False)
 

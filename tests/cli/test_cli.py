@@ -1,4 +1,7 @@
-"""The command line as a user meets it: real processes, their output, their exit status, what they leave."""
+"""The command line as a user meets it.
+
+Real processes, their output, their exit status, what they leave.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ from pathlib import Path
 class Lit(pl.LightningModule):
     def __init__(self, width: int = 4, sleep: float = 0.0, fault: str = ""):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.Linear(width, 10))
+        layers = torch.nn.Linear(64, width), torch.nn.Linear(width, 10)
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), *layers)
         self.sleep, self.fault = sleep, fault
     def training_step(self, batch, batch_idx):
         if Path("x/config.yaml").exists():  # before that a step is tried
@@ -75,7 +79,8 @@ def printed(cli: Cli, *argv: object, **environment: str) -> Any:
 def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
     code = (
         "import sys; from fl_lightning.__main__ import main; main(sys.argv[1:]); "
-        "print([m for m in ('torch', 'pytorch_lightning', 'numpy', 'jsonargparse') if m in sys.modules])"
+        "print([m for m in ('torch', 'pytorch_lightning', 'numpy', 'jsonargparse') if m in "
+        "sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "[]"
@@ -283,7 +288,8 @@ def test_partition(cli: Cli) -> None:
     assert {"partition.png", "partition.npz"} == set(os.listdir(cli.folder))
 
 
-# --------------------------------------------------------------------------- learners from the current directory
+# --------------------------------------------------------------------------- learners from the
+# current directory
 
 
 def own(cli: Cli, *argv: object, **options: object) -> tuple[object, ...]:

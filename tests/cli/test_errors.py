@@ -1,4 +1,7 @@
-"""Every mistake of issue's list: one paragraph that names option, value and what is accepted; nothing written."""
+"""Every mistake of issue's list: one paragraph that names option, value and what is accepted.
+
+Nothing written.
+"""
 
 from __future__ import annotations
 

@@ -17,14 +17,31 @@ PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
 
 
 UNSAID = {  # how a run is made, not what it computes
-    "engine", "clients_at_once", "workers", "capture", "seed", "strict_resume", "on_nonfinite", "init_from", "learner",
-    "client_scheduler", "root", "download", "eval_batch_size", "learner.num_classes",
-    "clients", "client_test_fraction", "samples",
-}  # fmt: skip
+    "engine",
+    "clients_at_once",
+    "workers",
+    "capture",
+    "seed",
+    "strict_resume",
+    "on_nonfinite",
+    "init_from",
+    "learner",
+    "client_scheduler",
+    "root",
+    "download",
+    "eval_batch_size",
+    "learner.num_classes",
+    "clients",
+    "client_test_fraction",
+    "samples",
+}
 
 
 def plain(node: Any) -> Any:
-    """A class as its bare name with its arguments beside it; of torch's SGD what is not its default."""
+    """A class as its bare name with its arguments beside it.
+
+    Of torch's SGD what is not its default.
+    """
     if isinstance(node, list):
         return [plain(item) for item in node]
     if not isinstance(node, dict) or "class_path" not in node:
@@ -140,7 +157,9 @@ class Arrays:
             data = torch.from_numpy(rng.integers(0, 256, (n, *shape[1:]), dtype=np.uint8))
             return SimpleNamespace(data=data, targets=torch.from_numpy(labels))
         channels_last = type(self).__name__ != "SVHN"
-        data = rng.integers(0, 256, (n, *(shape[1:] + shape[:1] if channels_last else shape)), dtype=np.uint8)
+        if channels_last:
+            shape = shape[1:] + shape[:1]
+        data = rng.integers(0, 256, (n, *shape), dtype=np.uint8)
         return SimpleNamespace(data=data, targets=labels, labels=labels)
 
 

@@ -40,7 +40,10 @@ def plain(fragment: str) -> str:
 
 
 def test_the_whole_tables_are_whole() -> None:
-    """Each packaged setting of a table is in a sweep; FedALS's Tables 2 and 3 are of its Table 1's settings."""
+    """Each packaged setting of a table is in a sweep.
+
+    FedALS's Tables 2 and 3 are of its Table 1's settings.
+    """
     used = {config for name in FULL for arm in arms(read_spec(name)) for config in arm.configs}
     settings = {
         name

@@ -1,4 +1,7 @@
-"""Command lines and files that nobody should write: each ends in its paragraph, before training; no folder is left."""
+"""Command lines and files that nobody should write: each ends in its paragraph, before training.
+
+No folder is left.
+"""
 
 from __future__ import annotations
 

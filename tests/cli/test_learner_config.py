@@ -29,15 +29,18 @@ import pathlib, torch, pytorch_lightning as pl
 class Sized(pl.LightningModule):
     def __init__(self, hidden: int = 8, rates: tuple[float, float] = (0.1, 0.2)):
         super().__init__(); self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 10))
-    def training_step(self, batch, i): return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        layers = torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 10)
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), *layers)
+    def training_step(self, batch, i):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.hparams.rates[0])
 class Plain(Sized):
     def __init__(self, hidden: int = 8, lr: float = 0.1):
         super().__init__(hidden); self.lr = lr
 class Saving(Sized):
     def on_save_checkpoint(self, checkpoint): checkpoint["special"] = pathlib.Path("somewhere")
-    def on_load_checkpoint(self, checkpoint): print("special:", checkpoint["special"].name, flush=True)
+    def on_load_checkpoint(self, checkpoint):
+        print("special:", checkpoint["special"].name, flush=True)
 """
 
 
@@ -110,7 +113,10 @@ def test_only_a_learner_with_objects_needs_the_instantiator(
     ]
     # a tuple is no plain data: YAML has lists
     assert ("_instantiator" not in saved) == plain and saved["hidden"] == 5
-    load = f"import mine; m = mine.{name}.load_from_checkpoint('x/checkpoints/last.ckpt'); print(m.net[1].out_features)"
+    load = (
+        f"import mine; m = mine.{name}.load_from_checkpoint('x/checkpoints/last.ckpt'); "
+        "print(m.net[1].out_features)"
+    )
     result_ = subprocess.run(
         [sys.executable, "-c", load], cwd=cli.folder, capture_output=True, text=True
     )

@@ -1,4 +1,7 @@
-"""Two runs in one folder: one writes, the other says who does; a frozen one that wakes up leaves the folder alone."""
+"""Two runs in one folder: one writes, the other says who does.
+
+A frozen one that wakes up leaves the folder alone.
+"""
 
 from __future__ import annotations
 

@@ -30,17 +30,41 @@ REFUSED = {
     "not a number": (("--model.server_lr_decay", ".nan"), "server_lr_decay=nan", "above 0"),
     "infinite": (("--model.server_lr_decay=.inf",), "server_lr_decay=inf", "above 0"),
     "overflows": (("--model.server_lr_decay", "1e308"), "server_lr_decay=1e+308", "grows beyond"),
-    "overflows late": (("--model.lr_decay=1.1", "--trainer.max_epochs=1000"), "lr_decay=1.1", "1000 rounds"),
-    "grows for ever": (("--model.lr_decay=1.1", "--trainer.max_epochs=-1"), "lr_decay=1.1", "max_epochs=-1"),
-    "gamma": (("--model.lr_decay", "Exponential", "--model.lr_decay.gamma=.nan"), "gamma=nan", "finite"),
-    "alternating": (("--model.lr_decay", "Exponential", "--model.lr_decay.gamma=-0.5"), "gives -0.5 in round 1"),
-    "end": (
-        ("--model.lr_decay=Cosine", "--model.lr_decay.rounds=1", "--model.lr_decay.end=-1"), "Cosine", "gives -1",
+    "overflows late": (
+        ("--model.lr_decay=1.1", "--trainer.max_epochs=1000"),
+        "lr_decay=1.1",
+        "1000 rounds",
     ),
-    "steps": (("--model.server_lr_decay={class_path: Steps, init_args: {values: {1: -3}}}",), "Steps", "gives -3.0"),
-    "server lr": (("--model.server_optimizer=FedAdam", "--model.server_optimizer.lr=.inf"), "FedAdam: lr=inf"),
+    "grows for ever": (
+        ("--model.lr_decay=1.1", "--trainer.max_epochs=-1"),
+        "lr_decay=1.1",
+        "max_epochs=-1",
+    ),
+    "gamma": (
+        ("--model.lr_decay", "Exponential", "--model.lr_decay.gamma=.nan"),
+        "gamma=nan",
+        "finite",
+    ),
+    "alternating": (
+        ("--model.lr_decay", "Exponential", "--model.lr_decay.gamma=-0.5"),
+        "gives -0.5 in round 1",
+    ),
+    "end": (
+        ("--model.lr_decay=Cosine", "--model.lr_decay.rounds=1", "--model.lr_decay.end=-1"),
+        "Cosine",
+        "gives -1",
+    ),
+    "steps": (
+        ("--model.server_lr_decay={class_path: Steps, init_args: {values: {1: -3}}}",),
+        "Steps",
+        "gives -3.0",
+    ),
+    "server lr": (
+        ("--model.server_optimizer=FedAdam", "--model.server_optimizer.lr=.inf"),
+        "FedAdam: lr=inf",
+    ),
     "learner's lr": (("--model.learner.lr", ".nan"), "lr=nan", "finite"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -1,4 +1,7 @@
-"""The packaged sweeps, small twins of the papers' tables: what the protocol says of them, held to a table."""
+"""The packaged sweeps, small twins of the papers' tables.
+
+What the protocol says of them, held to a table.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def sweep(name: str) -> dict[str, Any]:
 
 def claims(name: str) -> list[dict[str, Any]]:
     folder = Path(str(packaged()[name])).parent
-    return parse_yaml((folder / sweep(name)["claims"]).read_text("utf-8"))  # type: ignore[no-any-return]
+    text = (folder / sweep(name)["claims"]).read_text("utf-8")
+    return parse_yaml(text)  # type: ignore[no-any-return]
 
 
 def arms_of(claim: Mapping[str, Any]) -> Iterator[str]:
@@ -118,9 +122,12 @@ def test_what_is_selected_is_selected_alike_and_apart_from_what_is_reported(name
 @pytest.mark.parametrize("name", TWINS)
 def test_a_claim_is_not_about_what_no_run_logs(name: str) -> None:
     loggers = {
-        "divergence": "DivergenceLogger", "consensus": "ConsensusDistanceLogger", "hessian": "HessianLogger",
-        "global": "GlobalLossLogger", "communication": "CommunicationLogger",
-    }  # fmt: skip
+        "divergence": "DivergenceLogger",
+        "consensus": "ConsensusDistanceLogger",
+        "hessian": "HessianLogger",
+        "global": "GlobalLossLogger",
+        "communication": "CommunicationLogger",
+    }
     for claim in claims(name):
         by = loggers.get(claim["metric"].split("/")[0].split("_")[0])
         by = "CommunicationLogger" if claim.get("cost") == "bytes" else by

@@ -67,9 +67,12 @@ def test_an_output_that_is_no_file_is_refused_and_stays(cli: Cli) -> None:
         "configs: [base, trainer/cpu, debug/tiny]\ngrid: {seed_everything: [0]}\n"
     )
     writing = (
-        ("partition", *FIT[1:-2], "-o"), ("report", "x", "--out"), ("analyse", "hessian", "x", "--out"),
-        ("sweep", "s.yaml", "--out"), (*FIT, "--trainer.default_root_dir"),
-    )  # fmt: skip
+        ("partition", *FIT[1:-2], "-o"),
+        ("report", "x", "--out"),
+        ("analyse", "hessian", "x", "--out"),
+        ("sweep", "s.yaml", "--out"),
+        (*FIT, "--trainer.default_root_dir"),
+    )
     for command in writing:
         ended = cli(*command, "file")
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, (

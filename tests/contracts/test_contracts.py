@@ -1,4 +1,5 @@
-"""The contracts: they hold for every callback of ours, and each goes red for a method that breaks it."""
+"""The contracts: they hold for every callback of ours, and each goes red for a method that breaks
+it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of FL_LIGHTNING_DATA, else one unpacked once from ../shared/data beside the checkout."""
+    """The folder of FL_LIGHTNING_DATA, else one unpacked once from ../shared/data beside the
+    checkout."""
     if "FL_LIGHTNING_DATA" in os.environ:
         return Path(os.environ["FL_LIGHTNING_DATA"])
     unpack = Path(__file__).parents[3] / "shared" / "data" / "unpack.py"

@@ -1,4 +1,5 @@
-"""drop_last, the smallest batch that clients meet, batches of evaluation, and seeds that would collide."""
+"""drop_last, the smallest batch that clients meet, batches of evaluation, and seeds that would
+collide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The named data sets: real ones where they are at hand, small false ones, missing and damaged files."""
+"""The named data sets: real ones where they are at hand, small false ones, missing and damaged
+files."""
 
 from __future__ import annotations
 
@@ -117,7 +118,10 @@ def test_truncated_real_file_is_named(real_data, tmp_path):
 
 
 def false_har(root, layout, rng):
-    """Four training windows of subjects 1, 3, 3, 5 and two for testing; returns the training signals."""
+    """Four training windows of subjects 1, 3, 3, 5 and two for testing.
+
+    Returns the training signals.
+    """
     signals = {}
     for part, subjects in (("train", [1, 3, 3, 5]), ("test", [2, 2])):
         folder = root / "UCI HAR Dataset" / part

@@ -1,4 +1,7 @@
-"""Clients whose samples are given: each keeps its own where some are held out, and sequences have an end."""
+"""Clients whose samples are given.
+
+Each keeps its own where some are held out, and sequences have an end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Skewed labels: what each client draws, what is dealt out, and the boundaries of what is accepted."""
+"""Skewed labels: what each client draws, what is dealt out, and the boundaries of what is
+accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LABELS = np.repeat([4, 1, 7], [30, 50, 20])
 
 
 def test_a_client_draws_from_each_class_as_its_proportions_say() -> None:
-    """The definition: q_i, then how many of each class, then which of them, from client i's own generator."""
+    """The definition: q_i, then how many of each class, then which of them, from client i's own
+    generator."""
     clients = Dirichlet(0.5, replacement=True, samples_per_client=40).split(LABELS, 5, 3)
     pools = [np.flatnonzero(label == LABELS) for label in (1, 4, 7)]
     for client in range(5):
@@ -28,7 +30,10 @@ def test_a_client_draws_from_each_class_as_its_proportions_say() -> None:
 
 
 def test_the_concentration_is_that_of_each_class() -> None:
-    """Dir(α · C · prior): with 4 classes and α = 2 uniform, Dir(2, 2, 2, 2); of frequencies 0.1, 0.9, Dir(0.8, 7.2)."""
+    """Dir(α · C · prior): with 4 classes and α = 2 uniform, Dir(2, 2, 2, 2).
+
+    Of frequencies 0.1, 0.9, Dir(0.8, 7.2).
+    """
     uniform, skewed = Dirichlet(2.0), Dirichlet(4.0, prior="frequencies")
     for seed in range(3):
         drawn = uniform._proportions(generator(seed, "x"), np.array([5, 5, 5, 5]))
@@ -49,7 +54,10 @@ def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() ->
 
 
 def test_a_class_that_is_used_up_is_left_out_and_the_rest_are_drawn_as_before() -> None:
-    """Client 0's draws by the definition: what is over its stock is drawn again among the other classes."""
+    """Client 0's draws by the definition.
+
+    What is over its stock is drawn again among the other classes.
+    """
     stock = np.array([50, 30, 20])
     rng = generator(11, "partition", 0)
     q, taken, left = rng.dirichlet([0.2] * 3), np.zeros(3, dtype=int), 60

@@ -1,4 +1,7 @@
-"""Datasets that draw from generators of their own: seeded for each batch, so resumed and side by side the same."""
+"""Datasets that draw from generators of their own.
+
+Seeded for each batch, so resumed and side by side the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What partitions are built from: clients drawn when asked for, whole sizes of a given sum, and what is refused."""
+"""What partitions are built from.
+
+Clients drawn when asked for, whole sizes of a given sum, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def test_clients_drawn_when_asked_for_are_a_sequence() -> None:
 def test_sizes_are_whole_shares_of_a_lognormal_none_below_one_and_the_largest_remainders_rounded_up(
     seed: int,
 ) -> None:
-    """20 samples, 12 clients: where a share is below one it is one, and the others share what is left."""
+    """20 samples, 12 clients: where a share is below one it is one, and the others share what is
+    left."""
     sizes = [len(c) for c in QuantitySkew(1.5).split(np.zeros(20), 12, seed)]
     weights = np.exp(1.5 * generator(seed, "partition").standard_normal(12))
     ones: set[int] = set()

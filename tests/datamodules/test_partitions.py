@@ -242,7 +242,8 @@ def test_class_totals_and_their_deviation_are_those_of_all_clients() -> None:
         ]
         deviation = np.sqrt(((totals - totals.mean()) ** 2).sum() / 9)
         assert spread == (
-            f"samples of a class: {totals.min()} to {totals.max()}, standard deviation {deviation:.1f} "
+            f"samples of a class: {totals.min()} to {totals.max()}, standard deviation "
+            f"{deviation:.1f} "
             f"({100 * deviation / totals.mean():.2g} %)"
         )
         bars = [bar.get_height() for bar in data.plot_partition().axes[-1].patches]

@@ -24,7 +24,10 @@ from tests.helpers.learners import Lit, federated, trainer
 
 
 class Samples(Dataset):
-    """x, label, and which process read it; ``draws``: with noise of three generators; ``wait`` seconds each."""
+    """x, label, and which process read it; ``draws``: with noise of three generators.
+
+    ``wait`` seconds each.
+    """
 
     def __init__(self, n=24, draws=False, wait=0.0):
         self.n, self.draws, self.wait = n, draws, wait
@@ -153,7 +156,8 @@ def seconds_of_sixteen(workers):
 
 
 def test_samples_are_read_ahead():
-    # neighbours on the machine slow five processes more than one; without reading ahead no try would be faster
+    # neighbours on the machine slow five processes more than one; without reading ahead no try
+    # would be faster
     assert any(seconds_of_sixteen(4) < 0.7 * seconds_of_sixteen(0) for _ in range(5))
 
 

@@ -1,4 +1,5 @@
-"""``samples=``: a part of the training data, of each class alike, before anything else is done with them."""
+"""``samples=``: a part of the training data, of each class alike, before anything else is done with
+them."""
 
 from __future__ import annotations
 

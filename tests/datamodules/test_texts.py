@@ -1,4 +1,5 @@
-"""Texts as federated data: no token is lost, no client sees another's part, what cannot be read is named."""
+"""Texts as federated data: no token is lost, no client sees another's part, what cannot be read is
+named."""
 
 from __future__ import annotations
 

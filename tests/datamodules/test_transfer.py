@@ -1,4 +1,5 @@
-"""A data module's own hooks, state and attributes, beneath FromDataModule and in subclasses of our own modules."""
+"""A data module's own hooks, state and attributes, beneath FromDataModule and in subclasses of our
+own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Callbacks that change batches get the clients', as in plain training; the round's token they never see."""
+"""Callbacks that change batches get the clients', as in plain training.
+
+The round's token they never see.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
 
 
 class Scaling(nn.Module, pl.Callback):
-    """A pre-processor: a part of its learner and a callback of it, which changes batches in place."""
+    """A pre-processor: a part of its learner and a callback of it, which changes batches in
+    place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,8 +66,15 @@ def test_plain_sgd_moves_every_coordinate_of_a_half_precision_model(capture: boo
     data = blobs(clients=1, dtype=torch.bfloat16)
     learner = Lit().bfloat16()
     expected = copy.deepcopy(learner)
-    module = FederatedModule(learner, participation="all", local_epochs=1, seed=1, engine="concurrent", capture=capture,
-                             client_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01))  # fmt: skip
+    module = FederatedModule(
+        learner,
+        participation="all",
+        local_epochs=1,
+        seed=1,
+        engine="concurrent",
+        capture=capture,
+        client_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    )
     trainer(1, precision="bf16-true").fit(module, data)
     for x, y in data.client_batches(0, 0, 3):
         expected.zero_grad()

@@ -81,8 +81,14 @@ def stepped(weights: Any, data: Any, momentum: float, rate_of: Any) -> nn.Module
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_scheduler_is_stepped_as_asked(engine: str, unit: str, momentum: float) -> None:
     data = blobs(clients=1)
-    module = federated(Scheduled(momentum=momentum), client_scheduler=unit, local_steps=3, participation=1.0,
-                       engine=engine, capture=False)  # fmt: skip
+    module = federated(
+        Scheduled(momentum=momentum),
+        client_scheduler=unit,
+        local_steps=3,
+        participation=1.0,
+        engine=engine,
+        capture=False,
+    )
     weights, run = copy.deepcopy(module.learner.state_dict()), trainer(3)
     run.fit(module, data)
     expected = stepped(
@@ -127,8 +133,13 @@ def test_rates_reach_to_the_last_step_of_the_client_with_most_steps(engine: str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_scheduler_that_cycles_momentum_cycles_it_from_none_too(engine: str) -> None:
     data = blobs(clients=1)
-    module = federated(Scheduled(one_cycle), client_scheduler="local_steps", local_steps=6, participation=1.0,
-                       engine=engine)  # fmt: skip
+    module = federated(
+        Scheduled(one_cycle),
+        client_scheduler="local_steps",
+        local_steps=6,
+        participation=1.0,
+        engine=engine,
+    )
     alone = Scheduled(one_cycle).double()
     alone.load_state_dict(module.learner.state_dict())
     trainer(1).fit(module, data)

@@ -1,4 +1,5 @@
-"""What a learner asks its Trainer of batches and samples in a local step is its client's own, in every engine."""
+"""What a learner asks its Trainer of batches and samples in a local step is its client's own, in
+every engine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EPOCHS = 2
 
 def term(learner: Lit, batches: Any) -> Tensor:
     """As a KL term: divided by the number of batches of an epoch."""
-    total: Tensor = sum(p.square().sum() for p in learner.parameters()) / batches  # type: ignore[assignment]
+    squares = [parameter.square().sum() for parameter in learner.parameters()]
+    total: Tensor = sum(squares) / batches  # type: ignore[assignment]
     return total
 
 
@@ -65,7 +67,8 @@ def fitted(kind: type[Lit], engine: str, callbacks: Any = (), **arguments: Any) 
 def test_a_term_divided_by_the_clients_batches_trains_the_same_model(
     engine: str, capture: bool
 ) -> None:
-    """The clients' numbers differ, and a step recorded with one of them is not replayed for another."""
+    """The clients' numbers differ, and a step recorded with one of them is not replayed for
+    another."""
     told, _ = fitted(Told, "sequential")
     asking, _ = fitted(Asking, engine, capture=capture)
     torch.testing.assert_close(asking.global_vector, told.global_vector, rtol=1e-12, atol=1e-12)

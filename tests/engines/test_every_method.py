@@ -1,6 +1,8 @@
-"""Every packaged method, every callback and every composition that the oracle knows, with all three engines.
+"""Every packaged method, every callback and every composition that the oracle knows, with all three
+engines.
 
-Clients of unequal size, so of unequal numbers of steps and with short last batches; weight decay, decaying rate.
+Clients of unequal size, so of unequal numbers of steps and with short last batches; weight decay,
+decaying rate.
 """
 
 from __future__ import annotations

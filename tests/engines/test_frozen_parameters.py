@@ -1,4 +1,7 @@
-"""Frozen parameters that a learner's steps write (momentum encoders): buffers to the run, in every engine alike."""
+"""Frozen parameters that a learner's steps write (momentum encoders).
+
+Buffers to the run, in every engine alike.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Teaching(Lit):
-    """A teacher that follows the student; lightly assigns to ``data``, others change it in place."""
+    """A teacher that follows the student.
+
+    Lightly assigns to ``data``, others change it in place.
+    """
 
     def __init__(self, in_place: bool = True) -> None:
         super().__init__()

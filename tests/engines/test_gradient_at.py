@@ -1,4 +1,7 @@
-"""What step hooks may ask for: the loss gradient at another point, the step's number, steps of some epochs."""
+"""What step hooks may ask for.
+
+The loss gradient at another point, the step's number, steps of some epochs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from tests.oracles.problems import TwoLayer
 
 
 class Second(FederatedCallback):
-    """A second model beside x (Ditto's), of which x sees nothing, and what depends on the step's number."""
+    """A second model beside x (Ditto's), of which x sees nothing, and what depends on the step's
+    number."""
 
     v = ClientState(initial="current_model", synchronised=False)
     heads = ClientState(shape=(), synchronised=False)
@@ -33,7 +37,10 @@ class Second(FederatedCallback):
 
 
 class Again(FederatedCallback):
-    """The loss gradient once more, at the same point, in place of the first: the same bits, or something was left."""
+    """The loss gradient once more, at the same point, in place of the first.
+
+    The same bits, or something was left.
+    """
 
     neutral = {}
 

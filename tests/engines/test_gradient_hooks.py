@@ -1,4 +1,7 @@
-"""Hooks that a learner registers on its parameters' gradients: called in each step, or refused by name."""
+"""Hooks that a learner registers on its parameters' gradients.
+
+Called in each step, or refused by name.
+"""
 
 from __future__ import annotations
 

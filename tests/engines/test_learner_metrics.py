@@ -1,4 +1,7 @@
-"""Metrics of torchmetrics in a learner, used as its documentation has it: the numbers of plain Lightning."""
+"""Metrics of torchmetrics in a learner, used as its documentation has it.
+
+The numbers of plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ FOUR: dict[str, Any] = {"task": "multiclass", "num_classes": 4}
 
 
 class Measured(Lit):
-    """Metrics with states that are summed, averaged by weight, the largest, gathered, and merged by their own rule."""
+    """Metrics with states that are summed, averaged by weight, the largest, gathered, and merged by
+    their own rule."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""One local step: the second pass of SAM, clipping, and the order in which hooks change a gradient."""
+"""One local step: the second pass of SAM, clipping, and the order in which hooks change a
+gradient."""
 
 from __future__ import annotations
 

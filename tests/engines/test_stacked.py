@@ -1,4 +1,7 @@
-"""Clients as one batch of models: the same as one after the other to rounding, and what cannot be stacked."""
+"""Clients as one batch of models.
+
+The same as one after the other to rounding, and what cannot be stacked.
+"""
 
 from __future__ import annotations
 

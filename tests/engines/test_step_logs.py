@@ -1,4 +1,5 @@
-"""What a learner logs in its steps is reduced as plain Lightning reduces it over the client's epoch."""
+"""What a learner logs in its steps is reduced as plain Lightning reduces it over the client's
+epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Reducing(Lit):
 
 
 class Moving(Lit):
-    """Metrics whose states of several clients cannot be merged; and one that can, by step and epoch."""
+    """Metrics whose states of several clients cannot be merged.
+
+    And one that can, by step and epoch.
+    """
 
     def __init__(self) -> None:
         super().__init__()

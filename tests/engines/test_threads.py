@@ -1,4 +1,5 @@
-"""Clients side by side: the same bits as one after the other, errors that say where, learners that cannot."""
+"""Clients side by side: the same bits as one after the other, errors that say where, learners that
+cannot."""
 
 from __future__ import annotations
 

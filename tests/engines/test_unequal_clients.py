@@ -1,4 +1,7 @@
-"""Clients of one group that are not alike: more steps than others, diverged, logging at times; and their learners."""
+"""Clients of one group that are not alike: more steps than others, diverged, logging at times.
+
+And their learners.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
-    """One to eight steps in one group, with state in the client optimizer, rows, uploads, logs and moving hooks."""
+    """One to eight steps in one group, with state in the client optimizer, rows, uploads, logs and
+    moving hooks."""
     options = {
         "participation": "all",
         "local_epochs": 2,

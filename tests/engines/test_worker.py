@@ -1,4 +1,5 @@
-"""One client's training: where it starts, what it draws, its full gradient, and what is said when it fails."""
+"""One client's training: where it starts, what it draws, its full gradient, and what is said when
+it fails."""
 
 from __future__ import annotations
 

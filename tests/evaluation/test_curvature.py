@@ -1,4 +1,7 @@
-"""The largest eigenvalue and the trace of exact Hessians: of logistic regression, small networks, tied weights."""
+"""The largest eigenvalue and the trace of exact Hessians.
+
+Of logistic regression, small networks, tied weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from tests.helpers.processes import grouped
 
 
 class Net(pl.LightningModule):
-    """Cross-entropy of a network; ``sign`` -1: of its negative, whose Hessian has a negative dominant eigenvalue."""
+    """Cross-entropy of a network.
+
+    ``sign`` -1: of its negative, whose Hessian has a negative dominant eigenvalue.
+    """
 
     def __init__(self, *layers: nn.Module, sign: int = 1) -> None:
         super().__init__()
@@ -170,7 +176,8 @@ class Once(torch.autograd.Function):
         return x**2
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # torch has no types there
+    # Torch has no types there.
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return 2 * g * ctx.saved_tensors[0]
 

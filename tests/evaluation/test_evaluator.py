@@ -1,4 +1,7 @@
-"""Losses, logs and gradients of clients' samples at any vector, against plain PyTorch; the run sees nothing of it."""
+"""Losses, logs and gradients of clients' samples at any vector, against plain PyTorch.
+
+The run sees nothing of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``clients.evaluate`` in the middle of a round: what it gives in every engine, and that the run sees nothing of it."""
+"""``clients.evaluate`` in the middle of a round.
+
+What it gives in every engine, and that the run sees nothing of it.
+"""
 
 from __future__ import annotations
 

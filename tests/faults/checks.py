@@ -1,4 +1,7 @@
-"""Which tests a fault in a file meets: the file's own, and if they do not see it, those that its mistakes reach."""
+"""Which tests a fault in a file meets.
+
+The file's own, and if they do not see it, those that its mistakes reach.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,10 @@ OWN = {  # where neither the test of its name nor the oracle sees most of it
 
 
 def of_method(file: str) -> list[str]:
-    """The tests that a fault in a callback meets: its own first, which are the oracle's where it has none by name."""
+    """The tests that a fault in a callback meets.
+
+    Its own first, which are the oracle's where it has none by name.
+    """
     name = file.rpartition("/")[2].removesuffix(".py")
     named = f"tests/callbacks/test_{name}.py"
     own = OWN.get(name, named if named in METHODS else ORACLE)

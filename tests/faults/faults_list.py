@@ -56,7 +56,8 @@ FAULTS = [
             (
                 "callbacks/proximal_term.py",
                 "gradient.add_(clients.x - clients.w, alpha=self.mu)",
-                "gradient.add_((a := clients.x - clients.w) / (1e-12 + clients.norm(a)), alpha=self.mu)",
+                "gradient.add_((a := clients.x - clients.w) / (1e-12 + clients.norm(a)), "
+                "alpha=self.mu)",
             )
         ],
     ),
@@ -66,7 +67,8 @@ FAULTS = [
             (
                 "callbacks/sharpness_aware_minimization.py",
                 "        norm = clients.norm(gradient)\n",
-                "        gradient = gradient + 0.01 * clients.x\n        norm = clients.norm(gradient)\n",
+                "        gradient = gradient + 0.01 * clients.x\n        norm = "
+                "clients.norm(gradient)\n",
             )
         ],
     ),
@@ -179,8 +181,10 @@ FAULTS = [
         [
             (
                 "fl_lightning/aggregation/server_update.py",
-                'methods.run("on_updates", server)\n        total.update(gathering.total(ledger, ledger.gathered))',
-                'total.update(gathering.total(ledger, ledger.gathered))\n        methods.run("on_updates", server)',
+                'methods.run("on_updates", server)\n        '
+                "total.update(gathering.total(ledger, ledger.gathered))",
+                "total.update(gathering.total(ledger, ledger.gathered))\n        "
+                'methods.run("on_updates", server)',
             )
         ],
     ),

@@ -1,7 +1,7 @@
 """A source file made wrong in one place at a time.
 
-A method's arithmetic, thoroughly: sign, factor, operand, or left out. The core's decisions, once each: a sign, a
-boundary, a condition turned, a statement left out, two arguments swapped.
+A method's arithmetic, thoroughly: sign, factor, operand, or left out. The core's decisions, once
+each: a sign, a boundary, a condition turned, a statement left out, two arguments swapped.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class Mutant:
 
 
 def mutants(file: str, source: str, core: bool = False) -> list[Mutant]:
-    """All mutants of a file, in the order of its lines; texts of errors and notes are left alone."""
+    """All mutants of a file, in the order of its lines.
+
+    Texts of errors and notes are left alone.
+    """
     tree, lines, found = ast.parse(source), source.splitlines(), []
     nodes: list[Any] = list(ast.walk(tree))
     skipped = {id(n) for node in nodes for root in _not_run(node) for n in ast.walk(root)}
@@ -171,7 +174,8 @@ def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, Callable[[Any]
 def _changes_of_core(
     node: ast.AST, function: str
 ) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
-    """As :func:`_changes`, one or two of each place, and of decisions and statements rather than of factors."""
+    """As :func:`_changes`, one or two of each place, and of decisions and statements rather than of
+    factors."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and not _text(node):
         shown = ast.unparse(node)
         if type(node.op) in SIGNS:

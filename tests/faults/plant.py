@@ -1,11 +1,13 @@
-"""Plant faults and see that the tests find them: `make faults`, or `python -m tests.faults.plant [NAME …]`.
+"""Plant faults and see that the tests find them: `make faults`, or `python -m tests.faults.plant
+[NAME …]`.
 
-First the faults that public implementations of these methods have (FAULTS); then the methods' arithmetic and the
-core's decisions are made wrong in one place at a time. Each fault runs the tests that call what was changed (CORE,
-METHODS), the file's own first, until one fails, and those alone where SURVIVORS says why no test can tell it; tests
-that failed are run again without a fault. A NAME is a part of a fault's name or of a file's path, or path:line; files
-run in the order of their names. Exit status 1: a fault of the list was not caught, fewer than 97 % of the mutants were,
-one survived without a reason in SURVIVORS, one could not be planted, or a test failed without a fault.
+First the faults that public implementations of these methods have (FAULTS); then the methods'
+arithmetic and the core's decisions are made wrong in one place at a time. Each fault runs the tests
+that call what was changed (CORE, METHODS), the file's own first, until one fails, and those alone
+where SURVIVORS says why no test can tell it; tests that failed are run again without a fault. A
+NAME is a part of a fault's name or of a file's path, or path:line; files run in the order of their
+names. Exit status 1: a fault of the list was not caught, fewer than 97 % of the mutants were, one
+survived without a reason in SURVIVORS, one could not be planted, or a test failed without a fault.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def edited(fault: Fault) -> dict[str, str]:
         source = sources.get(file) or right(file)
         if source.count(old) != 1:
             raise SystemExit(
-                f"{fault.name}: {file} has {source.count(old)} times {old!r}; adapt the list of faults"
+                f"{fault.name}: {file} has {source.count(old)} times {old!r}; adapt the list "
+                "of faults"
             )
         sources[file] = source.replace(old, new)
     return sources
@@ -89,7 +92,8 @@ class Planted:
         self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)
 
     def see(self, file: str, own: bool) -> None:
-        """Run the file's own tests, or all that it is checked by, where they were not yet, to know what they call."""
+        """Run the file's own tests, or all that it is checked by, where they were not yet, to know
+        what they call."""
         began = time.monotonic()
         self.now = self.checks[file][:1] if own else self.checks[file]
         mine = [test for test in self.tests if any(within(test, check) for check in self.now)]
@@ -125,7 +129,10 @@ class Planted:
         return self.caught({mutant.file: mutant.wrong()}, {function}, self.catchers[function])
 
     def false_alarm(self, catchers: set[str]) -> bool:
-        """Whether one of the tests that failed, or did not end, does so without a fault; it is shown."""
+        """Whether one of the tests that failed, or did not end, does so without a fault.
+
+        It is shown.
+        """
         unharmed = partial(first_failure, sorted(catchers), self.uses)
         ((_, alarm),) = in_children([("without a fault", unharmed)])
         if alarm:
@@ -146,7 +153,10 @@ class Tally:
     alive: list[Mutant] = field(default_factory=list)
 
     def count(self, answer: str, tests: Container[str]) -> None:
-        """What the child of a mutant answered: one of the tests, what its process did, or why it was not tried."""
+        """What the child of a mutant answered.
+
+        One of the tests, what its process did, or why it was not tried.
+        """
         ended = answer.startswith((ENDLESS, DIED))
         self.endless += answer.startswith(ENDLESS)
         self.died += answer.startswith(DIED)
@@ -162,13 +172,18 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.caught} of {self.planted} mutants caught ({self.endless} did not end, {self.died} ended the "
-            f"process), {len(self.alive)} survive ({self.unexplained} without a reason), {self.not_run} not run"
+            f"{self.caught} of {self.planted} mutants caught ({self.endless} did not end, "
+            f"{self.died} ended the "
+            f"process), {len(self.alive)} survive ({self.unexplained} without a reason), "
+            f"{self.not_run} not run"
         )
 
 
 def try_alive(file: str, tally: Tally, planted: Planted, own: bool) -> None:
-    """Each mutant that is alive in a child of its own; against the file's own tests, or against all."""
+    """Each mutant that is alive in a child of its own.
+
+    Against the file's own tests, or against all.
+    """
     known = [] if own else [mutant for mutant in tally.alive if mutant.key in SURVIVORS]
     tried = [mutant for mutant in tally.alive if mutant not in known]
     if not tried:
@@ -210,7 +225,10 @@ def show(mutant: Mutant, what: str) -> None:
 
 
 def missed(faults: list[Fault], planted: Planted) -> int:
-    """How many faults of the list no test sees, and how often one fails without them; each is shown."""
+    """How many faults of the list no test sees, and how often one fails without them.
+
+    Each is shown.
+    """
     number, catchers = 0, set[str]()
     for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
         alive = {f.name: f for f in faults if f.edits[0][0] == file}

@@ -1,4 +1,7 @@
-"""Faults in forked children: tests are imported once; a child changes the code of functions, and runs some of them."""
+"""Faults in forked children: tests are imported once.
+
+A child changes the code of functions, and runs some of them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ FORKED: Function = ("a child process, and what that calls is not seen", 0)
 
 @dataclass
 class Use:
-    """What a test calls of the marked functions, and its seconds of the processor and of the clock."""
+    """What a test calls of the marked functions, and its seconds of the processor and of the
+    clock."""
 
     called: set[Function]
     seconds: float
@@ -52,7 +56,8 @@ Uses = dict[str, Use]  # by test
 
 
 class Recorder:
-    """A pytest plugin: which of the marked functions each test calls, and the first test that fails.
+    """A pytest plugin: which of the marked functions each test calls, and the first test that
+    fails.
 
     ``known``: how long tests take without a fault; one that takes far longer ends the process.
     """
@@ -140,7 +145,10 @@ def run_tests(selected: list[str], *options: str, known: Uses | None = None) -> 
 
 
 def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionType]]]:
-    """Import all that the checks need, here and once; gives their tests, and the package's functions."""
+    """Import all that the checks need, here and once.
+
+    Gives their tests, and the package's functions.
+    """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plain = [Phase.explicit, Phase.generate]  # a failure is a failure: no search for the smallest
     settings.register_profile(
@@ -192,7 +200,10 @@ def plant(
 
 
 def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple[str, str]]:
-    """Run each job in a forked child, a few at once; gives (name, what the job returned) in order of arrival."""
+    """Run each job in a forked child, a few at once.
+
+    Gives (name, what the job returned) in order of arrival.
+    """
     running: dict[int, tuple[str, Path]] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
@@ -308,7 +319,8 @@ def fitting(
 ) -> list[str]:
     """The tests of these checks that call one of these functions, as many as end in time.
 
-    First those that caught most like it, and the quickest; last, those that start processes, which may call them too.
+    First those that caught most like it, and the quickest; last, those that start processes, which
+    may call them too.
     """
     mine = [
         (not use.called & called, use.seconds / (1 + caught[test]), test)

@@ -21,7 +21,8 @@ SURVIVORS = {
         "alternating_head",
         "self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)",
         "equivalent: 2 is True in a mask",
-        "factor: self.of_head[clients] = self._mask(clients.layout).to(clients.x.device) (column 0)",
+        "factor: self.of_head[clients] = self._mask(clients.layout).to(clients.x.device) "
+        "(column 0)",
     ),
     **_equal(
         "fl_lightning/round/cohort.py",
@@ -69,7 +70,8 @@ SURVIVORS = {
         "differential_privacy",
         "trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))",
         "equivalent: 2 is true",
-        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept)) (column 0)",
+        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept)) "
+        "(column 0)",
     ),
     **_equal(
         "consensus_distance_logger",
@@ -111,7 +113,8 @@ SURVIVORS = {
         "fl_lightning/round/clients.py",
         "self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))",
         "equivalent but slower: zeros are made, and then overwritten",
-        "left out: self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape)) (column 0)",
+        "left out: self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape)) "
+        "(column 0)",
     ),
     **_equal(
         "fl_lightning/round/clients.py",
@@ -122,7 +125,8 @@ SURVIVORS = {
     **_equal(
         "fl_lightning/engines/local_step.py",
         "self.all_generators = before.drawn_since()",
-        "equivalent but slower: generators that nobody draws from are read and put back in each step",
+        "equivalent but slower: generators that nobody draws from are read and put back in "
+        "each step",
         "left out: self.all_generators = before.drawn_since() (column 0)",
     ),
     **_equal(
@@ -146,7 +150,8 @@ SURVIVORS = {
     **_equal(
         "fl_lightning/storage/rows.py",
         "if client % self.world == self.rank and trainer != self.rank:",
-        "equivalent but slower: rows that stay here are packed, and rows of others are not in this store",
+        "equivalent but slower: rows that stay here are packed, and rows of others are not in "
+        "this store",
         "and ↔ or: client % self.world == self.rank and trainer != self.rank (column 3)",
     ),
     **{

@@ -1,4 +1,5 @@
-"""The runner of faults calls caught what a test or the fault itself ended, and nothing that happened to it."""
+"""The runner of faults calls caught what a test or the fault itself ended, and nothing that
+happened to it."""
 
 from __future__ import annotations
 

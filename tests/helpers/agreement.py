@@ -25,7 +25,8 @@ CLIPPED: dict[str, Any] = {"clip_norm": 0.9, "weighting": "samples"}
 
 
 class Logged(Network):
-    """Logs its loss at each step, and something at its third step alone, which not every client takes."""
+    """Logs its loss at each step, and something at its third step alone, which not every client
+    takes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
@@ -36,7 +37,8 @@ class Logged(Network):
 
 
 class EveryHook(FederatedCallback):
-    """Uses all that a hook can use in each local step, where clients that have finished must not take part."""
+    """Uses all that a hook can use in each local step, where clients that have finished must not
+    take part."""
 
     seen = ClientState(synchronised=False)
     steps = Scratch(shape=(), dtype=torch.int64)

@@ -1,4 +1,7 @@
-"""A method as its author writes it: FedAvgM on a median of clipped updates, and clients chosen by their last loss."""
+"""A method as its author writes it.
+
+FedAvgM on a median of clipped updates, and clients chosen by their last loss.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from fl_lightning import ClientState, Coefficient, FederatedCallback, ServerStat
 
 
 class ClippedMedian(FederatedCallback):
-    """u_i <- u_i min(1, C/|u_i|); m <- beta m + median(u); d = m. The clients with the largest last loss take part."""
+    """u_i <- u_i min(1, C/|u_i|); m <- beta m + median(u); d = m.
+
+    The clients with the largest last loss take part.
+    """
 
     gathers = True
     beta = Coefficient(below=1)

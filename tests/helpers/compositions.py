@@ -1,4 +1,5 @@
-"""The methods and compositions that the oracle knows, and the callbacks and optimizers of ours that they stand for."""
+"""The methods and compositions that the oracle knows, and the callbacks and optimizers of ours that
+they stand for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Our side of comparisons: small federations in float64 through the public interface, recorded after each round."""
+"""Our side of comparisons: small federations in float64 through the public interface, recorded
+after each round."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ class Network(pl.LightningModule):
 
 
 class Quadratics(pl.LightningModule):
-    """Client i's loss is the oracle's f_i(w) = (w - b_i)' A_i (w - b_i) / 2; its samples are its number."""
+    """Client i's loss is the oracle's f_i(w) = (w - b_i)' A_i (w - b_i) / 2.
+
+    Its samples are its number.
+    """
 
     def __init__(self, problem: Quadratic, start: Vector) -> None:
         super().__init__()

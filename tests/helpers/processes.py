@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 
 def started(target: Callable[..., None], world: int, *arguments: Any) -> list[Any]:
-    """``target(*arguments, rank, world)`` in each of ``world`` processes, as a launcher starts them."""
+    """``target(*arguments, rank, world)`` in each of ``world`` processes, as a launcher starts
+    them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -42,7 +43,10 @@ def grouped(target: Callable[..., None], world: int, *arguments: Any) -> None:
 
 
 def same_models_on_one_and_two(target: Callable[..., None], folder: Path) -> None:
-    """One and two processes leave the same bits: ``target(folder, rank, world)`` saves ``<world>.pt``."""
+    """One and two processes leave the same bits.
+
+    ``target(folder, rank, world)`` saves ``<world>.pt``.
+    """
     for world in (1, 2):
         assert launched(target, world, folder) == [0] * world
     one = torch.load(folder / "1.pt")

@@ -1,4 +1,7 @@
-"""A round made by hand, of four parameters: what it stages, shows and counts can be worked out on paper."""
+"""A round made by hand, of four parameters.
+
+What it stages, shows and counts can be worked out on paper.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ def parts(*given: tuple[Tensor, int | None]) -> Parts:
 
 
 def a_round(t: int = 0, rows: dict[tuple[str, int], Tensor] | None = None, **given: Any) -> Round:
-    """Clients 3 and 5 of 10, from w = 1, 2, 3, 4 at a rate of 0.5; ``rows``: committed, by (key, client)."""
+    """Clients 3 and 5 of 10, from w = 1, 2, 3, 4 at a rate of 0.5.
+
+    ``rows``: committed, by (key, client).
+    """
     w = torch.arange(1.0, D + 1, dtype=torch.float64)
     facts: dict[str, Any] = {
         "ids": [3, 5],

@@ -15,7 +15,8 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 
 def filled(folder: Path, clients: int = 8, size: int = 1000) -> tuple[ClientStore, Path]:
-    """A store whose clients hold ``arange(size) + client``, and the segment that this was written to."""
+    """A store whose clients hold ``arange(size) + client``, and the segment that this was written
+    to."""
     store = ClientStore()
     store.commit({"M.s": {i: torch.arange(size, dtype=torch.float32) + i for i in range(clients)}})
     path = store.flush(folder)

@@ -1,7 +1,8 @@
-"""A process that imports the command line once and forks a child per command: real processes in milliseconds.
+"""A process that imports the command line once and forks a child per command: real processes in
+milliseconds.
 
-Run as a script it is that process: one line of JSON in per command; ``<name>.pid`` and, when the command has ended,
-``<name>.status`` appear beside the command's output.
+Run as a script it is that process: one line of JSON in per command; ``<name>.pid`` and, when the
+command has ended, ``<name>.status`` appear beside the command's output.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Result:
 
 
 class Process:
-    """A command that runs, the leader of a process group: ``pid``, ``kill``, ``wait``, its output so far."""
+    """A command that runs, the leader of a process group.
+
+    ``pid``, ``kill``, ``wait``, its output so far.
+    """
 
     def __init__(self, files: Path) -> None:
         self._files = files

@@ -1,4 +1,7 @@
-"""ResNet20's other norms, depths, widths and channels; every network on images of other channels and sizes."""
+"""ResNet20's other norms, depths, widths and channels.
+
+Every network on images of other channels and sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole runs of texts: without a network, killed and resumed, by other engines, as the published experiment has it."""
+"""Whole runs of texts: without a network, killed and resumed, by other engines, as the published
+experiment has it."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def test_without_a_network(tmp_path: Path) -> None:
 
 
 def test_killed_and_resumed_it_leaves_the_same_bits(cli: Cli) -> None:
-    """With dropout, AdamW's states and the clients' own copies of the extractor between two averages."""
+    """With dropout, AdamW's states and the clients' own copies of the extractor between two
+    averages."""
     fit = ("fit", "-c", config(cli.folder, config=opt(12, dropout=0.1)), "--trainer.max_epochs", 5)
     assert cli(*fit, "--trainer.default_root_dir", "whole").returncode == 0
     killed = cli.start(*fit, "--trainer.default_root_dir", "x")
@@ -127,8 +129,13 @@ def test_killed_and_resumed_it_leaves_the_same_bits(cli: Cli) -> None:
     assert 1 <= done < 5
     result = cli("fit", "x")
     assert result.returncode == 0, result.stderr
-    same = [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(cli.folder / run)]
-            for run in ("whole", "x")]  # fmt: skip
+    same = [
+        [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in metrics(cli.folder / run)
+        ]
+        for run in ("whole", "x")
+    ]
     assert same[0] == same[1] and len(same[0]) == 5
     whole, x = weights(cli.folder / "whole"), weights(cli.folder / "x")
     assert whole.keys() == x.keys() and all(torch.equal(whole[name], x[name]) for name in whole)
@@ -155,7 +162,10 @@ def test_clients_side_by_side_leave_the_same_bits_and_with_dropout_the_reason_is
 
 @pytest.mark.parametrize("split", ["genre", "iid"])
 def test_the_published_experiment_on_a_small_folder(cli: Cli, split: str) -> None:
-    """OPT of 12 layers from a folder, its tokenizer, MultiNLI's format: FedALS's setting but for the sizes."""
+    """OPT of 12 layers from a folder, its tokenizer, MultiNLI's format.
+
+    FedALS's setting but for the sizes.
+    """
     from fl_lightning.models import CausalLanguageModel
     from tests.helpers.texts import tokenizer_folder
 

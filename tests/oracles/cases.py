@@ -40,7 +40,10 @@ def sampled(rounds: int, n: int, steps: list[int], seed: int = 1) -> Schedule:
 
 
 def learning(rounds: int = 7) -> tuple[TwoLayer, Vector, Schedule]:
-    """Three of six clients a round on a network; unequal sizes, a client with one sample, short last batches."""
+    """Three of six clients a round on a network.
+
+    Unequal sizes, a client with one sample, short last batches.
+    """
     rng, net = np.random.default_rng(2), TwoLayer(3, 4, 3)
     sizes = [1, 5, 9, 4, 12, 7]
     data = [(rng.normal(size=(n, 3)), rng.integers(0, 3, n)) for n in sizes]

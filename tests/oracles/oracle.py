@@ -1,7 +1,9 @@
-"""The oracle: every federated method and composition in NumPy float64, one vector of D numbers a model.
+"""The oracle: every federated method and composition in NumPy float64, one vector of D numbers a
+model.
 
-Plain loops over clients and steps, written from the papers' algorithms and from nothing of the package, so
-that a wrong implementation cannot agree with it. § n is the section of the methods page that a block follows.
+Plain loops over clients and steps, written from the papers' algorithms and from nothing of the
+package, so that a wrong implementation cannot agree with it. § n is the section of the methods page
+that a block follows.
 """
 
 from __future__ import annotations
@@ -136,7 +138,10 @@ def server_step(
 def run(
     problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule
 ) -> list[Round]:
-    """Rounds 0 … rounds - 1 from w0; entry t holds what there is after round t (its `w` is w^{t+1})."""
+    """Rounds 0 … rounds - 1 from w0.
+
+    Entry t holds what there is after round t (its `w` is w^{t+1}).
+    """
     cfg, D, m = config, len(w0), len(schedule.sizes)
     parts = [*cfg.parts, *([] if cfg.fedrep is None else [(cfg.fedrep[0], None)])]
     if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
@@ -160,7 +165,8 @@ def run(
     v_i: dict[int, Vector] = {}
     theta_i: dict[int, Vector] = {}
     last_i: dict[int, Vector] = {}
-    # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K since.
+    # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K
+    # since.
     valid: dict[int, Mask] = {}
     origin: dict[int, Vector] = {}
     elapsed: dict[int, Vector] = {}
@@ -188,7 +194,8 @@ def run(
         vectors_down, vectors_up, _ = vectors(cfg)
 
         for i in cohort:
-            # The start: w, with the parts that the client keeps (§ 11); relaxed initialization (§ 10).
+            # The start: w, with the parts that the client keeps (§ 11); relaxed initialization (§
+            # 10).
             kept = valid.get(i, np.zeros(D, dtype=bool))
             x = np.where(kept, last_i.get(i, w0), w)
             if cfg.beta is not None:
@@ -212,7 +219,8 @@ def run(
                     v = v_i.get(i, w0)
                     v_gradient = problem.gradient(v, i, batch) + cfg.weight_decay * v
                     v_i[i] = v - eta * (v_gradient + at(cfg.ditto, t) * (v - w))
-                # § 1, a local step: (1) the gradient of the loss, (2) at a perturbed point (§ 8, § 9)
+                # § 1, a local step: (1) the gradient of the loss, (2) at a perturbed point (§ 8, §
+                # 9)
                 g = problem.gradient(x, i, batch)
                 if cfg.pfedme is not None:  # § 17: the gradient of the envelope
                     for _ in range(cfg.pfedme[1]):
@@ -254,7 +262,8 @@ def run(
             if cfg.keep_momentum:
                 momentum_i[i] = buffer
 
-            # The end of the client's round; c_i and lambda_i of a part move only when it is averaged.
+            # The end of the client's round; c_i and lambda_i of a part move only when it is
+            # averaged.
             moved = np.divide(origin[i] - x, elapsed[i], out=np.zeros(D), where=elapsed[i] > 0)
             mean_velocity += moved / n  # § 7: - (x_{i,K} - o_i) / h_i, 0 where h_i = 0
             if cfg.scaffold is not None:  # § 5
@@ -275,7 +284,8 @@ def run(
             if cfg.fedsmoo is not None:  # § 9
                 mu_i[i] = dual
                 U += (dual - e) / n
-            # What is sent: x_{i,K} - w; under RI's second rule what moved; its largest entries under top-k.
+            # What is sent: x_{i,K} - w; under RI's second rule what moved; its largest entries
+            # under top-k.
             u[i] = x - origin[i] if cfg.beta is not None and cfg.aggregate == "updates" else x - w
             if cfg.topk is not None:
                 k = exact_ceil(cfg.topk, D)
@@ -295,7 +305,8 @@ def run(
                 drawn = {} if cfg.noise is None else {i: cfg.noise(t, i, D) for i in cohort}
                 U_n = robust.attacked(U_n, cohort, cfg.attackers, *cfg.attack, drawn)
                 u = dict(zip(cohort, U_n, strict=True))
-            # The aggregate. FedNova (Wang et al., 2020): every client's update per unit of its own work.
+            # The aggregate. FedNova (Wang et al., 2020): every client's update per unit of its own
+            # work.
             if cfg.fednova:
                 rho = cfg.momentum
                 tau = {i: sum((1 - rho**j) / (1 - rho) for j in range(1, K[i] + 1)) for i in cohort}

@@ -56,7 +56,10 @@ class TwoLayer:
 
 
 class Quadratic:
-    """f_i(w) = 0.5 (w - b_i)^T A_i (w - b_i); the batch is ignored. curvature (m, D, D), centre (m, D)."""
+    """f_i(w) = 0.5 (w - b_i)^T A_i (w - b_i); the batch is ignored.
+
+    Curvature (m, D, D), centre (m, D).
+    """
 
     def __init__(self, curvature: npt.NDArray[np.float64], centre: npt.NDArray[np.float64]) -> None:
         self.curvature, self.centre, self.size = curvature, centre, centre.shape[1]
@@ -74,10 +77,11 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who takes part and on what: rounds[t][i] is the list of the K_i batches of client i in round t.
+    """Who takes part and on what: rounds[t][i] is the list of the K_i batches of client i in round
+    t.
 
-    Clients that dropped out are not listed. data[i], all of a client's samples as one batch, is read by
-    SCAFFOLD's "gradient" estimate alone. sizes: N_i of all m registered clients.
+    Clients that dropped out are not listed. data[i], all of a client's samples as one batch, is
+    read by SCAFFOLD's "gradient" estimate alone. sizes: N_i of all m registered clients.
     """
 
     rounds: Sequence[Mapping[int, Sequence[Batch]]]
@@ -86,7 +90,8 @@ class Schedule:
 
 
 def local_steps(size: int, batch_size: int, epochs: float) -> int:
-    """K_i: whole epochs of ceil(N_i / B) batches, then the started share of one, in exact decimals."""
+    """K_i: whole epochs of ceil(N_i / B) batches, then the started share of one, in exact
+    decimals."""
     batches = -(-size // batch_size)
     whole = math.floor(Fraction(str(epochs)))
     return whole * batches + math.ceil((Fraction(str(epochs)) - whole) * batches)

@@ -271,7 +271,8 @@ def test_clipping_begins_at_the_norm() -> None:
 
 
 def test_fedsmoo_by_hand() -> None:
-    # One number, a constant gradient 1 and radius 2, so that e is 2 or -2 with the sign of q = 1 - mu_i - s.
+    # One number, a constant gradient 1 and radius 2, so that e is 2 or -2 with the sign of q = 1 -
+    # mu_i - s.
     rounds = [{0: [None] * 2}, {0: [None]}, {0: [None]}]  # e: 2, -2; -2; 2
     history = run(constant([1.0]), Config(fedsmoo=2.0), 3, np.zeros(1), Schedule(rounds, [1]))
     assert [after.clients["mu_i"][0][0] for after in history] == [0.0, -4.0, 0.0]

@@ -31,11 +31,13 @@ def test_fedals_in_one_part_is_fedavg_with_more_steps() -> None:
 
 
 def test_parts_keep_only_copies_written_since_their_last_average() -> None:
-    # Clients 0 and 1 move by -1 and -2 a round; the first half is averaged at the end of rounds 1 and 3.
+    # Clients 0 and 1 move by -1 and -2 a round; the first half is averaged at the end of rounds 1
+    # and 3.
     rounds = [{0: [None]}, {1: [None]}, {0: [None]}, {0: [None], 1: [None]}]
     cfg = Config(lr=1.0, parts=[(FIRST, 2)])
     history = run(constant([1.0, 2.0]), cfg, 4, np.zeros(D), Schedule(rounds, [3, 1]))
-    # Round 0 never reaches the server, round 1 does; round 2 begins at the server's -2, round 3 at 0's own -3.
+    # Round 0 never reaches the server, round 1 does; round 2 begins at the server's -2, round 3 at
+    # 0's own -3.
     assert [after.w[0] for after in history] == [0.0, -2.0, -2.0, -4.0]
     assert [after.w[3] for after in history] == [-1.0, -3.0, -4.0, -5.5]
     assert [after.evaluated[0] for after in history] == [-1.0, -2.0, -3.0, -4.0]

@@ -1,4 +1,7 @@
-"""What each package's test asserts: the export is worth what the run said, and a resumed run ends in the same bits."""
+"""What each package's test asserts.
+
+The export is worth what the run said, and a resumed run ends in the same bits.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ TABLE: list[str] = []
 class Recipe:
     """A package's learner and data, each made anew for each run, and what it measures.
 
-    ``metric``: its name in the run. ``outside``: its value by the package's own means, from the exported file.
-    ``options``: arguments of ``FederatedModule``. ``weights_only``: of ``Trainer.fit``, where checkpoints hold objects.
+    ``metric``: its name in the run. ``outside``: its value by the package's own means, from the
+    exported file. ``options``: arguments of ``FederatedModule``. ``weights_only``: of
+    ``Trainer.fit``, where checkpoints hold objects.
     """
 
     package: str
@@ -40,7 +44,10 @@ class Recipe:
 
 
 class Draws(pl.Callback):
-    """Keeps the random state in which the latest validation of a run began; one that ``replays`` begins in it."""
+    """Keeps the random state in which the latest validation of a run began.
+
+    One that ``replays`` begins in it.
+    """
 
     def __init__(self, replays: Draws | None = None) -> None:
         self.state, self.replays = torch.get_rng_state(), replays
@@ -61,7 +68,10 @@ def quiet_trainer(**options: Any) -> Any:
 def fit(
     recipe: Recipe, folder: Path, ckpt_path: Path | None = None
 ) -> tuple[FederatedModule, float, dict[str, Any]]:
-    """All rounds, or those after a checkpoint; gives the module, its metric and copies of all weights and buffers."""
+    """All rounds, or those after a checkpoint.
+
+    Gives the module, its metric and copies of all weights and buffers.
+    """
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     module = FederatedModule(recipe.learner(), seed=1, **recipe.options)
@@ -79,7 +89,8 @@ def fit(
 
 
 def check(recipe: Recipe, tmp_path: Path, rtol: float = 1e-6) -> None:
-    """Run, measure the export outside, and resume from the middle in fresh objects of another random state."""
+    """Run, measure the export outside, and resume from the middle in fresh objects of another
+    random state."""
     torch.manual_seed(0)
     FederatedModule(recipe.learner()).export(tmp_path / "untrained.ckpt")
     untrained = recipe.outside(tmp_path / "untrained.ckpt")
@@ -97,7 +108,10 @@ def check(recipe: Recipe, tmp_path: Path, rtol: float = 1e-6) -> None:
     )
     facts = filter(None, (NAMESPACE, module.engine_facts["engine"], recipe.case))
     what = f"{recipe.package} {version(recipe.package)} ({', '.join(facts)})"
-    numbers = f"{recipe.metric} {untrained:.6g} untrained, {in_run:.6g} in the run, {outside:.6g} of the export"
+    numbers = (
+        f"{recipe.metric} {untrained:.6g} untrained, {in_run:.6g} in the run, {outside:.6g} "
+        "of the export"
+    )
     TABLE.append(f"{what}: {numbers}, resumed bits {'equal' if same else 'DIFFER'}")
     assert abs(untrained - in_run) > 100 * rtol * abs(in_run), (
         f"the metric does not see the training: {TABLE[-1]}"

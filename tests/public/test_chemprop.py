@@ -1,4 +1,7 @@
-"""chemprop's documented recipe for regression: scaled targets, BatchNorm, metrics, rates by rounds."""
+"""chemprop's documented recipe for regression.
+
+Scaled targets, BatchNorm, metrics, rates by rounds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Temporal Fusion Transformer of pytorch-forecasting, as in its tutorial; each client has some of the series."""
+"""The Temporal Fusion Transformer of pytorch-forecasting, as in its tutorial.
+
+Each client has some of the series.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""BYOL of lightly's examples: a momentum encoder written in training_step, judged by lightly's own kNN accuracy."""
+"""BYOL of lightly's examples.
+
+A momentum encoder written in training_step, judged by lightly's own kNN accuracy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ SIDE, CLASSES = 16, 3
 
 
 class Stripes(torch.utils.data.Dataset[Any]):
-    """Noisy images with stripes in one of three directions; with a transform, as torchvision's datasets."""
+    """Noisy images with stripes in one of three directions.
+
+    With a transform, as torchvision's datasets.
+    """
 
     transform: Any = None
 

@@ -1,4 +1,7 @@
-"""The training plan and data splitter of scvi-tools, on counts that scvi-tools makes itself; validation draws, too."""
+"""The training plan and data splitter of scvi-tools, on counts that scvi-tools makes itself.
+
+Validation draws, too.
+"""
 
 from __future__ import annotations
 

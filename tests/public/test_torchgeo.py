@@ -1,4 +1,5 @@
-"""torchgeo's task and data module on images in the layout of EuroSAT, whose batches the data module normalises."""
+"""torchgeo's task and data module on images in the layout of EuroSAT, whose batches the data module
+normalises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A BERT of transformers, tiny and random, in the LightningModule of Lightning's tutorial, with linear warm-up."""
+"""A BERT of transformers, tiny and random, in the LightningModule of Lightning's tutorial, with
+linear warm-up."""
 
 from __future__ import annotations
 

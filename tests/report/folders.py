@@ -21,7 +21,10 @@ def make_run(
     rounds: Sequence[int] | None = None,
     **record: Any,
 ) -> Path:
-    """A run with these ``columns``; None is an empty cell. The partition follows the seed, as it does in real runs."""
+    """A run with these ``columns``; None is an empty cell.
+
+    The partition follows the seed, as it does in real runs.
+    """
     folder.mkdir(parents=True)
     length = max(map(len, columns.values()), default=0)
     with open(folder / "metrics.csv", "w", newline="") as file:
@@ -33,9 +36,17 @@ def make_run(
                 [t if rounds is None else rounds[t], *("" if c is None else repr(c) for c in cells)]
             )
     content = {
-        "status": status, "seed": seed, "arm": arm, "title": "FedAvg", "partition_hash": partition or f"split-{seed}",
-        "config_hash": "c", "claims_hash": None, "rounds": length, "command": ["fl-lightning", "fit"], "versions": {},
-    }  # fmt: skip
+        "status": status,
+        "seed": seed,
+        "arm": arm,
+        "title": "FedAvg",
+        "partition_hash": partition or f"split-{seed}",
+        "config_hash": "c",
+        "claims_hash": None,
+        "rounds": length,
+        "command": ["fl-lightning", "fit"],
+        "versions": {},
+    }
     (folder / "run.json").write_text(json.dumps({**content, **record}))
     return folder
 

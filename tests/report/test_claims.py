@@ -1,4 +1,7 @@
-"""Claims made before the runs: four planted effects, four verdicts; what was edited, lost or absent is said."""
+"""Claims made before the runs: four planted effects, four verdicts.
+
+What was edited, lost or absent is said.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a reader opens: one page that asks nothing of the network, tables in three forms, figures, published numbers."""
+"""What a reader opens: one page that asks nothing of the network, tables in three forms, figures,
+published numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def columns(
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Two arms, three seeds; the second arm sends twice as much, one of its runs diverged, another still runs."""
+    """Two arms, three seeds; the second arm sends twice as much, one of its runs diverged, another
+    still runs."""
     folder = tmp_path / "s"
     for seed, level in LEVELS.items():
         make_run(folder / f"fedavg/seed-{seed}", "fedavg", seed, columns(level))
@@ -144,7 +146,10 @@ def test_figures_tables_and_rows_lie_beside_it(sweep: Path, tmp_path: Path) -> N
 
 
 def test_both_conventions_of_communication(sweep: Path) -> None:
-    """FedSMOO sends 2 vectors up and down: twice by messages, twice by the papers' count; the target halves it."""
+    """FedSMOO sends 2 vectors up and down: twice by messages, twice by the papers' count.
+
+    The target halves it.
+    """
     summary = summarise(find([sweep / "fedavg", sweep / "fed<smoo>"]), targets=["0.55"])
     first, second = communication(summary).rows
     assert [cell.text for cell in first] == ["fedavg", "800 B", "1.00 ×", "1", "1.00 ×"]
@@ -188,7 +193,10 @@ def test_the_gap_is_drawn_over_the_training_loss_of_the_rounds_that_measured_bot
 
 
 def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_path: Path) -> None:
-    """20 rounds of 10 gradients against 30 of 5: nothing that a run did later than the budget counts."""
+    """20 rounds of 10 gradients against 30 of 5.
+
+    Nothing that a run did later than the budget counts.
+    """
     rising = [0.01 * t for t in range(30)]
     for seed in (0, 1):
         spent = {

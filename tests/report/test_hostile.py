@@ -60,8 +60,10 @@ def test_text_that_no_file_can_hold(tmp_path: Path, record: dict[str, Any]) -> N
 
 
 def test_what_lies_beside_the_runs_is_read_with_care(tmp_path: Path) -> None:
-    times = ({"started": "2026-01-01T00:00:00", "ended": "2026-01-01T00:01:00"},
-             {"started": "2026-01-01T00:02:00+00:00", "ended": "2026-01-01T00:03:00+00:00"})  # fmt: skip
+    times = (
+        {"started": "2026-01-01T00:00:00", "ended": "2026-01-01T00:01:00"},
+        {"started": "2026-01-01T00:02:00+00:00", "ended": "2026-01-01T00:03:00+00:00"},
+    )
     for arm, when in zip("ab", times, strict=True):
         make_arm(tmp_path / "s", arm, {0: 0.5}, **when)  # the first without a zone
     (tmp_path / "s/runs.csv").write_text("arm,seed\n" + "a" * 200_000 + ",0\n")

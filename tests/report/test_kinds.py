@@ -1,4 +1,5 @@
-"""Every kind of claim against a calculation of its own, families and lost runs, and what chance alone would say."""
+"""Every kind of claim against a calculation of its own, families and lost runs, and what chance
+alone would say."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def written(path: Path, *claims: dict[str, Any]) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------- an independent calculation
+# --------------------------------------------------------------------------- an independent
+# calculation
 
 
 def tail(arm: str, seed: int) -> float:
@@ -100,18 +102,59 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
 
 
 CLAIMS: list[dict[str, Any]] = [
-    {"id": "rises", "a": "up", "b": "base", "direction": "greater", "margin": 0.005, "primary": True,
-     "paper_predicts": "+3 points", "we_predict": "the same"},
+    {
+        "id": "rises",
+        "a": "up",
+        "b": "base",
+        "direction": "greater",
+        "margin": 0.005,
+        "primary": True,
+        "paper_predicts": "+3 points",
+        "we_predict": "the same",
+    },
     {"id": "like", "kind": "equivalence", "a": "same", "b": "base", "margin": 0.01},
-    {"id": "more", "kind": "interaction", "a": "up", "b": "base", "c": "other", "d": "same", "direction": "greater",
-     "margin": 0.005, "scale": "log_ratio"},
-    {"id": "sooner", "kind": "to_target", "a": "up", "b": "base", "target": 0.72, "cost": "gradients",
-     "direction": "less", "margin": 0.0},
-    {"id": "tail", "kind": "to_target", "a": "up", "b": "other", "target": {"arm": "base", "score": "tail"},
-     "cost": "bytes", "direction": "less", "margin": 0.0, "family": "targets"},
-    {"id": "layers", "kind": "trend", "arm": "base", "over": "layers", "metric": "consensus_relative",
-     "direction": "greater", "family": "targets"},
-]  # fmt: skip
+    {
+        "id": "more",
+        "kind": "interaction",
+        "a": "up",
+        "b": "base",
+        "c": "other",
+        "d": "same",
+        "direction": "greater",
+        "margin": 0.005,
+        "scale": "log_ratio",
+    },
+    {
+        "id": "sooner",
+        "kind": "to_target",
+        "a": "up",
+        "b": "base",
+        "target": 0.72,
+        "cost": "gradients",
+        "direction": "less",
+        "margin": 0.0,
+    },
+    {
+        "id": "tail",
+        "kind": "to_target",
+        "a": "up",
+        "b": "other",
+        "target": {"arm": "base", "score": "tail"},
+        "cost": "bytes",
+        "direction": "less",
+        "margin": 0.0,
+        "family": "targets",
+    },
+    {
+        "id": "layers",
+        "kind": "trend",
+        "arm": "base",
+        "over": "layers",
+        "metric": "consensus_relative",
+        "direction": "greater",
+        "family": "targets",
+    },
+]
 
 
 def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> None:
@@ -197,7 +240,8 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
     )
 
 
-# --------------------------------------------------------------------------- what is lost, missing or too few
+# --------------------------------------------------------------------------- what is lost, missing
+# or too few
 
 
 def test_a_diverged_run_supports_no_likeness_and_no_interaction(tmp_path: Path) -> None:
@@ -210,17 +254,42 @@ def test_a_diverged_run_supports_no_likeness_and_no_interaction(tmp_path: Path) 
     make_arm(tmp_path / "s", "c", {s: 0.7 + 0.001 * s for s in range(6)})
     make_run(tmp_path / "s/c/seed-6", "c", 6, {"val/acc": [0.7]}, "diverged")
     claims = [
-        {"id": "gain", "kind": "interaction", "a": "a", "b": "b", "c": "c", "d": "d", "direction": "greater",
-         "margin": 0.01, "metric": "val/acc"},
-        {"id": "like", "kind": "equivalence", "a": "c", "b": "d", "margin": 0.01, "metric": "val/acc"},
-        {"id": "real", "kind": "equivalence", "a": "b", "b": "d", "margin": 0.01, "metric": "val/acc"},
-    ]  # fmt: skip
+        {
+            "id": "gain",
+            "kind": "interaction",
+            "a": "a",
+            "b": "b",
+            "c": "c",
+            "d": "d",
+            "direction": "greater",
+            "margin": 0.01,
+            "metric": "val/acc",
+        },
+        {
+            "id": "like",
+            "kind": "equivalence",
+            "a": "c",
+            "b": "d",
+            "margin": 0.01,
+            "metric": "val/acc",
+        },
+        {
+            "id": "real",
+            "kind": "equivalence",
+            "a": "b",
+            "b": "d",
+            "margin": 0.01,
+            "metric": "val/acc",
+        },
+    ]
     said = report(
         tmp_path / "out", tmp_path / "s", "--claims", written(tmp_path / "c.yaml", *claims)
     )["claims"]
     assert [(entry["verdict"], entry["n"]) for entry in said] == [
-        ("inconclusive", 6), ("inconclusive", 6), ("reproduced", 7),
-    ]  # fmt: skip
+        ("inconclusive", 6),
+        ("inconclusive", 6),
+        ("reproduced", 7),
+    ]
 
 
 def test_who_never_arrives_is_left_out_and_proves_no_claim_of_being_cheaper(tmp_path: Path) -> None:
@@ -377,7 +446,8 @@ def test_verdicts_are_provisional_while_runs_of_the_family_are_missing(tmp_path:
     )
 
 
-# --------------------------------------------------------------------------- what chance alone would say
+# --------------------------------------------------------------------------- what chance alone
+# would say
 
 
 def families(

@@ -1,4 +1,7 @@
-"""report.json from folders made by hand: every statistic against NumPy and SciPy's own paired test."""
+"""report.json from folders made by hand.
+
+Every statistic against NumPy and SciPy's own paired test.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def refused(out: Path, *argv: object) -> str:
 
 
 def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
-    """Noisy curves, four seeds of two arms and three of the last; the first arm is what the others are paired with."""
+    """Noisy curves, four seeds of two arms and three of the last.
+
+    The first arm is what the others are paired with.
+    """
     rng = np.random.default_rng(0)
     curves: dict[str, dict[int, Any]] = {}
     for arm, seeds in (("base", 4), ("better", 4), ("same", 3)):

@@ -18,9 +18,13 @@ from fl_lightning.report.scores import reached, scores, smooth, tail
 short = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 # up to where the window is at its widest; some fall, so that their maximum lies before the last 50
 long = st.builds(
-    lambda length, seed, slope: (0.5 + slope * np.linspace(-1, 1, length) + drawn(seed, length)).tolist(),
-    st.integers(30, 700), st.integers(0, 1000), st.sampled_from([-0.3, 0.0, 0.3]),
-)  # fmt: skip
+    lambda length, seed, slope: (
+        0.5 + slope * np.linspace(-1, 1, length) + drawn(seed, length)
+    ).tolist(),
+    st.integers(30, 700),
+    st.integers(0, 1000),
+    st.sampled_from([-0.3, 0.0, 0.3]),
+)
 curves = short | long
 
 

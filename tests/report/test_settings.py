@@ -21,7 +21,8 @@ def refused(*argv: object) -> str:
     return str(error.value)
 
 
-# --------------------------------------------------------------------------- settings, several sweeps
+# --------------------------------------------------------------------------- settings, several
+# sweeps
 
 
 def grid(folder: Path, alphas: tuple[str, ...] = ("0.1", "0.6"), shift: float = 0.0) -> Path:
@@ -153,7 +154,8 @@ def test_a_trend_is_provisional_while_a_value_of_its_axis_has_no_run(tmp_path: P
         assert said[0]["provisional"] is provisional
 
 
-# --------------------------------------------------------------------------- what was damaged is said
+# --------------------------------------------------------------------------- what was damaged is
+# said
 
 
 @pytest.mark.parametrize(
@@ -189,12 +191,24 @@ def test_a_column_that_stands_twice_is_refused_and_removed_claims_are_said(tmp_p
         ({"kind": "trnd"}, "difference, equivalence, interaction, to_target, trend, diverges"),
         ({"kind": "interaction", "direction": "less", "margin": 0}, "c, d missing"),
         ({"kind": "to_target", "direction": "less", "margin": 0, "target": 0.8}, "cost missing"),
-        ({"kind": "to_target", "direction": "less", "margin": 0, "target": {"arm": ""}, "cost": "rounds"}, "{arm: A"),
+        (
+            {
+                "kind": "to_target",
+                "direction": "less",
+                "margin": 0,
+                "target": {"arm": ""},
+                "cost": "rounds",
+            },
+            "{arm: A",
+        ),
         ({"kind": "equivalence"}, "margin missing"),
-        ({"kind": "equivalence", "margin": 1, "over": "layers"}, "'over' is not known in a claim of kind equivalence"),
+        (
+            {"kind": "equivalence", "margin": 1, "over": "layers"},
+            "'over' is not known in a claim of kind equivalence",
+        ),
         ({"direction": "less", "margin": 0, "primary": "yes"}, "true or false"),
     ],
-)  # fmt: skip
+)
 def test_claims_of_each_kind_are_checked(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
     make_arm(tmp_path / "s", "a", {0: 0.5})
     path = written(

@@ -1,4 +1,5 @@
-"""What local hooks see: columns, starts, displacements, rows of states as they are read, written and carried on."""
+"""What local hooks see: columns, starts, displacements, rows of states as they are read, written
+and carried on."""
 
 from __future__ import annotations
 
@@ -146,7 +147,10 @@ def test_a_local_step_may_read_columns_starts_and_rows() -> None:
 
 
 def kept(**given: Any) -> tuple[Any, dict[tuple[str, int], torch.Tensor]]:
-    """Round 1 of a part of period 3; client 3 kept a copy of it at the end of round 0, client 5 has none."""
+    """Round 1 of a part of period 3.
+
+    Client 3 kept a copy of it at the end of round 0, client 5 has none.
+    """
     clients = some_clients(a_round(parts=parts((LAST, 3))), [3])
     clients.x += 6
     rows = {(name, 3): row for name, row in clients.kept_parts().items()}
@@ -213,7 +217,10 @@ class Step:
 
 
 def test_gradients_are_counted_with_those_of_the_whole_objective() -> None:
-    """Client 5 takes 4 steps, and its objective has 7 batches; once before its steps, once in each of them."""
+    """Client 5 takes 4 steps, and its objective has 7 batches.
+
+    Once before its steps, once in each of them.
+    """
     round = a_round(steps_of=lambda client, epochs: int(7 * epochs))
     clients = Clients(round, [5], ONES.view(1, -1).clone(), full_gradient=lambda clients, x: x)
     assert clients.gradients(5) == 4

@@ -85,7 +85,10 @@ def test_the_most_clients_of_a_round() -> None:
 def test_bernoulli_sampling_takes_each_client_with_its_probability(
     participation: Any, mean: float
 ) -> None:
-    """A fraction is taken as it is, not rounded to whole clients: 3.6 of 10; four standard errors of 4,000 rounds."""
+    """A fraction is taken as it is, not rounded to whole clients: 3.6 of 10.
+
+    Four standard errors of 4,000 rounds.
+    """
     drawn = cohort(participation=participation, sampling="bernoulli")
     assert (
         abs(sum(len(drawn.participants(t)) for t in range(4000)) / 4000 - mean)

@@ -1,4 +1,5 @@
-"""What a round stages: nothing of it is the run's state before the commit, and parts not averaged stay."""
+"""What a round stages: nothing of it is the run's state before the commit, and parts not averaged
+stay."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_synchronised_client_rows_keep_their_value_where_a_part_is_not_averaged(
         "optimizer.0.step": {3: EIGHTS},
     }
     for given, expected in ((PARTLY, ([8, 8, 4, 4], [8, 8, 3, 4])), ({}, ([8.0] * 4, [8.0] * 4))):
-        ledger = Ledger(a_round(rows=rows, **given))  # type: ignore[arg-type]  # None is what was never written
+        # None is what was never written.
+        ledger = Ledger(a_round(rows=rows, **given))  # type: ignore[arg-type]
         ledger.rows = {key: dict(by_client) for key, by_client in staged.items()}
         settled = ledger.settled_rows({"M.shared": shared, "M.own": own})
         assert (settled["M.shared"][3].tolist(), settled["M.shared"][5].tolist()) == expected

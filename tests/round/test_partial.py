@@ -1,4 +1,7 @@
-"""Parts with periods of their own: when they are averaged, and until when a client's copy of one is good."""
+"""Parts with periods of their own.
+
+When they are averaged, and until when a client's copy of one is good.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ def test_a_part_is_averaged_at_the_end_of_its_period() -> None:
 
 
 def test_a_copy_is_good_until_its_part_is_averaged_again() -> None:
-    """Of period 3: averaged at the ends of rounds 2 and 5, so that who wrote in 3 or 4 goes on from it in 4 and 5."""
+    """Of period 3: averaged at the ends of rounds 2 and 5, so that who wrote in 3 or 4 goes on from
+    it in 4 and 5."""
     of = parts((FIRST, 3))
     good = [(t, written) for t in range(7) for written in range(t) if of.valid(t, written, 3)]
     assert good == [(1, 0), (2, 0), (2, 1), (4, 3), (5, 3), (5, 4)]

@@ -1,4 +1,7 @@
-"""What plain Lightning saves and loads, a run's checkpoints and exports do too; objects are read only where asked."""
+"""What plain Lightning saves and loads, a run's checkpoints and exports do too.
+
+Objects are read only where asked.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,10 @@ def test_a_resume_needs_no_trust_where_nobody_reads_the_objects(tmp_path: Path) 
 
 
 def test_rows_of_a_checkpoint_with_objects_are_kept(tmp_path: Path) -> None:
-    """A run looks into the checkpoints beside it for the rows they need: one with objects counts."""
+    """A run looks into the checkpoints beside it for the rows they need.
+
+    One with objects counts.
+    """
     _, run = fit(tmp_path, learner())
     run.save_checkpoint(tmp_path / "kept.ckpt")
     fit(tmp_path, learner(), rounds=6, ckpt_path="last")

@@ -99,7 +99,8 @@ import os, sys, torch
 from pathlib import Path
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 setattr(os, sys.argv[1], lambda *a: os._exit(9))
-AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.zeros(9)}, "epoch": 4}, Path(sys.argv[2]))
+checkpoint = {"state_dict": {"w": torch.zeros(9)}, "epoch": 4}
+AtomicCheckpointIO().save_checkpoint(checkpoint, Path(sys.argv[2]))
 """
 
 
@@ -134,10 +135,18 @@ class Tiny(pl.LightningModule):
 def test_a_trainer_resumes_from_it(tmp_path: Path) -> None:
     def fit(epochs: int, ckpt_path: str | None) -> pl.Trainer:
         trainer = pl.Trainer(
-            max_epochs=epochs, default_root_dir=tmp_path, logger=False, plugins=[AtomicCheckpointIO()],
-            callbacks=[pl.callbacks.ModelCheckpoint(tmp_path, "last", enable_version_counter=False)],
-            accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
-        )  # fmt: skip
+            max_epochs=epochs,
+            default_root_dir=tmp_path,
+            logger=False,
+            plugins=[AtomicCheckpointIO()],
+            callbacks=[
+                pl.callbacks.ModelCheckpoint(tmp_path, "last", enable_version_counter=False)
+            ],
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+        )
         trainer.fit(Tiny(), ckpt_path=ckpt_path)
         return trainer
 

@@ -1,4 +1,7 @@
-"""Whatever stands in a checkpoint where something else belongs: the run goes on, or says where, in one paragraph."""
+"""Whatever stands in a checkpoint where something else belongs.
+
+The run goes on, or says where, in one paragraph.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,27 @@ FORMS = {
     "dict": {"a": 1},
 }
 SEEN = [  # to end in an error of Python
-    ("federated.server.ControlVariates.c", "complex"), ("federated.chosen.rounds", "None"),
-    ("federated.clients", "None"), ("federated.folders", "gone"), ("federated.w0", "text"), ("federated.seed", "gone"),
-    ("federated.version", "list"), ("federated.engine.written", "list"), ("federated.methods", "list"),
-    ("federated.buffers", "minus"), ("federated", "text"), ("loops.fit_loop.epoch_progress", "list"),
-    ("loops.fit_loop.epoch_progress.current", "gone"), ("loops", "None"), ("optimizer_states", "minus"),
-    ("optimizer_states.0.param_groups.0.weight_decay", "None"), ("lr_schedulers", "gone"), ("callbacks", "list"),
-    ("pytorch-lightning_version", "gone"), ("pytorch-lightning_version", "dict"),
-]  # fmt: skip
+    ("federated.server.ControlVariates.c", "complex"),
+    ("federated.chosen.rounds", "None"),
+    ("federated.clients", "None"),
+    ("federated.folders", "gone"),
+    ("federated.w0", "text"),
+    ("federated.seed", "gone"),
+    ("federated.version", "list"),
+    ("federated.engine.written", "list"),
+    ("federated.methods", "list"),
+    ("federated.buffers", "minus"),
+    ("federated", "text"),
+    ("loops.fit_loop.epoch_progress", "list"),
+    ("loops.fit_loop.epoch_progress.current", "gone"),
+    ("loops", "None"),
+    ("optimizer_states", "minus"),
+    ("optimizer_states.0.param_groups.0.weight_decay", "None"),
+    ("lr_schedulers", "gone"),
+    ("callbacks", "list"),
+    ("pytorch-lightning_version", "gone"),
+    ("pytorch-lightning_version", "dict"),
+]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -1,4 +1,7 @@
-"""What cannot be written is said in one paragraph, and what was there stays: a full disk, devices, pipes, links."""
+"""What cannot be written is said in one paragraph, and what was there stays.
+
+A full disk, devices, pipes, links.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,8 @@ def test_a_path_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory."),
         RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+            "8 bytes."
         ),
         OSError(12, "Cannot allocate memory"),
     ],

@@ -1,4 +1,7 @@
-"""Killed anywhere and resumed, on one process and on two: the same bits as a run that nothing happened to."""
+"""Killed anywhere and resumed, on one process and on two.
+
+The same bits as a run that nothing happened to.
+"""
 
 from __future__ import annotations
 
@@ -217,7 +220,8 @@ def test_segments_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
 
 
 def odd_clients(folder: Path, rank: int, world: int) -> None:
-    """Participants that the first process owns none of, with optimizer state and a state of their own."""
+    """Participants that the first process owns none of, with optimizer state and a state of their
+    own."""
     module = federated(
         participation=0.4,
         keep_optimizer_state=True,

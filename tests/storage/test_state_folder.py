@@ -1,4 +1,5 @@
-"""What clients keep lies beside the run's own checkpoints, whatever logger or callback has others elsewhere."""
+"""What clients keep lies beside the run's own checkpoints, whatever logger or callback has others
+elsewhere."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ FIT = (
     "false",
 )
 USERS = (
-    "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "elsewhere",
-    "--trainer.callbacks+", "pytorch_lightning.callbacks.ModelCheckpoint", "--trainer.callbacks.filename", "mine",
-)  # fmt: skip
+    "--trainer.logger",
+    "CSVLogger",
+    "--trainer.logger.save_dir",
+    "elsewhere",
+    "--trainer.callbacks+",
+    "pytorch_lightning.callbacks.ModelCheckpoint",
+    "--trainer.callbacks.filename",
+    "mine",
+)
 
 
 def test_a_users_logger_and_checkpoints_leave_the_state_in_the_runs_folder(cli: Cli) -> None:

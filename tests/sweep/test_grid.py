@@ -24,21 +24,35 @@ def names(folder: Path, grid: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "grid, expected",
     [
-        ("{method: [method/fedavg, {configs: [method/fedinit], method.beta: 0.1}]}", ["fedavg", "fedinit-0.1"]),
+        (
+            "{method: [method/fedavg, {configs: [method/fedinit], method.beta: 0.1}]}",
+            ["fedavg", "fedinit-0.1"],
+        ),
         ("{method: [method/fedavg], model.participation: [0.1, 0.5]}", ["0.1", "0.5"]),
         ("{method: [method/fedavg], seed_everything: [0, 1]}", ["fedavg"]),
         ("{seed_everything: [0, 1]}", ["mine"]),
-        ("{method: [method/fedavg, method/ri], model.participation: [0.1, all]}",
-         ["fedavg_0.1", "fedavg_all", "ri_0.1", "ri_all"]),
-        ("{data.partition: [IID, {class_path: Dirichlet, init_args: {alpha: 0.1}}]}", ["IID", "Dirichlet-0.1"]),
-        ("{method: [{configs: [method/fedinit], method.beta: 0.1, model.participation: 0.2}, "
-         "{configs: [method/fedavg], model.participation: 0.2}]}", ["fedinit-0.1", "fedavg"]),
+        (
+            "{method: [method/fedavg, method/ri], model.participation: [0.1, all]}",
+            ["fedavg_0.1", "fedavg_all", "ri_0.1", "ri_all"],
+        ),
+        (
+            "{data.partition: [IID, {class_path: Dirichlet, init_args: {alpha: 0.1}}]}",
+            ["IID", "Dirichlet-0.1"],
+        ),
+        (
+            "{method: [{configs: [method/fedinit], method.beta: 0.1, model.participation: 0.2}, "
+            "{configs: [method/fedavg], model.participation: 0.2}]}",
+            ["fedinit-0.1", "fedavg"],
+        ),
         ("{model.clip_norm: [null, 10]}", ["null", "10"]),
-        ("{method: [method/fedavg, {configs: [method/fedinit], method.beta: -0.1}]}", ["fedavg", "fedinit--0.1"]),
+        (
+            "{method: [method/fedavg, {configs: [method/fedinit], method.beta: -0.1}]}",
+            ["fedavg", "fedinit--0.1"],
+        ),
         ("{model.server_lr_decay: [-1, 1]}", ["-1", "1"]),
         ("{method: [{name: a b, configs: [method/ri]}, method/fedavg]}", ["a-b", "fedavg"]),
     ],
-)  # fmt: skip
+)
 def test_an_arm_is_named_by_what_differs(tmp_path: Path, grid: str, expected: list[str]) -> None:
     assert names(tmp_path, grid) == expected
 
@@ -55,22 +69,39 @@ grid: {method: [{configs: [method/fedinit], method.beta: 0.1}], seed_everything:
     run = runs(Path("runs/s"), "", arm, seeds(spec, arm))[1]
     assert run.place == "fedinit-0.1/seed-4" and run.seed == 4
     assert list(run.argv) == [
-        "-c", "base", "-c", "data/digits", "-c", "method/fedinit", "--model.participation=all",
-        "--method+=DivergenceLogger", "--method+=DriftLogger", "--trainer.max_epochs=3", "--method.beta=0.1",
-        "--seed_everything=4", "--trainer.default_root_dir=runs/s/fedinit-0.1/seed-4", "--ckpt_path=last",
-    ]  # fmt: skip
+        "-c",
+        "base",
+        "-c",
+        "data/digits",
+        "-c",
+        "method/fedinit",
+        "--model.participation=all",
+        "--method+=DivergenceLogger",
+        "--method+=DriftLogger",
+        "--trainer.max_epochs=3",
+        "--method.beta=0.1",
+        "--seed_everything=4",
+        "--trainer.default_root_dir=runs/s/fedinit-0.1/seed-4",
+        "--ckpt_path=last",
+    ]
 
 
 def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
-    text = "configs: [base]\ngrid: {method: [method/fedavg, method/fedinit, [method/scaffold, method/ri]]}\n"
+    text = (
+        "configs: [base]\ngrid: {method: [method/fedavg, method/fedinit, [method/scaffold, "
+        "method/ri]]}\n"
+    )
     path.write_text(text + "select: {over: {method.beta: [0.1, 0.2]}, seeds: [7]}\n")
     spec = read_spec(str(path))
     assert spec.select is not None
     found = candidates(Path("runs/s"), spec.select, arms(spec))
     assert [(each.arm, each.choice["method.beta"]) for each in found] == [
-        ("fedinit", 0.1), ("fedinit", 0.2), ("scaffold-ri", 0.1), ("scaffold-ri", 0.2),
-    ]  # fmt: skip
+        ("fedinit", 0.1),
+        ("fedinit", 0.2),
+        ("scaffold-ri", 0.1),
+        ("scaffold-ri", 0.2),
+    ]
     assert found[0].runs[0].place == "select/fedinit/0.1/seed-7"
     path.write_text(text + "select: {over: {method.gamma: [1]}, seeds: [7]}\n")
     spec = read_spec(str(path))
@@ -121,16 +152,20 @@ def test_an_arm_says_where_it_stands_in_the_grid(tmp_path: Path) -> None:
 
 def test_candidates_of_ones_own_and_shorter(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
-    select = "select: {over: {model.clip_norm: [1, 2]}, rounds: 60, seeds: [100], arms: {fedavg_IID: {method.x: [3]}}}"
+    select = (
+        "select: {over: {model.clip_norm: [1, 2]}, rounds: 60, seeds: [100], arms: "
+        "{fedavg_IID: {method.x: [3]}}}"
+    )
     path.write_text(f"{SHARES}{select}\n")
     spec = read_spec(str(path))
     assert spec.select is not None
     found = candidates(Path("runs/s"), spec.select, arms(spec))
     of_arm = [(each.arm, dict(each.choice)) for each in found if each.arm.endswith("IID")]
     assert of_arm == [
-        ("fedavg_IID", {"method.x": 3}), ("fedinit-15_IID", {"model.clip_norm": 1}),
+        ("fedavg_IID", {"method.x": 3}),
+        ("fedinit-15_IID", {"model.clip_norm": 1}),
         ("fedinit-15_IID", {"model.clip_norm": 2}),
-    ]  # fmt: skip
+    ]
     asked = {each.arm: each.runs[0].argv for each in found}
     assert (
         "--trainer.max_epochs=60" in asked["fedavg_IID"]

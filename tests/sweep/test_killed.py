@@ -31,7 +31,8 @@ def until(condition: Callable[[], Any], process: Process, seconds: float = 90) -
 
 
 def halted(process: Process) -> int | None:
-    """A worker whose run has a checkpoint and rounds left, halted, so that it still has them when it is killed."""
+    """A worker whose run has a checkpoint and rounds left, halted, so that it still has them when
+    it is killed."""
     for pid in children(process.pid):
         with suppress(OSError):  # it ends as we look
             folder = log_of(pid).parent
@@ -61,7 +62,10 @@ def rows(run: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> None:
-    claim = "- {id: A1, a: fedinit-0.1, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
+    claim = (
+        "- {id: A1, a: fedinit-0.1, b: fedavg, metric: val/acc, direction: greater, margin: "
+        "0.005}\n"
+    )
     (cli.folder / "claims.yaml").write_text(claim)
     longer = sweep_file.read_text().replace("max_epochs: 3", f"max_epochs: {ROUNDS}")
     sweep_file.write_text(longer + "claims: claims.yaml\n")

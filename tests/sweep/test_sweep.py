@@ -1,4 +1,5 @@
-"""What a sweep does with runs that fail, settings that changed, choices to make, and a cluster's tasks."""
+"""What a sweep does with runs that fail, settings that changed, choices to make, and a cluster's
+tasks."""
 
 from __future__ import annotations
 
@@ -186,7 +187,8 @@ def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -
     text = sweep_file.read_text()
     added = {
         "partition": "  data.partition: {class_path: Dirichlet, init_args: {alpha: 0.1}}\n",
-        "optimizer": "  model.server_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.5}}\n",
+        "optimizer": "  model.server_optimizer: {class_path: torch.optim.SGD, init_args: {lr: "
+        "0.5}}\n",
         "method": "  method+: [DriftLogger]\n",
     }
     for key, line in added.items():
@@ -227,7 +229,10 @@ class Threads(FederatedCallback):
 
 @pytest.mark.slow
 def test_a_run_of_a_sweep_has_the_bits_of_the_command_that_it_lists(tmp_path: Path) -> None:
-    """Whatever the number of threads, which is the environment's; and nothing is printed of what a binding leaves."""
+    """Whatever the number of threads, which is the environment's.
+
+    And nothing is printed of what a binding leaves.
+    """
     (tmp_path / "mine.py").write_text(METHOD)
     (tmp_path / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
@@ -236,7 +241,8 @@ fixed:
   model.engine: concurrent
   model.participation: 0.3
   model.learner.network: {class_path: fl_lightning.models.MLP, init_args: {sizes: [64, 1000, 10]}}
-  method+: [DivergenceLogger, DriftLogger, ConsensusDistanceLogger, DynamicRegularization, mine.Threads]
+  method+:
+    [DivergenceLogger, DriftLogger, ConsensusDistanceLogger, DynamicRegularization, mine.Threads]
 grid: {seed_everything: [0]}
 """)
 

@@ -1,4 +1,7 @@
-"""A learner that cannot train on the run's smallest batch is told so before round 0; one that can is not refused."""
+"""A learner that cannot train on the run's smallest batch is told so before round 0.
+
+One that can is not refused.
+"""
 
 from __future__ import annotations
 

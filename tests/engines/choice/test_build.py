@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,8 @@ GPU = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
 
 
 def workshop(engine: str = "auto", **given: Any) -> Any:
-    """A workshop's setting, of four clients at once on four cores, as far as decisions look at it."""
+    """A workshop's setting, of four clients at once on four cores, as far as decisions look at
+    it."""
     asked = {
         "engine": engine,
         "workers": "auto",
@@ -292,7 +292,10 @@ def test_trying_leaves_nothing_behind() -> None:
     learner, data = Counting(2, 2), SimpleNamespace(read=[0])
     setting = workshop(learner=learner, work=SimpleNamespace(data=data)).setting
     drawn: list[tuple[float, float]] = []
-    draws: Callable[[], tuple[float, float]] = lambda: (float(torch.rand(())), random.random())  # noqa: E731
+
+    def draws() -> tuple[float, float]:
+        return float(torch.rand(())), random.random()
+
     for seen in (build.nothing_left(setting), build.nothing_left(setting)):
         with seen:
             drawn.append(draws())

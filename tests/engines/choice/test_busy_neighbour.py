@@ -1,4 +1,7 @@
-"""What auto chooses does not depend on what else the machine does: many starts, beside processes that never rest."""
+"""What auto chooses does not depend on what else the machine does.
+
+Many starts, beside processes that never rest.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,13 @@ class Chosen(pl.Callback):
 
 
 def convolutions(width):
-    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Flatten(), nn.Linear(width * 36, 10))
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
+                         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(width * 36, 10))
 
 
 def layers(width):
-    return nn.Sequential(nn.Flatten(), nn.Linear(768, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
-                         nn.Linear(width, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(768, width), nn.ReLU(), nn.Linear(width, width),
+                         nn.ReLU(), nn.Linear(width, 10))
 
 
 CASES = (
@@ -55,13 +58,16 @@ CASES = (
 x, y = torch.randn(960, 3, 16, 16), torch.randint(0, 10, (960,))
 for start in range({STARTS}):
     for case, (network, optimizer) in enumerate(CASES):
-        data = InMemoryDataModule((x, y), clients=[range(80 * i, 80 * i + 80) for i in range(12)], batch_size=10)
-        module = federated(Learner(network(), optimizer).float(), participation=6, local_epochs=2, workers=2).float()
+        clients = [range(80 * i, 80 * i + 80) for i in range(12)]
+        data = InMemoryDataModule((x, y), clients=clients, batch_size=10)
+        learner = Learner(network(), optimizer).float()
+        module = federated(learner, participation=6, local_epochs=2, workers=2).float()
         try:
             trainer(1, [Chosen()]).fit(module, data)
         except StopIteration:
             pass
-        facts = {{k: v for k, v in module.engine_facts.items() if k not in ("why", "server_threads", "threads")}}
+        unsaid = ("why", "server_threads", "threads")
+        facts = {{k: v for k, v in module.engine_facts.items() if k not in unsaid}}
         print("chose", case, sorted(facts.items()), flush=True)
         print("why", case, module.engine_facts["why"], flush=True)
 """

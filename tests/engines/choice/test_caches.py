@@ -1,4 +1,7 @@
-"""What each step writes before it reads it is no state: clients may train side by side, without a warning."""
+"""What each step writes before it reads it is no state.
+
+Clients may train side by side, without a warning.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,8 @@ def test_what_is_written_before_it_is_read_trains_side_by_side(learner: type[Lit
 
 @pytest.mark.filterwarnings("ignore:engine=", "ignore:.*weight_norm:FutureWarning")
 def test_what_the_first_step_leaves_as_it_was_is_a_cache_too() -> None:
-    """In float32, as the layer was made, the weight that its hook computes first is the one that is there."""
+    """In float32, as the layer was made, the weight that its hook computes first is the one that is
+    there."""
 
     class Both(Spectral):
         def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""A local step recorded and replayed leaves the same bits as one that runs each time, or runs each time."""
+"""A local step recorded and replayed leaves the same bits as one that runs each time, or runs each
+time."""
 
 from __future__ import annotations
 
@@ -29,14 +30,20 @@ from tests.helpers.replays import assert_same, ran, replayed
 
 
 class Convolving(Lit):
-    """Convolutions, group normalisation, pooling, a part without gradient, a frozen one, and a constant."""
+    """Convolutions, group normalisation, pooling, a part without gradient, a frozen one, and a
+    constant."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(16, 4),
-        )  # fmt: skip
+            nn.Unflatten(1, (1, 4, 5)),
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16, 4),
+        )
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Linear(20, 4).requires_grad_(False)
 
@@ -130,7 +137,8 @@ def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 class Noisy(FederatedCallback):
-    """Draws from a generator that each client is given at its start, and keeps a tensor on the client."""
+    """Draws from a generator that each client is given at its start, and keeps a tensor on the
+    client."""
 
     def on_local_start(self, clients: Any) -> None:
         clients.draws = torch.Generator().manual_seed(1000 * clients.round + clients.client_ids[0])

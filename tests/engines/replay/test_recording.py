@@ -67,7 +67,10 @@ def test_a_product_that_is_copied_is_the_same_when_replayed(way: str) -> None:
 
 
 class Uneven(Lit):
-    """Parameters that begin anywhere in memory: the last bits of a matrix product depend on where it is written."""
+    """Parameters that begin anywhere in memory.
+
+    The last bits of a matrix product depend on where it is written.
+    """
 
     def __init__(self) -> None:
         super().__init__()
