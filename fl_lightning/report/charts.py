@@ -252,10 +252,10 @@ def generalisation(summary: Summary) -> list[Drawing]:
     An arm that has less of a gap at the same training loss generalises better. Where claims are
     about these losses, their arms alone are drawn: one that fails would hide the others.
     """
-    claims = [verdict.claim for verdict in summary.verdicts]
-    claimed = {
-        arm for claim in claims if claim.metric.startswith("global/") for arm in (claim.a, claim.b)
-    }
+    claimed: set[str] = set()
+    for verdict in summary.verdicts:
+        if verdict.claim.metric.startswith("global/"):
+            claimed |= {verdict.claim.a, verdict.claim.b}
     drawn = figure(6.4, 3.6)
     axes = drawn.add_subplot()
     handles = {}
