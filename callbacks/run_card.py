@@ -206,7 +206,6 @@ def _draw(figure: Any, path: Path, boards: list[Any]) -> None:
     canvas: Any = FigureCanvasAgg(figure)
     with written_aside(path, durable=False) as file:
         canvas.print_png(file)
-    canvas.draw()
     for board in boards:
         board.add_image(
             "partition", np.asarray(canvas.buffer_rgba())[..., :3], 0, dataformats="HWC"

@@ -7,6 +7,7 @@ import platform
 import posixpath
 import re
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,7 @@ def _value(value: Any) -> str | int | float | bool:
     return value if isinstance(value, str | int | float | bool) else repr(value)
 
 
+@cache  # it reads through all that is installed
 def _version(package: str) -> str:
     try:
         return version(package)

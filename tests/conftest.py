@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,14 @@ from tests.helpers import other_lightning  # noqa: E402
 if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
     other_lightning.stand_in()
 
+from lightning_fabric.utilities import registry  # noqa: E402
+
 from tests.helpers.zygote import Cli, Zygote  # noqa: E402
 
 torch.set_num_threads(1)
+
+# Every Trainer asks each installed package for callbacks; what is installed does not change here.
+registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +33,18 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture
+def python(zygote: Zygote) -> str:
+    """For ``sys.executable``, where a fresh interpreter is not the point."""
+    return str(zygote.python)
+
+
+@pytest.fixture
+def bare_python(zygote: Zygote) -> str:
+    """The same, which has imported no Lightning yet."""
+    return str(zygote.bare_python)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ ControlVariates.on_server_update = planted
 pytestmark = pytest.mark.slow
 
 
-def compared(old: Path, new: Path, arguments: str, out: Path) -> tuple[int, str, Any]:
+def compared(python: str, old: Path, new: Path, arguments: str, out: Path) -> tuple[int, str, Any]:
     """Exit status, what is printed, and the file."""
     command = [
-        sys.executable,
+        python,
         "-m",
         "benchmarks.checkouts",
         str(old),
@@ -54,7 +53,7 @@ def compared(old: Path, new: Path, arguments: str, out: Path) -> tuple[int, str,
     return done.returncode, done.stdout, json.loads(out.read_text())
 
 
-def test_a_planted_factor_is_found_and_nothing_else(tmp_path: Path) -> None:
+def test_a_planted_factor_is_found_and_nothing_else(python: str, tmp_path: Path) -> None:
     new = tmp_path / "new"
     shutil.copytree(
         ROOT / "fl_lightning", new / "fl_lightning", ignore=shutil.ignore_patterns("__pycache__")
@@ -63,7 +62,7 @@ def test_a_planted_factor_is_found_and_nothing_else(tmp_path: Path) -> None:
         method.write(PLANTED)
     names = "FedAvg SCAFFOLD FedALS+top-k"
     status, printed, found = compared(
-        ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json"
+        python, ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json"
     )
     assert (
         status == 1
@@ -81,9 +80,9 @@ def test_a_planted_factor_is_found_and_nothing_else(tmp_path: Path) -> None:
         assert f"2 {kind}" in printed  # they were not handed over to another engine
 
 
-def test_rounds_of_a_checkout_and_itself_are_timed_in_turn(tmp_path: Path) -> None:
+def test_rounds_of_a_checkout_and_itself_are_timed_in_turn(python: str, tmp_path: Path) -> None:
     arguments = "time --only loop --engines sequential --repetitions 2"
-    status, printed, found = compared(ROOT, ROOT, arguments, tmp_path / "found.json")
+    status, printed, found = compared(python, ROOT, ROOT, arguments, tmp_path / "found.json")
     assert status == 0 and "same bits; sequential" in printed
     for run in found["loop, sequential"].values():
         assert len(run["wall"]) == len(run["cpu"]) == 2 and min(run["wall"]) > 0

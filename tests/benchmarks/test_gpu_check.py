@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "benchmarks.gpu_check"]
+COMMAND = ["-m", "benchmarks.gpu_check"]
 
 
-def test_it_compares_times_and_profiles(tmp_path: Path) -> None:
+def test_it_compares_times_and_profiles(python: str, tmp_path: Path) -> None:
     few = [
         "--check",
         "W1",
@@ -29,7 +28,9 @@ def test_it_compares_times_and_profiles(tmp_path: Path) -> None:
         "--small",
     ]
     where = ["--accelerator", "cpu", "--json", str(tmp_path / "seconds.json")]
-    done = subprocess.run([*COMMAND, *few, *where], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, *COMMAND, *few, *where], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("  ok     W1 ") == 8 and "0 comparisons failed" in done.stdout
     assert "FedSMOO, side by side" in done.stdout and "aten::" in done.stdout
@@ -37,8 +38,8 @@ def test_it_compares_times_and_profiles(tmp_path: Path) -> None:
     assert {"bare", "sequential", "stacked", "auto"} <= seconds.keys() and all(seconds.values())
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_says_so(python: str) -> None:
     if torch.cuda.is_available():
         return
-    done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([python, *COMMAND], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "no CUDA GPU is here" in done.stdout

@@ -1,21 +1,33 @@
-"""A process that imports the command line once and forks a child per command: real processes in
-milliseconds.
+"""A process that has imported everything forks a child for each command, in milliseconds.
 
-Run as a script it is that process: one line of JSON in per command; ``<name>.pid`` and, when the
-command has ended, ``<name>.status`` appear beside the command's output.
+Run as a script it is that process. Of ``fl-lightning`` it reads one line of JSON per command;
+``<name>.pid`` and, when the command has ended, ``<name>.status`` appear beside its output.
+
+Two further ones serve ``python``, an executable to be used in the place of ``sys.executable``:
+``python -c …``, ``python -m …`` and ``python FILE`` are forked from one that has imported this
+checkout. ``bare_python``, and ``python`` where PYTHONPATH leads to another checkout, are forked
+from one that has imported neither it nor Lightning, but what they depend on.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import json
 import os
+import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +104,15 @@ class Zygote:
     def __init__(self) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("FL_", "PL_"))}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._folder = Path(tempfile.mkdtemp(prefix="python-"))
+        self.python, self.bare_python = self._folder / "python", self._folder / "bare_python"
+        waiting = Path(__file__).with_name("quick_python.py")
+        for program, server in ((self.python, "own"), (self.bare_python, "bare")):
+            start = f'exec {sys.executable} -S -E "{waiting}" {self._folder} {server} "$@"'
+            program.write_text(f"#!/bin/sh\n{start}\n")
+            program.chmod(0o755)
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, str(self._folder)],
             stdin=subprocess.PIPE,
             text=True,
             env=environment,
@@ -110,7 +129,8 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)  # it may still import
+        shutil.rmtree(self._folder)
 
 
 class Cli:
@@ -177,11 +197,19 @@ def _report(pid: int, files: Path) -> None:
 
 
 def _serve() -> None:
-    import atexit
-    import traceback
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    import torchmetrics  # noqa: F401
+    import torchvision  # noqa: F401
 
-    import fl_lightning.cli.commands  # noqa: F401  (what every command needs: imported once)
+    del sys.path[0]  # the folder of this file
+    folder = Path(sys.argv[1])
+    _serve_python(folder, "bare")
+    import fl_lightning.cli.commands  # noqa: F401
 
+    _serve_python(folder, "own")
     for line in sys.stdin:
         command = json.loads(line)
         pid = os.fork()
@@ -190,19 +218,134 @@ def _serve() -> None:
                 target=_report, args=(pid, Path(command["files"])), daemon=True
             ).start()
             continue
-        status = 1
-        try:
-            status = _child(command)
-        except SystemExit as error:
-            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        _leave(_child, command)
     os._exit(0)  # without the seconds that taking torch down costs
+
+
+def _leave(work: Callable[[dict[str, Any]], int], command: dict[str, Any]) -> None:
+    """End this forked process as an interpreter does that was started for ``work``."""
+    status = 1
+    try:
+        status = work(command)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            status = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# --------------------------------------------------------------------------- python
+
+
+def _serve_python(folder: Path, name: str) -> None:
+    """Serve ``python`` over a socket from a forked process, which ends with this one."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / f"{name}.new"))
+    listening.listen(64)
+    (folder / f"{name}.new").rename(folder / name)
+    parent = os.getpid()
+    if os.fork():
+        listening.close()
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    while True:
+        asked, _ = listening.accept()
+        head, descriptors, _, _ = socket.recv_fds(asked, 4, 250)
+        text = _received(asked, int.from_bytes(head, "big"))
+        pid = os.fork()
+        if pid:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            asked.sendall(pid.to_bytes(4, "big"))
+            threading.Thread(target=_watch, args=(pid, asked), daemon=True).start()
+            continue
+        listening.close()
+        asked.close()
+        command = json.loads(text)
+        command["descriptors"] = dict(zip(command["open"], descriptors, strict=True))
+        _leave(_python, {**command, "executable": str(folder / "python")})
+
+
+def _received(asked: socket.socket, length: int) -> bytes:
+    text = b""
+    while len(text) < length:
+        text += asked.recv(length - len(text))
+    return text
+
+
+def _watch(pid: int, asked: socket.socket) -> None:
+    """Tell the one that waits how its process ended; kill the process where that one is killed."""
+    ended = threading.Event()
+
+    def kill() -> None:
+        if not asked.recv(1) and not ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    _, status = os.waitpid(pid, 0)
+    ended.set()
+    with contextlib.suppress(OSError):
+        asked.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+        asked.shutdown(socket.SHUT_RDWR)  # which ends `kill`, too
+    asked.close()
+
+
+def _python(command: dict[str, Any]) -> int:
+    """In the forked process: become ``python`` with these arguments."""
+    _take_over(command["descriptors"])
+    os.chdir(command["cwd"])
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(command["env"])
+    paths = [path for path in sys.path if path not in before]
+    given = os.environ.get("PYTHONPATH", "")
+    sys.path[:] = [*filter(None, given.split(os.pathsep)), *paths]
+    sys.executable = command["executable"]
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    option, *rest = command["argv"]
+    while option in ("-B", "-u"):
+        option, *rest = rest
+    if option == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    elif option == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-m", *rest[1:]]
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    else:
+        sys.path.insert(0, str(Path(option).resolve().parent))
+        sys.argv = [option, *rest]
+        main = sys.modules["__main__"].__dict__
+        main["__file__"] = option
+        exec(compile(Path(option).read_bytes(), option, "exec"), main)
+    return 0
+
+
+def _take_over(descriptors: dict[int, int]) -> None:
+    """Give each open file the number that it has with the one that asked."""
+    above = max([*descriptors, *descriptors.values()]) + 1
+    for number, descriptor in enumerate(list(descriptors.values()), above):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for number, wanted in enumerate(descriptors, above):
+        os.dup2(number, wanted)
+        os.close(number)
 
 
 if __name__ == "__main__":
