@@ -1,8 +1,9 @@
 """FedRep: clients share a representation, and each trains a head of its own before it.
 
-L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai: Exploiting Shared Representations for Personalized Federated
-Learning (ICML 2021), Algorithm 1, arXiv:2102.07078. In each round a client first trains its head with the body at rest,
-then the body with the head at rest; the server averages the bodies.
+L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai: Exploiting Shared Representations for
+Personalized Federated Learning (ICML 2021), Algorithm 1, arXiv:2102.07078. In each round a client
+first trains its head with the body at rest, then the body with the head at rest; the server
+averages the bodies.
 """
 
 from __future__ import annotations
@@ -16,29 +17,36 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Note, Part
 
 
 class AlternatingHead(FederatedCallback):
-    """The head is never averaged. Of K_i local steps the first K_h train the head alone, the others the body alone.
+    """The head is never averaged. Of K_i local steps the first K_h train the head alone, the others
+    the body alone.
 
-    K_h are the steps of ``head_epochs`` local epochs, at most K_i. What rests does not move at all: its gradient is 0
-    before clipping, and after the optimizer's step (weight decay, momentum) it is put back.
-    Sent: the body down, and the head to clients that have none yet; the body up. Kept by each client: its head, and
-    where that began.
+    K_h are the steps of ``head_epochs`` local epochs, at most K_i. What rests does not move at all:
+    its gradient is 0 before clipping, and after the optimizer's step (weight decay, momentum) it is
+    put back.
+    Sent: the body down, and the head to clients that have none yet; the body up. Kept by each
+    client: its head, and where that began.
 
     Args:
-        head_epochs: local epochs of the head, may be fractional; ``local_epochs`` counts both phases.
-        head: ``"last"`` (layer), or a pattern of parameter names (``fnmatch``: ``"head.*"``), or several.
+        head_epochs: local epochs of the head, may be fractional; ``local_epochs`` counts both
+            phases.
+        head: ``"last"`` (layer), or a pattern of parameter names (``fnmatch``: ``"head.*"``), or
+            several.
 
     Raises:
-        UserError: head_epochs is not above 0, or a pattern matches nothing; there is no PartialAveraging beside it.
+        UserError: head_epochs is not above 0, or a pattern matches nothing; there is no
+            PartialAveraging beside it.
 
     Example:
         where the head takes all of a client's steps, the server's model never moves.
 
         >>> from fl_lightning.callbacks import AlternatingHead
         >>> from fl_lightning.testing import tiny_run
-        >>> one, two = (tiny_run(AlternatingHead(head_epochs=2), rounds=t, local_epochs=2) for t in (1, 2))
+        >>> one, two = (tiny_run(AlternatingHead(head_epochs=2), rounds=t, local_epochs=2) for t in
+        (1, 2))
         >>> one.global_vector.equal(two.global_vector)
         True
-        >>> one, two = (tiny_run(AlternatingHead(head_epochs=1), rounds=t, local_epochs=2) for t in (1, 2))
+        >>> one, two = (tiny_run(AlternatingHead(head_epochs=1), rounds=t, local_epochs=2) for t in
+        (1, 2))
         >>> moved = one.global_vector != two.global_vector
         >>> {name: bool(moved[where].any()) for name, (where, _) in one.layout.items()}
         {'first.weight': True, 'first.bias': True, 'head.weight': False, 'head.bias': False}
@@ -49,8 +57,8 @@ class AlternatingHead(FederatedCallback):
     moves_start = False
     notes = (
         Note(
-            "the client optimizer, {optimizer}, keeps state, which sees a gradient of 0 on what rests (head or body); "
-            "the paper's is plain SGD.",
+            "the client optimizer, {optimizer}, keeps state, which sees a gradient of 0 on what "
+            "rests (head or body); the paper's is plain SGD.",
             when=lambda method, run: bool(run.optimizer),
         ),
     )
@@ -65,9 +73,11 @@ class AlternatingHead(FederatedCallback):
             or not head_epochs > 0
         ):
             raise UserError(
-                f"AlternatingHead: head_epochs={head_epochs!r} is not accepted; give a number above 0."
+                f"AlternatingHead: head_epochs={head_epochs!r} is not accepted; give a number "
+                "above 0."
             )
-        self.head_epochs, self.head = head_epochs, head
+        self.head_epochs = head_epochs
+        self.head = head
 
     def parts(self, layout: Layout) -> list[Part]:
         return [(self._mask(layout), None)]

@@ -1,9 +1,10 @@
 """Byzantine clients: participants that attack, to see what a run stands.
 
-L. Lamport, R. Shostak, M. Pease: The Byzantine Generals Problem (TOPLAS 1982), for the name. P. Blanchard et al.:
-Machine Learning with Adversaries (NeurIPS 2017), arXiv:1703.02757 (flipped signs, noise). V. Tolpegin et al.: Data
-Poisoning Attacks Against Federated Learning Systems (ESORICS 2020), arXiv:2007.08432 (flipped labels). M. Baruch,
-G. Baruch, Y. Goldberg: A Little Is Enough (NeurIPS 2019), Algorithm 3, arXiv:1902.06156 (alie).
+L. Lamport, R. Shostak, M. Pease: The Byzantine Generals Problem (TOPLAS 1982), for the name. P.
+Blanchard et al.: Machine Learning with Adversaries (NeurIPS 2017), arXiv:1703.02757 (flipped signs,
+noise). V. Tolpegin et al.: Data Poisoning Attacks Against Federated Learning Systems (ESORICS
+2020), arXiv:2007.08432 (flipped labels). M. Baruch, G. Baruch, Y. Goldberg: A Little Is Enough
+(NeurIPS 2019), Algorithm 3, arXiv:1902.06156 (alie).
 """
 
 from __future__ import annotations
@@ -21,26 +22,29 @@ ATTACKS = ["sign_flip", "noise", "label_flip", "alie"]
 
 
 class ByzantineClients(FederatedCallback):
-    """⌊fraction · m⌋ clients, fixed by the run's seed, change what they transmitted; they count as participants.
+    """⌊fraction · m⌋ clients, fixed by the run's seed, change what they transmitted; they count as
+    participants.
 
-    ``"sign_flip"``: u ← -scale · u. ``"noise"``: u ← N(0, scale² I). ``"alie"``: u ← μ - z σ, mean and deviation of
-    each coordinate over the round's honest participants (an attack that knows them), z = scale.
+    ``"sign_flip"``: u ← -scale · u. ``"noise"``: u ← N(0, scale² I). ``"alie"``: u ← μ - z σ, mean
+    and deviation of each coordinate over the round's honest participants (an attack that knows
+    them), z = scale.
     ``"label_flip"``: they train on y ← C - 1 - y, C classes, and send what comes of it.
-    This comes after every honest method and before the server's. What else they upload stays honest.
-    Sent and kept: nothing more.
+    This comes after every honest method and before the server's. What else they upload stays
+    honest. Sent and kept: nothing more.
 
     Args:
         attack: one of those.
-        fraction: share of all registered clients, from 0 to below 1, taken exactly from its decimal form; 0: nobody.
-        scale: above 0; None: 1, and with alie the z that hides among n participants, a of them attackers:
-            Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips have none.
+        fraction: share of all registered clients, from 0 to below 1, taken exactly from its decimal
+            form; 0: nobody.
+        scale: above 0; None: 1, and with alie the z that hides among n participants, a of them
+            attackers: Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips have none.
 
     Attributes:
         attackers: the clients that attack, ascending; from the start of a fit on.
 
     Raises:
-        UserError: another attack, fraction or scale; labels are to be flipped, and the data have no classes, or batches
-            are no pairs of samples and labels.
+        UserError: another attack, fraction or scale; labels are to be flipped, and the data have no
+            classes, or batches are no pairs of samples and labels.
 
     Example:
         who attacks is a function of the seed.
@@ -63,11 +67,13 @@ class ByzantineClients(FederatedCallback):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        name, numbers = type(self).__name__, (int, float)
+        name = type(self).__name__
+        numbers = (int, float)
         if attack not in ATTACKS:
             known = ", ".join(map(repr, ATTACKS))
             raise UserError(
-                f"{name}: attack={attack!r} is not known; accepted are {known}.{suggest(str(attack), ATTACKS)}"
+                f"{name}: attack={attack!r} is not known; accepted are "
+                f"{known}.{suggest(str(attack), ATTACKS)}"
             )
         if isinstance(fraction, bool) or not isinstance(fraction, numbers) or not 0 <= fraction < 1:
             raise UserError(
@@ -75,9 +81,14 @@ class ByzantineClients(FederatedCallback):
             )
         given = isinstance(scale, numbers) and not isinstance(scale, bool)
         if scale is not None and (attack == "label_flip" or not (given and 0 < scale < math.inf)):
-            raise UserError(f"{name}: scale={scale!r} is not accepted with attack={attack!r}; it is a number above 0"
-                            f"{', and label flips have none' if attack == 'label_flip' else ''}.")  # fmt: skip
-        self.attack, self.fraction, self.scale = attack, fraction, scale
+            none = ", and label flips have none" if attack == "label_flip" else ""
+            raise UserError(
+                f"{name}: scale={scale!r} is not accepted with attack={attack!r}; it is a number "
+                f"above 0{none}."
+            )
+        self.attack = attack
+        self.fraction = fraction
+        self.scale = scale
         self.attackers: tuple[int, ...] = ()
         if attack == "label_flip":
             vars(self)["local_batch"] = self.flipped  # this instance alone owns the hook
@@ -85,7 +96,8 @@ class ByzantineClients(FederatedCallback):
             vars(self)["on_updates"] = self.attacked
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        m, self.classes = int(trainer.datamodule.num_clients), trainer.datamodule.num_classes
+        m = int(trainer.datamodule.num_clients)
+        self.classes = trainer.datamodule.num_classes
         draw = generator(pl_module.run_seed, "byzantine clients")
         number = math.floor(Fraction(str(self.fraction)) * m)
         self.attackers = tuple(sorted(draw.choice(m, number, replace=False).tolist()))
@@ -102,7 +114,8 @@ class ByzantineClients(FederatedCallback):
 
     def attacked(self, server: Server) -> None:
         """``on_updates`` of all attacks but on labels."""
-        ids, u = server.ids.tolist(), server.updates
+        ids = server.ids.tolist()
+        u = server.updates
         bad = torch.tensor([client in self.attackers for client in ids], device=u.device)
         scale = 1.0 if self.scale is None else self.scale
         if self.attack == "sign_flip":
@@ -112,7 +125,9 @@ class ByzantineClients(FederatedCallback):
                 noise = server.generator("byzantine noise", ids[row]).standard_normal(u.shape[1])
                 u[row] = scale * torch.from_numpy(noise).to(u)
         elif bool((~bad).any()):
-            honest, n, a = u[~bad].double(), len(ids), int(bad.sum())
+            honest = u[~bad].double()
+            n = len(ids)
+            a = int(bad.sum())
             z = hiding(n, a) if self.scale is None else self.scale
             u[bad] = (honest.mean(0) - z * honest.std(0, correction=0)).to(u.dtype)
 
@@ -126,8 +141,9 @@ class ByzantineClients(FederatedCallback):
             or batch[-1].is_floating_point()
         ):
             raise UserError(
-                "ByzantineClients: attack='label_flip' takes batches (x, y) with integer labels y, and those of client "
-                f"{client} are of type {type(batch).__name__}. Use another attack, or such batches."
+                "ByzantineClients: attack='label_flip' takes batches (x, y) with integer labels "
+                f"y, and those of client {client} are of type {type(batch).__name__}. Use another "
+                "attack, or such batches."
             )
         *x, y = batch
         return (*x, self.classes - 1 - y)

@@ -1,7 +1,8 @@
 """FedCM: client-level momentum.
 
-J. Xu, S. Wang, L. Wang, A. C.-C. Yao: FedCM: Federated Learning with Client-level Momentum (2021), arXiv:2106.10874.
-Each local step mixes the gradient with Δ, the mean direction in which the last round's participants moved.
+J. Xu, S. Wang, L. Wang, A. C.-C. Yao: FedCM: Federated Learning with Client-level Momentum (2021),
+arXiv:2106.10874. Each local step mixes the gradient with Δ, the mean direction in which the last
+round's participants moved.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class ClientMomentum(FederatedCallback):
         UserError: alpha is neither a finite number nor a schedule.
 
     Example:
-        Δ is the direction in which the last round moved w, where all clients take K = 4 steps at η = 0.2.
+        Δ is the direction in which the last round moved w, where all clients take K = 4 steps at η
+        = 0.2.
 
         >>> from fl_lightning.callbacks import ClientMomentum
         >>> from fl_lightning.testing import tiny_run
-        >>> one, two = (tiny_run(ClientMomentum(), rounds=t, local_steps=4, lr_decay=1.0) for t in (1, 2))
+        >>> one, two = (tiny_run(ClientMomentum(), rounds=t, local_steps=4, lr_decay=1.0) for t in
+        (1, 2))
         >>> delta = two.server_states["ClientMomentum.delta"]
         >>> (one.global_vector - two.global_vector).allclose(0.2 * 4 * delta)
         True

@@ -1,4 +1,5 @@
-"""What a run has communicated, counted from what methods declare, not from what the simulation happens to copy.
+"""What a run has communicated, counted from what methods declare, not from what the simulation
+happens to copy.
 
 The count follows the algorithms as published: docs/methods.md has it as a table, method by method.
 """
@@ -13,12 +14,14 @@ COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers
 
 
 class CommunicationLogger(FederatedCallback):
-    """Logs ``communication/{up,down,total}_parameters`` and ``_bytes``, cumulative; buffers separately.
+    """Logs ``communication/{up,down,total}_parameters`` and ``_bytes``, cumulative; buffers
+    separately.
 
-    A participant is sent the model (the parts of which it has no valid copy) and the server states declared ``sent``;
-    it sends its update (the parts averaged this round) and its uploads. Buffers, which travel both ways, are counted
-    in ``communication/buffers_bytes`` alone. ``cost/kept_vectors`` is what a participant keeps until its next round,
-    in vectors of D numbers: its rows of methods' states, its copies of parts, its optimizer where that is kept.
+    A participant is sent the model (the parts of which it has no valid copy) and the server states
+    declared ``sent``; it sends its update (the parts averaged this round) and its uploads. Buffers,
+    which travel both ways, are counted in ``communication/buffers_bytes`` alone.
+    ``cost/kept_vectors`` is what a participant keeps until its next round, in vectors of D numbers:
+    its rows of methods' states, its copies of parts, its optimizer where that is kept.
     Sent: nothing more. Kept: five totals by the server.
 
     Example:
@@ -26,7 +29,8 @@ class CommunicationLogger(FederatedCallback):
 
         >>> from fl_lightning.callbacks import CommunicationLogger, ControlVariates
         >>> from fl_lightning.testing import tiny_run
-        >>> fedavg, scaffold = (tiny_run(*methods, CommunicationLogger()) for methods in ([], [ControlVariates()]))
+        >>> fedavg, scaffold = (tiny_run(*methods, CommunicationLogger()) for methods in ([],
+        [ControlVariates()]))
         >>> name = "communication/total_parameters"
         >>> float(scaffold.trainer.callback_metrics[name] / fedavg.trainer.callback_metrics[name])
         2.0

@@ -1,7 +1,8 @@
 """How far the participants are from each other: the consensus distance.
 
-P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated Learning (2024),
-arXiv:2404.11754, Fig. 1: the first layers of a network agree more than the last ones.
+P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated
+Learning (2024), arXiv:2404.11754, Fig. 1: the first layers of a network agree more than the last
+ones.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Up
 
 
 class ConsensusDistanceLogger(FederatedCallback):
-    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖² with x̄ their mean, and three forms of it by layer.
+    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖² with x̄ their mean, and three
+    forms of it by layer.
 
-    ``consensus/<layer>``: the sum over the layer's coordinates, as in FedALS; ``consensus_per_coordinate/<layer>``:
-    divided by their number; ``consensus_relative/<layer>``: divided by ‖x̄‖² on the layer (left out where that is 0).
-    They can rank layers differently. A layer is called by its module's path; a norm belongs to the layer before it.
-    Sent and kept: nothing; what the clients hand over to be measured is not counted.
+    ``consensus/<layer>``: the sum over the layer's coordinates, as in FedALS;
+    ``consensus_per_coordinate/<layer>``: divided by their number; ``consensus_relative/<layer>``:
+    divided by ‖x̄‖² on the layer (left out where that is 0). They can rank layers differently. A
+    layer is called by its module's path; a norm belongs to the layer before it. Sent and kept:
+    nothing; what the clients hand over to be measured is not counted.
 
     Args:
         per_layer: whether to log each layer too, which costs one more sum of D numbers a round.
@@ -66,7 +69,9 @@ class ConsensusDistanceLogger(FederatedCallback):
 
 
 def layers(layout: Layout) -> dict[str, list[slice]]:
-    """Coordinates of each layer by the path of its module; of a learner without layers, by what owns them."""
+    """Coordinates of each layer by the path of its module; of a learner without layers, by what
+    owns them.
+    """
     found = {
         path: [layout[name][0] for name in names] for path, names in layout.layers.items() if names
     }

@@ -1,8 +1,9 @@
 """SCAFFOLD: control variates.
 
-S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh: SCAFFOLD: Stochastic Controlled Averaging
-for Federated Learning (ICML 2020), Algorithm 1, arXiv:1910.06378. Each local step follows g + c - c_i, where c_i
-estimates the client's mean gradient, and c is the mean of c_i over all clients.
+S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh: SCAFFOLD: Stochastic
+Controlled Averaging for Federated Learning (ICML 2020), Algorithm 1, arXiv:1910.06378. Each local
+step follows g + c - c_i, where c_i estimates the client's mean gradient, and c is the mean of c_i
+over all clients.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from fl_lightning.callback import (
 
 
 class ControlVariates(FederatedCallback):
-    """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i), and c ← c + (n/m) mean(c_i⁺ - c_i).
+    """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i), and c ← c + (n/m)
+    mean(c_i⁺ - c_i).
 
     Sent: c down, c_i⁺ - c_i up. Kept: c_i by each client, c by the server.
 
     Args:
-        estimate: ``"displacement"`` (Option II, above) or ``"gradient"`` (Option I: c_i⁺ = ∇f_i(w^t), weight decay
-            included, at the cost of one pass over the client's samples a round).
+        estimate: ``"displacement"`` (Option II, above) or ``"gradient"`` (Option I: c_i⁺ =
+            ∇f_i(w^t), weight decay included, at the cost of one pass over the client's samples a
+            round).
 
     Raises:
         UserError: another estimate.
@@ -61,7 +64,8 @@ class ControlVariates(FederatedCallback):
         super().__init__()
         if estimate not in ("displacement", "gradient"):
             raise UserError(
-                f"ControlVariates: estimate={estimate!r} is not known; accepted are 'displacement' and 'gradient'."
+                f"ControlVariates: estimate={estimate!r} is not known; accepted are "
+                "'displacement' and 'gradient'."
                 + suggest(str(estimate), ["displacement", "gradient"])
             )
         self.estimate = estimate

@@ -1,9 +1,10 @@
 """Client-level differential privacy: DP-FedAvg.
 
-H. B. McMahan, D. Ramage, K. Talwar, L. Zhang: Learning Differentially Private Recurrent Language Models (ICLR 2018),
-arXiv:1710.06963, Algorithm 1, the estimator with a fixed denominator. ε comes from the privacy loss distribution of the
-Poisson-subsampled Gaussian mechanism (A. Koskela, J. Jälkö, A. Honkela, AISTATS 2020, arXiv:1906.03049), by
-dp-accounting; neighbouring runs differ by one client, added or removed.
+H. B. McMahan, D. Ramage, K. Talwar, L. Zhang: Learning Differentially Private Recurrent Language
+Models (ICLR 2018), arXiv:1710.06963, Algorithm 1, the estimator with a fixed denominator. ε comes
+from the privacy loss distribution of the Poisson-subsampled Gaussian mechanism (A. Koskela, J.
+Jälkö, A. Honkela, AISTATS 2020, arXiv:1906.03049), by dp-accounting; neighbouring runs differ by
+one client, added or removed.
 """
 
 from __future__ import annotations
@@ -30,35 +31,42 @@ from fl_lightning.callback import (
 
 
 class DifferentialPrivacy(FederatedCallback):
-    """u_i ← u_i min(1, C/‖u_i‖); the server adds d = (Σ u_i + σ C N(0, I))/(q m). C = ``clip``, q = participation.
+    """u_i ← u_i min(1, C/‖u_i‖); the server adds d = (Σ u_i + σ C N(0, I))/(q m). C = ``clip``, q =
+    participation.
 
-    Each round every one of the m clients takes part by its own coin (``sampling="poisson"``); a round without anybody
-    adds its noise all the same. ε(δ) of the rounds so far is logged as ``privacy/epsilon`` (0.1 s a round; seconds
-    with little noise), and the run stops before a round would exceed ``target_epsilon``. The weights p_i play no part.
-    What clients send besides u_i would have to be clipped too, so methods with uploads, methods that look at single
-    updates, averaged buffers and parts that are not averaged are refused, and your own code that reads
-    ``server.mean_change`` or clients' rows at the server. Who takes part, and what is logged of the training, is
-    outside the guarantee.
+    Each round every one of the m clients takes part by its own coin (``sampling="poisson"``); a
+    round without anybody adds its noise all the same. ε(δ) of the rounds so far is logged as
+    ``privacy/epsilon`` (0.1 s a round; seconds with little noise), and the run stops before a round
+    would exceed ``target_epsilon``. The weights p_i play no part. What clients send besides u_i
+    would have to be clipped too, so methods with uploads, methods that look at single updates,
+    averaged buffers and parts that are not averaged are refused, and your own code that reads
+    ``server.mean_change`` or clients' rows at the server. Who takes part, and what is logged of the
+    training, is outside the guarantee.
 
-    Noise and coins come from 32 bytes of the operating system, the run's secret, which lies in its ``state/`` alone. A
-    round's noise is keyed by (secret, round, digest of the sum and of its scale), so that a resumed run has the same
-    bits, and what goes on otherwise from a copy of the folder never has the same noise. Without the file a resumed run
-    draws another secret, and says so. With σ = 0 the coins are the seed's.
+    Noise and coins come from 32 bytes of the operating system, the run's secret, which lies in its
+    ``state/`` alone. A round's noise is keyed by (secret, round, digest of the sum and of its
+    scale), so that a resumed run has the same bits, and what goes on otherwise from a copy of the
+    folder never has the same noise. Without the file a resumed run draws another secret, and says
+    so. With σ = 0 the coins are the seed's.
     Sent: nothing more. Kept: σ and q by the server.
 
     Args:
         clip: C above 0; infinite without noise.
-        noise_multiplier: σ, from 0; None: the least that keeps ``max_epochs`` rounds within ``target_epsilon``.
+        noise_multiplier: σ, from 0; None: the least that keeps ``max_epochs`` rounds within
+            ``target_epsilon``.
         target_epsilon: above 0; None: none, the run ends with its last round.
         delta: above 0, below 1; less than 1/m is usual.
-        noise_seed: for tests: noise and coins are functions of (this seed, round), and ε does not hold.
+        noise_seed: for tests: noise and coins are functions of (this seed, round), and ε does not
+            hold.
 
     Raises:
         UserError: other values; neither σ nor a target; a run that is not sampled by coins, or has
-            something that would reveal clients; a target that the first round exceeds, or that is spent.
+            something that would reveal clients; a target that the first round exceeds, or that is
+            spent.
 
     Example:
-        without noise, and with C as large as can be, it is FedAvg over q m clients, however many there were.
+        without noise, and with C as large as can be, it is FedAvg over q m clients, however many
+        there were.
 
         >>> from fl_lightning.callbacks import DifferentialPrivacy
         >>> from fl_lightning.testing import tiny_run
@@ -82,7 +90,8 @@ class DifferentialPrivacy(FederatedCallback):
         ),
         Note("outside its guarantee: {outside}.", when=lambda method, run: True),
         Note(
-            "ε does not hold with noise_seed={noise_seed}: whoever knows it computes noise and coins. It is for tests.",
+            "ε does not hold with noise_seed={noise_seed}: whoever knows it computes noise and "
+            "coins. It is for tests.",
             when=lambda method, run: isinstance(method.draws_from, int),
         ),
     )
@@ -108,7 +117,8 @@ class DifferentialPrivacy(FederatedCallback):
         _number("delta", delta, lambda d: 0 < d < 1, "above 0 and below 1")
         if noise_multiplier is None and target_epsilon is None:
             raise UserError(
-                "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the two, or both."
+                "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the "
+                "two, or both."
             )
         if noise_multiplier is not None:
             _number(
@@ -116,7 +126,8 @@ class DifferentialPrivacy(FederatedCallback):
             )
         if target_epsilon is not None:
             _number("target_epsilon", target_epsilon, lambda e: 0 < e < math.inf, "above 0, finite")
-        self.clip, self.noise_multiplier = clip, noise_multiplier
+        self.clip = clip
+        self.noise_multiplier = noise_multiplier
         if noise_seed is not None:
             _number(
                 "noise_seed",
@@ -124,25 +135,36 @@ class DifferentialPrivacy(FederatedCallback):
                 lambda s: isinstance(s, int) and 0 <= s < 2**63,
                 "that is a seed",
             )
-        self.target_epsilon, self.delta, self.noise_seed = target_epsilon, delta, noise_seed
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+        self.noise_seed = noise_seed
         self.outside = "who takes part, and what is logged of the training"
-        self._share, self._rounds = 1.0, 0
+        self._share = 1.0
+        self._rounds = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        settings, m = pl_module.settings, int(trainer.datamodule.num_clients)
+        settings = pl_module.settings
+        m = int(trainer.datamodule.num_clients)
         if settings.sampling != "poisson":
             raise UserError(
-                f"DifferentialPrivacy needs sampling='poisson' (each client takes part by a coin of its own), or its ε "
-                f"does not hold; this run has sampling={settings.sampling!r}."
+                "DifferentialPrivacy needs sampling='poisson' (each client takes part by a coin "
+                "of its own), or its ε does not hold; this run has "
+                f"sampling={settings.sampling!r}."
             )
         given = settings.participation
-        self._share = given if isinstance(given, float) else 1.0 if given == "all" else given / m
+        if isinstance(given, float):
+            self._share = given
+        elif given == "all":
+            self._share = 1.0
+        else:
+            self._share = given / m
         self._rounds = trainer.max_epochs
         if self.noise_multiplier is None and self._rounds < 0:
             raise UserError(
-                "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, to share it."
+                "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, "
+                "to share it."
             )
         self._refuse_buffers(
             settings.buffers, [name for name, _ in pl_module.learner.named_buffers()]
@@ -169,8 +191,9 @@ class DifferentialPrivacy(FederatedCallback):
                 != "keep"
             ):
                 raise UserError(
-                    f"DifferentialPrivacy: clients would send the buffer {name} neither clipped nor noised. Use "
-                    "buffers='keep', or a network without buffers (GroupNorm in place of BatchNorm)."
+                    f"DifferentialPrivacy: clients would send the buffer {name} neither clipped "
+                    "nor noised. Use buffers='keep', or a network without buffers (GroupNorm in "
+                    "place of BatchNorm)."
                 )
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
@@ -185,14 +208,13 @@ class DifferentialPrivacy(FederatedCallback):
             )
             gathers = other.gathers or changes
             if any(d.sent for d in uploads) or (gathers and not other.stands_for_clients):
-                what = (
-                    "its clients send more than their update"
-                    if any(d.sent for d in uploads)
-                    else "it sees all updates"
-                )
+                if any(d.sent for d in uploads):
+                    what = "its clients send more than their update"
+                else:
+                    what = "it sees all updates"
                 raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: {what}, which is neither clipped nor "
-                    "noised. Keep one of them."
+                    f"method: DifferentialPrivacy and {name} cannot run together: {what}, which "
+                    "is neither clipped nor noised. Keep one of them."
                 )
             measuring += [name] if uploads else []
             if other.stands_for_clients and gathers:
@@ -205,15 +227,18 @@ class DifferentialPrivacy(FederatedCallback):
             self._refuse_to_exceed(1, self.noise_multiplier)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Those that ``configure_model`` has made as well, and frozen parameters that local steps write."""
+        """Those that ``configure_model`` has made as well, and frozen parameters that local steps
+        write.
+        """
         self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
 
     def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
         if self._exceeds(rounds, sigma):
             spent = epsilon(sigma, self._share, rounds, self.delta)
             raise UserError(
-                f"DifferentialPrivacy: round {rounds - 1} would bring ε to {spent:.4g}, above target_epsilon="
-                f"{self.target_epsilon:g}. Give more noise, a smaller share of clients, or a larger target."
+                f"DifferentialPrivacy: round {rounds - 1} would bring ε to {spent:.4g}, above "
+                f"target_epsilon={self.target_epsilon:g}. Give more noise, a smaller share of "
+                "clients, or a larger target."
             )
 
     def _exceeds(self, rounds: int, sigma: float) -> bool:
@@ -226,15 +251,17 @@ class DifferentialPrivacy(FederatedCallback):
         seeded = isinstance(self.draws_from, int)
         before = ""
         if server.round and self.spent_at.tolist() != now:
-            before = (
-                "had other noise or coins" if float(self.spent_at[0]) >= 0 else "had no privacy"
-            )
+            if float(self.spent_at[0]) >= 0:
+                before = "had other noise or coins"
+            else:
+                before = "had no privacy"
         elif not seeded and now[0] and int(self.private_rounds) != server.round:
             before = "were not all private: some had no DifferentialPrivacy, or noise that a known seed gives"
         if before:
             raise UserError(
-                f"DifferentialPrivacy: the rounds before round {server.round} {before}, and ε would not hold for "
-                "them. Go on with the settings that the run began with, or begin another run with init_from."
+                f"DifferentialPrivacy: the rounds before round {server.round} {before}, and ε "
+                "would not hold for them. Go on with the settings that the run began with, or "
+                "begin another run with init_from."
             )
         self.spent_at = torch.tensor(now, dtype=torch.float64)
         self.private_rounds += 0 if seeded else 1
@@ -243,7 +270,9 @@ class DifferentialPrivacy(FederatedCallback):
         return self.clipped(update)
 
     def clip_again(self, server: Server) -> None:
-        """``on_updates`` where others stand for clients: what they put in place of an update is clipped as well."""
+        """``on_updates`` where others stand for clients: what they put in place of an update is
+        clipped as well.
+        """
         server.updates = self.clipped(server.updates)
 
     def clipped(self, update: Tensor) -> Tensor:
@@ -258,7 +287,8 @@ class DifferentialPrivacy(FederatedCallback):
 
     def aggregate(self, server: Server) -> Tensor:
         d = server.mean_change.double() * server.n
-        sigma, expected = self._noise(), self._share * server.num_clients
+        sigma = self._noise()
+        expected = self._share * server.num_clients
         if sigma > 0:
             # one sum at two scales would tell of it
             onto = torch.cat([d, d.new_tensor([sigma, self.clip, expected])])
@@ -289,7 +319,9 @@ class DifferentialPrivacy(FederatedCallback):
 
 
 def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded so that no magnitude grows, in the smallest numbers of a short type too; ``values`` are lost."""
+    """Rounded so that no magnitude grows, in the smallest numbers of a short type too; ``values``
+    are lost.
+    """
     rounded = values.to(dtype, copy=True)
     grown = rounded.abs() > values.abs_()
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
@@ -311,9 +343,11 @@ def _one_round(sigma: float, share: float) -> Any:
         from dp_accounting.pld import privacy_loss_distribution
     except ImportError:
         raise UserError(
-            "DifferentialPrivacy needs the package dp-accounting for ε: pip install 'fl-lightning[privacy]'."
+            "DifferentialPrivacy needs the package dp-accounting for ε: pip install "
+            "'fl-lightning[privacy]'."
         ) from None
-    # of little noise the losses, some 1/σ², are told apart less finely, rounded up: memory would go with them
+    # of little noise the losses, some 1/σ², are told apart less finely, rounded up: memory would go
+    # with them
     grid = 1e-4 * max(1.0, (0.3 / sigma) ** 2)
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma, sampling_prob=share, value_discretization_interval=grid
@@ -333,12 +367,15 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
 
 def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
     """The least σ, to 1 part in 10⁴, whose ε(δ) of so many rounds is within the target."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while epsilon(high, share, rounds, delta) > target:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (
-            (low, middle) if epsilon(middle, share, rounds, delta) <= target else (middle, high)
-        )
+        if epsilon(middle, share, rounds, delta) <= target:
+            low, high = (low, middle)
+        else:
+            low, high = (middle, high)
     return high

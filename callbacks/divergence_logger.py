@@ -1,8 +1,9 @@
 """How far clients are from the server: the divergence.
 
-Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise Relaxed Initialization
-(NeurIPS 2023), arXiv:2306.05706, Δ^t, over all clients. Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized
-Sharpness Aware Minimization in Federated Learning (ICML 2023), arXiv:2305.11584, Table 2, over the participants.
+Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise
+Relaxed Initialization (NeurIPS 2023), arXiv:2306.05706, Δ^t, over all clients. Y. Sun, L. Shen, S.
+Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in Federated Learning (ICML
+2023), arXiv:2305.11584, Table 2, over the participants.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from fl_lightning.callback import (
 
 
 class DivergenceLogger(FederatedCallback):
-    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``, with w⁺ = w^{t+1}.
+    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``, with w⁺ =
+    w^{t+1}.
 
     - participants: the mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO).
-    - all: (1/m) Σ_i ‖last_i - w⁺‖², where last_i is the client's latest x_{i,K}, or w^0 before its first (FedInit).
-      It comes from running sums, so that a round reads the rows of its participants alone.
+    - all: (1/m) Σ_i ‖last_i - w⁺‖², where last_i is the client's latest x_{i,K}, or w^0 before its
+      first (FedInit). It comes from running sums, so that a round reads the rows of its
+      participants alone.
     - update: ‖w⁺ - w‖².
 
     Under partial averaging w⁺ is the evaluated model in the first two.
-    Sent: nothing that is counted. Kept: last_i by each client and two sums by the server, for ``divergence/all``.
+    Sent: nothing that is counted. Kept: last_i by each client and two sums by the server, for
+    ``divergence/all``.
 
     Args:
         all_clients: whether to log ``divergence/all``; None: with up to 1,000 clients.
@@ -65,7 +69,8 @@ class DivergenceLogger(FederatedCallback):
         self.moved_squared[clients] = clients.norm(moved)[:, 0].double() ** 2
         if self._every_client(clients.num_clients):
             w0 = clients.initial_model
-            old, new = (self.last[clients] - w0).double(), (clients.x - w0).double()
+            old = (self.last[clients] - w0).double()
+            new = (clients.x - w0).double()
             self.change[clients] = new - old
             self.change_squared[clients] = (new**2).sum(1) - (old**2).sum(1)
             self.last[clients] = clients.x

@@ -8,11 +8,12 @@ from fl_lightning.callback import Clients, FederatedCallback, Server, Upload, or
 
 
 class DriftLogger(FederatedCallback):
-    """Logs ``drift/norm``, the mean over S_t of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs of clients.
+    """Logs ``drift/norm``, the mean over S_t of ‖u_i‖, and ``drift/cosine``, the mean cosine over
+    pairs of clients.
 
-    u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A client that did not move
-    is in no pair, and without a pair no cosine is logged.
-    Sent and kept: nothing; what the clients hand over to be measured is not counted.
+    u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A
+    client that did not move is in no pair, and without a pair no cosine is logged. Sent and kept:
+    nothing; what the clients hand over to be measured is not counted.
 
     Example:
         FedProx's pull keeps clients closer to the server.
@@ -38,6 +39,7 @@ class DriftLogger(FederatedCallback):
 
     def on_round_end(self, server: Server) -> None:
         server.log("drift/norm", self.length.mean())
-        together, n = self.direction.sum(), self.moving.sum()
+        together = self.direction.sum()
+        n = self.moving.sum()
         if n > 1:
             server.log("drift/cosine", (ordered_sum(together**2) - n) / (n * (n - 1)))

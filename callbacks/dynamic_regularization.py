@@ -1,8 +1,9 @@
 """FedDyn: dynamic regularization.
 
-D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama: Federated Learning Based on Dynamic
-Regularization (ICLR 2021), Algorithm 1, arXiv:2111.04263. With penalty a (their α, FedSMOO's 1/β), each client
-minimises f_i(x) - ⟨λ_i, x⟩ + (a/2)‖x - w‖²; its dual λ_i tends to its gradient at the optimum.
+D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama: Federated
+Learning Based on Dynamic Regularization (ICLR 2021), Algorithm 1, arXiv:2111.04263. With penalty a
+(their α, FedSMOO's 1/β), each client minimises f_i(x) - ⟨λ_i, x⟩ + (a/2)‖x - w‖²; its dual λ_i
+tends to its gradient at the optimum.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from fl_lightning.callback import (
 
 
 class DynamicRegularization(FederatedCallback):
-    """g ← g - λ_i + a (x - w); λ_i ← λ_i - a (x_{i,K} - w), λ ← λ - (a/m) Σ (x_{i,K} - w); d ← d - λ/a.
+    """g ← g - λ_i + a (x - w); λ_i ← λ_i - a (x_{i,K} - w), λ ← λ - (a/m) Σ (x_{i,K} - w); d ← d -
+    λ/a.
 
-    The pull is towards w^t under relaxed initialization too. While a is constant, λ is the mean of all λ_i.
-    Sent: nothing more, as the server knows λ from x_{i,K} and w. Kept: λ_i by each client, λ by the server.
+    The pull is towards w^t under relaxed initialization too. While a is constant, λ is the mean of
+    all λ_i.
+    Sent: nothing more, as the server knows λ from x_{i,K} and w. Kept: λ_i by each client, λ by the
+    server.
 
     Args:
         penalty: a > 0.
@@ -43,7 +47,8 @@ class DynamicRegularization(FederatedCallback):
         >>> from fl_lightning.testing import tiny_run
         >>> run = tiny_run(DynamicRegularization(), participation="all")
         >>> lambda_i = [run.client_rows.read("DynamicRegularization.lambda_i", i) for i in range(6)]
-        >>> torch.stack(lambda_i).mean(0).allclose(run.server_states["DynamicRegularization.lambda_mean"])
+        >>>
+        torch.stack(lambda_i).mean(0).allclose(run.server_states["DynamicRegularization.lambda_mean"])
         True
     """
 

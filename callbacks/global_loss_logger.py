@@ -1,7 +1,8 @@
 """The loss of the global model on all clients' samples, and what it leaves to generalise.
 
-Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise Relaxed Initialization
-(NeurIPS 2023), arXiv:2306.05706, Fig. 3 and 4, and the excess risk of its theorems.
+Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise
+Relaxed Initialization (NeurIPS 2023), arXiv:2306.05706, Fig. 3 and 4, and the excess risk of its
+theorems.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from fl_lightning.round.sums import ordered_norm
 
 
 class GlobalLossLogger(Measurement):
-    """Logs ``global/train_loss``, ``global/train_acc``, ``global/gap`` and ``global/grad_norm`` of the evaluated model.
+    """Logs ``global/train_loss``, ``global/train_acc``, ``global/gap`` and ``global/grad_norm`` of
+    the evaluated model.
 
-    - train_loss: the mean of the loss over the clients' training samples, each counted as often as clients hold it:
-      what ``training_step`` gives in evaluation mode, biases applied, without augmentation and weight decay.
-      ``train/loss`` is something else: the mean along the clients' local paths.
-    - train_acc: what the learner logs as accuracy in ``training_step``, else in ``validation_step``, over the same
-      samples; left out where it logs none.
+    - train_loss: the mean of the loss over the clients' training samples, each counted as often as
+      clients hold it: what ``training_step`` gives in evaluation mode, biases applied, without
+      augmentation and weight decay. ``train/loss`` is something else: the mean along the clients'
+      local paths.
+    - train_acc: what the learner logs as accuracy in ``training_step``, else in
+      ``validation_step``, over the same samples; left out where it logs none.
     - gap: val/loss - train_loss, in rounds that were validated.
     - grad_norm: ‖∇f‖ of that loss.
 
-    It is measured after the round, on a copy of the learner: no bit of the training changes, and ``time/round`` stays.
-    Sent and kept: nothing.
+    It is measured after the round, on a copy of the learner: no bit of the training changes, and
+    ``time/round`` stays. Sent and kept: nothing.
 
     Args:
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
+            alone.
         samples: on so many of the clients' samples, drawn once by the run's seed; None: on all.
 
     Example:
@@ -47,7 +51,8 @@ class GlobalLossLogger(Measurement):
         self.samples = None if samples is None else int(samples)
 
     def measure(self, module: Any) -> dict[str, float]:
-        trainer, w = module.trainer, module.evaluated_vector
+        trainer = module.trainer
+        w = module.evaluated_vector
         samples = drawn(trainer.datamodule, self.samples, module.run_seed, "global loss")
         evaluator = module.evaluator()
         found = evaluator.mean(w, samples, gradient=True)

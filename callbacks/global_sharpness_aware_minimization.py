@@ -1,8 +1,9 @@
 """FedSMOO's perturbation: sharpness-aware minimization of the global loss.
 
-Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in Federated Learning:
-Approaching Global Consistency and Smooth Landscape (ICML 2023), Algorithm 1, arXiv:2305.11584. Each client's
-perturbation is corrected towards a common one, s. FedSMOO is this together with DynamicRegularization.
+Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in
+Federated Learning: Approaching Global Consistency and Smooth Landscape (ICML 2023), Algorithm 1,
+arXiv:2305.11584. Each client's perturbation is corrected towards a common one, s. FedSMOO is this
+together with DynamicRegularization.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from fl_lightning.callback import (
 
 
 class GlobalSharpnessAwareMinimization(FederatedCallback):
-    """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e. s ← r U/‖U‖, U = mean(μ_i - e).
+    """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e. s ← r U/‖U‖,
+    U = mean(μ_i - e).
 
     The paper does not define it together with partial averaging, which is refused.
     Sent: s down, μ_i - e up. Kept: μ_i by each client, s by the server. Two gradients a step.
@@ -34,12 +36,14 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         radius: r; 0 is FedAvg.
 
     Raises:
-        UserError: radius is neither a finite number nor a schedule; or the run averages parts of the model.
+        UserError: radius is neither a finite number nor a schedule; or the run averages parts of
+            the model.
 
     Example:
         FedSMOO. The common perturbation lies on the sphere of radius r.
 
-        >>> from fl_lightning.callbacks import DynamicRegularization, GlobalSharpnessAwareMinimization
+        >>> from fl_lightning.callbacks import DynamicRegularization,
+        GlobalSharpnessAwareMinimization
         >>> from fl_lightning.testing import tiny_run
         >>> run = tiny_run(DynamicRegularization(), GlobalSharpnessAwareMinimization(radius=0.1))
         >>> round(float(run.server_states["GlobalSharpnessAwareMinimization.s"].norm()), 6)
@@ -67,7 +71,8 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         self.shift[clients] = self.mu_i[clients] + self.s
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
-        shift, e = self.shift[clients], self.last[clients]
+        shift = self.shift[clients]
+        e = self.last[clients]
         q = torch.sub(gradient, shift, out=e)
         norm = clients.norm(q)
         e = q.mul_((self.radius / norm).nan_to_num(posinf=0.0))

@@ -1,7 +1,7 @@
 """How sharp the loss is at the global model: the largest eigenvalue and the trace of its Hessian.
 
-Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in Federated Learning
-(ICML 2023), arXiv:2305.11584, Table 2.
+Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in
+Federated Learning (ICML 2023), arXiv:2305.11584, Table 2.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 class HessianLogger(Measurement):
     """Logs ``hessian/top_eigenvalue``, ``top_residual``, ``trace``, ``trace_stderr`` and ``norm``.
 
-    H is the Hessian, at the evaluated model, of the mean loss over a fixed random subset of the clients' training
-    samples, each counted as often as clients hold it: what ``training_step`` gives in evaluation mode, biases applied,
-    without augmentation and weight decay.
+    H is the Hessian, at the evaluated model, of the mean loss over a fixed random subset of the
+    clients' training samples, each counted as often as clients hold it: what ``training_step``
+    gives in evaluation mode, biases applied, without augmentation and weight decay.
 
-    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: ‖Hv - λv‖ / |λ| of it.
-    - trace: by Hutchinson's method, but exactly along directions in which H is large; trace_stderr: its standard error.
-    - norm: ‖w‖ of the evaluated model. A dual variable changes it and curvature together: read them side by side,
-      and ``global/train_loss`` with them.
+    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: ‖Hv - λv‖ / |λ|
+    of it.
+    - trace: by Hutchinson's method, but exactly along directions in which H is large; trace_stderr:
+    its standard error.
+    - norm: ‖w‖ of the evaluated model. A dual variable changes it and curvature together: read them
+      side by side, and ``global/train_loss`` with them.
 
-    It is measured after the round, on a copy of the learner in full precision: no bit of the training changes. A
-    product with H costs about three gradients of the subset; there are about twice ``probes`` of them.
-    Sent and kept: nothing.
+    It is measured after the round, on a copy of the learner in full precision: no bit of the
+    training changes. A product with H costs about three gradients of the subset; there are about
+    twice ``probes`` of them. Sent and kept: nothing.
 
     Args:
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
+            alone.
         samples: of the subset, which the run's seed draws once.
         tolerance: of the eigenvalue, relative.
         probes: vectors of ±1 for the trace, at least 2, the same each time.
@@ -60,9 +63,12 @@ class HessianLogger(Measurement):
             checks.positive(f"HessianLogger: {name}", value, whole=name != "tolerance")
         if probes < 2:
             raise UserError(
-                f"HessianLogger: probes={probes} is not accepted; a standard error takes at least 2."
+                f"HessianLogger: probes={probes} is not accepted; a standard error takes at least "
+                "2."
             )
-        self.samples, self.tolerance, self.probes = int(samples), float(tolerance), int(probes)
+        self.samples = int(samples)
+        self.tolerance = float(tolerance)
+        self.probes = int(probes)
 
     def measure(self, module: Any) -> dict[str, float]:
         subset = drawn(module.trainer.datamodule, self.samples, module.run_seed, "hessian")

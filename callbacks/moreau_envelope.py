@@ -1,8 +1,9 @@
 """pFedMe: personal models by Moreau envelopes of the clients' losses.
 
-C. T. Dinh, N. H. Tran, T. D. Nguyen: Personalized Federated Learning with Moreau Envelopes (NeurIPS 2020), Algorithm 1,
-arXiv:2006.08848: the federation minimises the mean of F_i(x) = min_θ f_i(θ) + (λ/2)‖θ - x‖², whose gradient is
-λ (x - θ); θ is found by some gradient steps. The paper's server mixing β is the server optimizer's rate.
+C. T. Dinh, N. H. Tran, T. D. Nguyen: Personalized Federated Learning with Moreau Envelopes (NeurIPS
+2020), Algorithm 1, arXiv:2006.08848: the federation minimises the mean of F_i(x) = min_θ f_i(θ) +
+(λ/2)‖θ - x‖², whose gradient is λ (x - θ); θ is found by some gradient steps. The paper's server
+mixing β is the server optimizer's rate.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from fl_lightning.callback import (
 
 
 class MoreauEnvelope(FederatedCallback):
-    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)) on its batch; then x's gradient is λ (x - θ).
+    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)) on its batch; then x's gradient
+    is λ (x - θ).
 
-    θ is w at the start of a client's round, goes on from step to step, and is what the client uses itself. Weight decay
-    acts on x alone. Sent: nothing more than by FedAvg. Kept by each client: θ. S + 1 gradients a step: one is the
-    loss's at x, whose value is what is logged.
+    θ is w at the start of a client's round, goes on from step to step, and is what the client uses
+    itself. Weight decay acts on x alone. Sent: nothing more than by FedAvg. Kept by each client: θ.
+    S + 1 gradients a step: one is the loss's at x, whose value is what is logged.
 
     Args:
         strength: λ.
@@ -32,15 +34,18 @@ class MoreauEnvelope(FederatedCallback):
         inner_lr: η_in; the inner steps diverge where η_in (L + λ) > 2, L the curvature of the loss.
 
     Raises:
-        UserError: one that is not above 0; a ``perturbation``, FedCM's mixing or partial averaging beside it.
+        UserError: one that is not above 0; a ``perturbation``, FedCM's mixing or partial averaging
+            beside it.
 
     Example:
-        with one inner step from θ = x = w, the gradient of the first local step is λ η_in times FedAvg's.
+        with one inner step from θ = x = w, the gradient of the first local step is λ η_in times
+        FedAvg's.
 
         >>> from fl_lightning.callbacks import MoreauEnvelope
         >>> from fl_lightning.testing import tiny_run
         >>> arguments = dict(rounds=1, local_steps=1, local_epochs=None)
-        >>> pfedme = tiny_run(MoreauEnvelope(strength=10.0, inner_steps=1, inner_lr=0.1), **arguments)
+        >>> pfedme = tiny_run(MoreauEnvelope(strength=10.0, inner_steps=1, inner_lr=0.1),
+        **arguments)
         >>> pfedme.global_vector.allclose(tiny_run(**arguments).global_vector)
         True
     """
@@ -64,9 +69,12 @@ class MoreauEnvelope(FederatedCallback):
         super().__init__()
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
             raise UserError(
-                f"MoreauEnvelope: inner_steps={inner_steps!r} is not accepted; give an integer from 1."
+                f"MoreauEnvelope: inner_steps={inner_steps!r} is not accepted; give an integer "
+                "from 1."
             )
-        self.strength, self.inner_steps, self.inner_lr = strength, inner_steps, inner_lr
+        self.strength = strength
+        self.inner_steps = inner_steps
+        self.inner_lr = inner_lr
 
     def on_local_start(self, clients: Clients) -> None:
         self.theta[clients] = clients.w

@@ -1,8 +1,8 @@
 """FedNova: normalized averaging.
 
-J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor: Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-Optimization (NeurIPS 2020), arXiv:2007.07481. Clients that take more local steps do not pull the mean towards their own
-objectives.
+J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor: Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization (NeurIPS 2020), arXiv:2007.07481. Clients that take more local
+steps do not pull the mean towards their own objectives.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
 
 
 class NormalizedAveraging(FederatedCallback):
-    """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i, τ_i = ‖a_i‖₁: K_i, or with momentum ρ Σ_{j=1}^{K_i} (1 - ρ^j)/(1 - ρ).
+    """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i, τ_i = ‖a_i‖₁: K_i, or with momentum ρ Σ_{j=1}^{K_i}
+    (1 - ρ^j)/(1 - ρ).
 
-    With equal K_i it is FedAvg. Refused together with partial averaging: a kept part moves over several rounds.
-    Sent and kept: nothing more, as the server knows K_i.
+    With equal K_i it is FedAvg. Refused together with partial averaging: a kept part moves over
+    several rounds. Sent and kept: nothing more, as the server knows K_i.
 
     Raises:
-        UserError: another callback of the run decides what clients send, or the run averages parts of the model.
+        UserError: another callback of the run decides what clients send, or the run averages parts
+            of the model.
 
     Example:
         where all clients take as many steps it is FedAvg; where they do not, it is not.
@@ -42,8 +44,11 @@ class NormalizedAveraging(FederatedCallback):
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
 
     def work(self, clients: Clients) -> Tensor:
-        """τ_i ``(n, 1)``: how far the client's optimizer moves in K_i steps with gradient 1, in units of η."""
-        k, rho = clients.steps, clients.momentum
+        """τ_i ``(n, 1)``: how far the client's optimizer moves in K_i steps with gradient 1, in
+        units of η.
+        """
+        k = clients.steps
+        rho = clients.momentum
         return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
 
     def on_local_end(self, clients: Clients) -> None:

@@ -1,11 +1,12 @@
 """FedALS, FedPer, FedBN: parts of the model that are averaged every so many rounds, or never.
 
-P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated Learning (2024),
-Algorithm 1, arXiv:2404.11754: the head every round, the extractor every α rounds. M. G. Arivazhagan, V. Aggarwal,
-A. K. Singh, S. Choudhary: Federated Learning with Personalization Layers (2019), arXiv:1912.00818: the head never.
-X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization
-(ICLR 2021), arXiv:2102.07623: normalisation layers never, and buffers="own".
-The framework keeps the clients' copies; this class says which part is averaged when.
+P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated
+Learning (2024), Algorithm 1, arXiv:2404.11754: the head every round, the extractor every α rounds.
+M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary: Federated Learning with Personalization
+Layers (2019), arXiv:1912.00818: the head never. X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou: FedBN:
+Federated Learning on Non-IID Features via Local Batch Normalization (ICLR 2021), arXiv:2102.07623:
+normalisation layers never, and buffers="own". The framework keeps the clients' copies; this class
+says which part is averaged when.
 """
 
 from __future__ import annotations
@@ -22,31 +23,34 @@ KNOWN = {"last": "FedPer", "norms": "FedBN", "all": "local training"}  # by what
 
 
 def lost_work(method: PartialAveraging, run: RunFacts) -> float:
-    """The share of the local work on the part with the longest period that never reaches the server."""
+    """The share of the local work on the part with the longest period that never reaches the
+    server.
+    """
     return (1 - run.n / run.m) * (method.longest - 1) / method.longest
 
 
 class PartialAveraging(FederatedCallback):
-    """A part with period P is averaged at the end of round t when (t + 1) mod P = 0; else clients keep their copies.
+    """A part with period P is averaged at the end of round t when (t + 1) mod P = 0; else clients
+    keep their copies.
 
-    What no pattern names is averaged every round. Without ``periods``, ``extractor`` and ``extractor_layers`` the
-    extractor is all layers but the last.
-    Sent: down, the parts of which a client has no valid copy; up, those averaged this round. Kept by each client: its
-    copy of the parts not averaged, and where that copy began.
+    What no pattern names is averaged every round. Without ``periods``, ``extractor`` and
+    ``extractor_layers`` the extractor is all layers but the last.
+    Sent: down, the parts of which a client has no valid copy; up, those averaged this round. Kept
+    by each client: its copy of the parts not averaged, and where that copy began.
 
     Args:
-        periods: patterns of parameter names (``fnmatch``: ``"head.*"``) or names of groups, ``"last"`` (layer),
-            ``"norms"`` and ``"all"``, each with its period in rounds or ``"never"``; of several that match, the first
-            counts. FedPer: ``{"last": "never"}``; FedBN: ``{"norms": "never"}``; every client alone:
-            ``{"all": "never"}``.
+        periods: patterns of parameter names (``fnmatch``: ``"head.*"``) or names of groups,
+            ``"last"`` (layer), ``"norms"`` and ``"all"``, each with its period in rounds or
+            ``"never"``; of several that match, the first counts. FedPer: ``{"last": "never"}``;
+            FedBN: ``{"norms": "never"}``; every client alone: ``{"all": "never"}``.
         period: α, of the extractor, where no ``periods`` are given; 1 is FedAvg.
         extractor: patterns of the extractor's parameter names.
-        extractor_layers: or how many layers it has, from the first (convolutions, linear, embedding and attention
-            blocks, as registered; a norm belongs to the layer before it).
+        extractor_layers: or how many layers it has, from the first (convolutions, linear, embedding
+            and attention blocks, as registered; a norm belongs to the layer before it).
 
     Raises:
-        UserError: a pattern that matches nothing, a period below 1, more layers than there are, or two of
-            ``periods``, ``extractor`` and ``extractor_layers`` at once.
+        UserError: a pattern that matches nothing, a period below 1, more layers than there are, or
+            two of ``periods``, ``extractor`` and ``extractor_layers`` at once.
 
     Example:
         FedALS. Before round 10 the server's extractor rests, its head does not.
@@ -63,15 +67,17 @@ class PartialAveraging(FederatedCallback):
     neutral = {"period": 1}
     notes = (
         Note(
-            "with {n} of {m} clients a round and a period of {longest}, about {lost:.0%} of the local work on that "
-            "part never reaches the server: only the participants of the round in which it is averaged send it.",
+            "with {n} of {m} clients a round and a period of {longest}, about {lost:.0%} of the "
+            "local work on that part never reaches the server: only the participants of the "
+            "round in which it is averaged send it.",
             when=lambda method, run: lost_work(method, run) > 0,
             longest=lambda method, run: method.longest,
             lost=lost_work,
         ),
         Note(
-            "nothing is averaged: clients train alone, w stays as it was, and what is validated is the mean of the "
-            "participants' models, which means nothing. Look at clients/… of PerClientEvaluation.",
+            "nothing is averaged: clients train alone, w stays as it was, and what is validated "
+            "is the mean of the participants' models, which means nothing. Look at clients/… of "
+            "PerClientEvaluation.",
             when=lambda method, run: method.periods in ({"all": "never"}, {"*": "never"}),
         ),
     )
@@ -88,24 +94,25 @@ class PartialAveraging(FederatedCallback):
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
             raise UserError(
-                f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one of them."
+                f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one "
+                "of them."
             )
         for value in (period, *(periods or {}).values()):
             if value != "never" and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
                 raise UserError(
-                    f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, and 'never'."
+                    f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, "
+                    "and 'never'."
                 )
-        self.periods, self.period, self.extractor, self.extractor_layers = (
-            periods,
-            period,
-            extractor,
-            extractor_layers,
-        )
+        self.periods = periods
+        self.period = period
+        self.extractor = extractor
+        self.extractor_layers = extractor_layers
         for group, title in KNOWN.items():
             if periods == {group: "never"}:
-                self.title = title  # type: ignore[misc]  # of the class, but its name depends on the arguments
+                # A title belongs to the class, but the name of this one depends on its arguments.
+                self.title = title  # type: ignore[misc]
 
     @property
     def longest(self) -> int:
@@ -129,13 +136,18 @@ class PartialAveraging(FederatedCallback):
         if self.periods is not None:
             return self.periods
         if self.extractor is not None:
-            patterns = [self.extractor] if isinstance(self.extractor, str) else self.extractor
-            return dict.fromkeys(patterns, self.period)
+            if isinstance(self.extractor, str):
+                return {self.extractor: self.period}
+            return dict.fromkeys(self.extractor, self.period)
         layers = list(layout.layers.values())
-        number = len(layers) - 1 if self.extractor_layers is None else self.extractor_layers
+        if self.extractor_layers is None:
+            number = len(layers) - 1
+        else:
+            number = self.extractor_layers
         if not 0 <= number <= len(layers):
             raise UserError(
-                f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} layers."
+                f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} "
+                "layers."
             )
         return dict.fromkeys(
             [name for layer in layers[:number] for name in layer if name in layout], self.period

@@ -1,8 +1,9 @@
 """How well each client is served by the model that it would use itself, on its own test samples.
 
-K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of On-device Personalization
-(2019), arXiv:1910.10252: before and after some local training. T. Li, M. Sanjabi, A. Beirami, V. Smith: Fair Resource
-Allocation in Federated Learning (ICLR 2020), arXiv:1905.10497: deviation and the worst 10 % of clients.
+K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of
+On-device Personalization (2019), arXiv:1910.10252: before and after some local training. T. Li, M.
+Sanjabi, A. Beirami, V. Smith: Fair Resource Allocation in Federated Learning (ICLR 2020),
+arXiv:1905.10497: deviation and the worst 10 % of clients.
 """
 
 from __future__ import annotations
@@ -32,29 +33,35 @@ TUNED = "_finetuned"
 
 
 class PerClientEvaluation(Measurement):
-    """Logs ``clients/acc``, ``clients/loss``, …: each client's personal model on the samples that it held out itself.
+    """Logs ``clients/acc``, ``clients/loss``, …: each client's personal model on the samples that
+    it held out itself.
 
-    The model is the one that a client would use: w with its own kept parts, or what the method's ``personal`` gives; w
-    where it never finished a round. The metrics are what the learner's ``validation_step`` logs, without the prefix
-    (``val/acc`` → ``clients/acc``), and the loss where it logs none. Of each metric over the k clients with test
-    samples: the mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
-    mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes`` says, else the learner's torchmetrics,
-    else the name; where none of them does, it is asked before round 0. With fine-tuning the same of
-    ``clients/acc_finetuned``, ….
+    The model is the one that a client would use: w with its own kept parts, or what the method's
+    ``personal`` gives; w where it never finished a round. The metrics are what the learner's
+    ``validation_step`` logs, without the prefix (``val/acc`` → ``clients/acc``), and the loss where
+    it logs none. Of each metric over the k clients with test
+    samples: the mean, ``_weighted`` by their numbers of test samples, the standard deviation
+    ``_std`` (k - 1), and the mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what
+    ``modes`` says, else the learner's torchmetrics, else the name; where none of them does, it is
+    asked before round 0. With fine-tuning the same of ``clients/acc_finetuned``, ….
 
-    At the end ``clients.csv`` (client, samples, every metric) and ``clients.png`` in the run's folder, where a run
-    keeps anything; the same is in ``table``. It is measured after the round, on a copy of the learner: no bit of the
-    training changes. Sent and kept: nothing.
+    At the end ``clients.csv`` (client, samples, every metric) and ``clients.png`` in the run's
+    folder, where a run keeps anything; the same is in ``table``. It is measured after the round, on
+    a copy of the learner: no bit of the training changes. Sent and kept: nothing.
 
     Args:
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last alone.
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
+            alone.
         clients: how many clients, drawn once by the run's seed; ``"all"``.
-        finetune_epochs: measure once more after so many local epochs from the personal model, with the client optimizer
-            at the rate of the round just finished; without methods and clipping, and nothing of it is kept.
-        modes: ``"max"`` or ``"min"``, which way is better, of metrics whose name does not tell: ``{"quality": "max"}``.
+        finetune_epochs: measure once more after so many local epochs from the personal model, with
+            the client optimizer at the rate of the round just finished; without methods and
+            clipping, and nothing of it is kept.
+        modes: ``"max"`` or ``"min"``, which way is better, of metrics whose name does not tell:
+            ``{"quality": "max"}``.
 
     Raises:
-        UserError: no client holds samples out (``data.client_test_fraction``), or an argument that cannot work.
+        UserError: no client holds samples out (``data.client_test_fraction``), or an argument that
+            cannot work.
 
     Example:
         every client of a federation has the same model under FedAvg, and serves them differently.
@@ -79,7 +86,10 @@ class PerClientEvaluation(Measurement):
         modes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(every_n_rounds)
-        clients = int(clients) if isinstance(clients, str) and clients.isdecimal() else clients
+        if isinstance(clients, str) and clients.isdecimal():
+            clients = int(clients)
+        else:
+            clients = clients
         if clients != "all":
             if isinstance(clients, str):
                 raise UserError(
@@ -88,7 +98,9 @@ class PerClientEvaluation(Measurement):
             checks.positive("PerClientEvaluation: clients", clients, whole=True)
         if finetune_epochs != 0:
             checks.positive("PerClientEvaluation: finetune_epochs", finetune_epochs)
-        self.clients, self.finetune_epochs, self.modes = clients, finetune_epochs, dict(modes or {})
+        self.clients = clients
+        self.finetune_epochs = finetune_epochs
+        self.modes = dict(modes or {})
         for name, mode in self.modes.items():
             check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
@@ -98,14 +110,18 @@ class PerClientEvaluation(Measurement):
         data = trainer.datamodule
         if stage == "fit" and data is not None and not getattr(data, "client_test_fraction", 0):
             raise UserError(
-                "PerClientEvaluation: no client has test samples of its own: give data.client_test_fraction, the share "
-                "of its samples that each client holds out, such as 0.25."
+                "PerClientEvaluation: no client has test samples of its own: give "
+                "data.client_test_fraction, the share of its samples that each client holds out, "
+                "such as 0.25."
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluate one client, to see now and not after the last round whether a metric's direction is to be asked."""
+        """Evaluate one client, to see now and not after the last round whether a metric's direction
+        is to be asked.
+        """
         super().on_train_start(trainer, pl_module)
-        data, w = trainer.datamodule, pl_module.evaluated_vector
+        data = trainer.datamodule
+        w = pl_module.evaluated_vector
         for client in self._drawn(pl_module):
             if len(own := data.client_test_indices(client)):
                 self._directions(
@@ -119,11 +135,9 @@ class PerClientEvaluation(Measurement):
         m = int(module.trainer.datamodule.num_clients)
         wanted = m if self.clients == "all" else min(int(self.clients), m)
         draw = generator(module.run_seed, "per-client evaluation")
-        return (
-            range(m)
-            if wanted == m
-            else sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
-        )
+        if wanted == m:
+            return range(m)
+        return sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
 
     def _directions(self, module: Any, names: Collection[str]) -> Directions:
         """Which way is better in these metrics.
@@ -141,7 +155,8 @@ class PerClientEvaluation(Measurement):
         return directions
 
     def measure(self, module: Any) -> dict[str, float]:
-        data, ids = module.trainer.datamodule, self._drawn(module)
+        data = module.trainer.datamodule
+        ids = self._drawn(module)
         found = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
         self.table = {}
@@ -152,7 +167,8 @@ class PerClientEvaluation(Measurement):
         for text in self.remarks():
             module.note(text)
         directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
-        told, logged = _of_validation(module.logged.modes), dict[str, float]()
+        told = _of_validation(module.logged.modes)
+        logged = dict[str, float]()
         for name, by_client in self.table.items():
             own = name.removesuffix(TUNED)
             for what, value in summary(by_client, self.samples, directions.greater(own)).items():
@@ -167,8 +183,9 @@ class PerClientEvaluation(Measurement):
         without = sum(not number for number in self.samples.values())
         if without:
             yield (
-                f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test sample (they have one "
-                "sample, which they train on), and are left out of its numbers"
+                f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test "
+                "sample (they have one sample, which they train on), and are left out of its "
+                "numbers"
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

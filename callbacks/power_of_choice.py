@@ -1,8 +1,9 @@
 """Power-of-Choice: of some clients that are drawn, those with the largest loss take part.
 
-Y. J. Cho, J. Wang, G. Joshi: Towards Understanding Biased Client Selection in Federated Learning (AISTATS 2022; in 2020
-Client Selection in Federated Learning: Convergence Analysis and Power-of-Choice Selection Strategies,
-arXiv:2010.01243), in its cheap form, rpow-d: a client's last known loss stands for its present one.
+Y. J. Cho, J. Wang, G. Joshi: Towards Understanding Biased Client Selection in Federated Learning
+(AISTATS 2022; in 2020 Client Selection in Federated Learning: Convergence Analysis and
+Power-of-Choice Selection Strategies, arXiv:2010.01243), in its cheap form, rpow-d: a client's last
+known loss stands for its present one.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from fl_lightning.callback import Clients, ClientState, FederatedCallback, Serve
 
 
 class PowerOfChoice(FederatedCallback):
-    """d candidates are drawn in proportion to N_i, without replacement; the n of them with the largest F_i take part.
+    """d candidates are drawn in proportion to N_i, without replacement; the n of them with the
+    largest F_i take part.
 
-    F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that everybody comes
-    first once. Of equal ones, those that were drawn first. A loss that is not finite says nothing of what there is to
+    F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that
+    everybody comes first once. Of equal ones, those that were drawn first. A loss that is not
+    finite says nothing of what there is to
     gain: its client comes after all others that were drawn, until it has taken part again.
     Sent: one number up. Kept: F_i, by the server, one number a client.
 
     Args:
-        candidates: d; not below the number of participants, which it is where more take part. None: twice as many.
+        candidates: d; not below the number of participants, which it is where more take part. None:
+            twice as many.
 
     Raises:
         UserError: candidates is no integer above 0.
@@ -49,7 +53,8 @@ class PowerOfChoice(FederatedCallback):
         whole = isinstance(candidates, int) and not isinstance(candidates, bool)
         if candidates is not None and not (whole and candidates > 0):
             raise UserError(
-                f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, or null."
+                f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, "
+                "or null."
             )
         self.candidates = candidates
 

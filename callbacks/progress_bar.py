@@ -17,13 +17,16 @@ _LINES = 20  # of a run whose output is not a terminal
 
 
 class FederatedProgressBar(ProgressBar):
-    """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02 left``.
+    """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02
+    left``.
 
-    After the accuracy comes what is monitored, and what the learner logs with ``prog_bar=True``. Where clients have
-    parts of their own and PerClientEvaluation measures them, ``clients/acc`` takes the place of ``val/acc``.
+    After the accuracy comes what is monitored, and what the learner logs with ``prog_bar=True``.
+    Where clients have parts of their own and PerClientEvaluation measures them, ``clients/acc``
+    takes the place of ``val/acc``.
 
-    On a terminal it is redrawn at most ten times a second; elsewhere (a file, a pipe) about twenty plain lines are
-    printed in a run. After the fit, the closing table and the run's warnings follow.
+    On a terminal it is redrawn at most ten times a second; elsewhere (a file, a pipe) about twenty
+    plain lines are printed in a run. After the fit, the closing table and the run's warnings
+    follow.
     """
 
     def __init__(self) -> None:
@@ -33,8 +36,11 @@ class FederatedProgressBar(ProgressBar):
         self._reset(0, None)
 
     def _reset(self, first: int, total: int | None) -> None:
-        self._first, self._done, self._total = first, first, total
-        self._began, self._drawn = time.monotonic(), -math.inf
+        self._first = first
+        self._done = first
+        self._total = total
+        self._began = time.monotonic()
+        self._drawn = -math.inf
         self._printed = first  # rounds done at the last plain line
         self._clients = self._values = ""
         self._tally = Tally()
@@ -77,7 +83,10 @@ class FederatedProgressBar(ProgressBar):
             if time.monotonic() - self._drawn >= _PAUSE or self._done == self._total:
                 self._draw(self._done)
             return
-        every = math.ceil((self._total - self._first) / _LINES) if self._total is not None else 50
+        if self._total is not None:
+            every = math.ceil((self._total - self._first) / _LINES)
+        else:
+            every = 50
         if (self._done - self._first) % max(every, 1) == 0 or self._done == self._total:
             self._line(trainer)
 
@@ -147,11 +156,10 @@ class FederatedProgressBar(ProgressBar):
     def _open(self, total: int | None, first: int) -> None:
         self._close()
         if self._enabled and sys.stderr.isatty():
-            shape = (
-                "{desc} |{bar:10}| {elapsed} · {remaining} left"
-                if total is not None
-                else "{desc} · {elapsed}"
-            )
+            if total is not None:
+                shape = "{desc} |{bar:10}| {elapsed} · {remaining} left"
+            else:
+                shape = "{desc} · {elapsed}"
             # 0 in some containers: it would draw nothing
             known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
@@ -166,7 +174,8 @@ class FederatedProgressBar(ProgressBar):
         return f"{number}/{self._total}" if self._total is not None else str(number)
 
     def _read(self, trainer: pl.Trainer) -> None:
-        metrics, told = trainer.callback_metrics, list[str]()
+        metrics = trainer.callback_metrics
+        told = list[str]()
         for name in dict.fromkeys(["train/loss", *facts.shown(trainer), "divergence/participants"]):
             if name in metrics:
                 form = {"divergence/participants": "{:.3g}"}.get(

@@ -1,7 +1,8 @@
 """Ditto: beside the global model each client trains one of its own, pulled to the global one.
 
-T. Li, S. Hu, A. Beirami, V. Smith: Ditto: Fair and Robust Federated Learning Through Personalization (ICML 2021),
-Algorithm 1, arXiv:2012.04221: client i minimises f_i(v) + (λ/2)‖v - w‖²; w is FedAvg's.
+T. Li, S. Hu, A. Beirami, V. Smith: Ditto: Fair and Robust Federated Learning Through
+Personalization (ICML 2021), Algorithm 1, arXiv:2012.04221: client i minimises f_i(v) + (λ/2)‖v -
+w‖²; w is FedAvg's.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from fl_lightning.callback import (
 class ProximalPersonalModel(FederatedCallback):
     """In each local step also v_i ← v_i - η (∇ℓ(v_i) + λ_wd v_i + λ (v_i - w)), on the same batch.
 
-    v_i is w^0 at first, and what the client uses itself. Plain steps at x's learning rate whatever its optimizer is,
-    without clipping, from the buffers that x's step began with. x and w are FedAvg's, to the last bit, for every λ.
+    v_i is w^0 at first, and what the client uses itself. Plain steps at x's learning rate whatever
+    its optimizer is, without clipping, from the buffers that x's step began with. x and w are
+    FedAvg's, to the last bit, for every λ.
     Sent: nothing more than by FedAvg. Kept by each client: v_i. Two gradients a step.
 
     Args:
@@ -32,14 +34,17 @@ class ProximalPersonalModel(FederatedCallback):
         UserError: strength is negative, or neither a finite number nor a schedule.
 
     Example:
-        the global model is FedAvg's, and the personal models lie closer to it the stronger the pull.
+        the global model is FedAvg's, and the personal models lie closer to it the stronger the
+        pull.
 
         >>> from fl_lightning.callbacks import ProximalPersonalModel
         >>> from fl_lightning.testing import tiny_run
-        >>> weak, strong = (tiny_run(ProximalPersonalModel(strength), participation="all") for strength in (0.1, 2.0))
+        >>> weak, strong = (tiny_run(ProximalPersonalModel(strength), participation="all") for
+        strength in (0.1, 2.0))
         >>> weak.global_vector.equal(tiny_run(participation="all").global_vector)
         True
-        >>> away = [run.client_rows.read("ProximalPersonalModel.v", 2) - run.global_vector for run in (weak, strong)]
+        >>> away = [run.client_rows.read("ProximalPersonalModel.v", 2) - run.global_vector for run
+        in (weak, strong)]
         >>> bool(away[1].norm() < away[0].norm())
         True
     """

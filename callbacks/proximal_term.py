@@ -1,7 +1,8 @@
 """FedProx: a pull towards the server's model in the local steps.
 
-T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in Heterogeneous Networks
-(MLSys 2020), Algorithm 2, arXiv:1812.06127. Each client minimises f_i(x) + (μ/2)‖x - w‖², the norm squared.
+T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in
+Heterogeneous Networks (MLSys 2020), Algorithm 2, arXiv:1812.06127. Each client minimises f_i(x) +
+(μ/2)‖x - w‖², the norm squared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Sched
 class ProximalTerm(FederatedCallback):
     """g ← g + μ (x - w^t).
 
-    The pull is towards w^t under relaxed initialization too. Sent and kept: nothing more than by FedAvg.
+    The pull is towards w^t under relaxed initialization too. Sent and kept: nothing more than by
+    FedAvg.
 
     Args:
         mu: μ; 0 is FedAvg.

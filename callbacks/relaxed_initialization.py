@@ -1,8 +1,8 @@
 """FedInit: relaxed initialization.
 
-Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise Relaxed Initialization
-(NeurIPS 2023), Algorithm 1, arXiv:2306.05706. Each client starts beyond w, seen from where it last ended:
-x_{i,0} = w + β (w - last_i).
+Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise
+Relaxed Initialization (NeurIPS 2023), Algorithm 1, arXiv:2306.05706. Each client starts beyond w,
+seen from where it last ended: x_{i,0} = w + β (w - last_i).
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
 class RelaxedInitialization(FederatedCallback):
     """x_{i,0} = w^t + β (w^t - x_{i,K} of the client's latest round).
 
-    Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` a constant drift is amplified
-    without bound iff β > n/(m - n); a warning says so.
-    Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: that x_{i,K} by each client.
+    Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` a constant
+    drift is amplified without bound iff β > n/(m - n); a warning says so.
+    Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: that x_{i,K}
+    by each client.
 
     Args:
         beta: β; 0 is FedAvg, may be negative.
-        aggregate: what the server averages: ``"models"``, x_{i,K}, as the paper has it; ``"updates"``,
-            x_{i,K} - x_{i,0}, as the authors' simulator does.
-        offset: ``"own"``: the rule above. Two control arms split it in two, with l the mean of all clients' last_i, w^0
-            of those that never trained: ``"mean"`` starts every client at w + β (w - l), ``"centred"`` client i at
-            w + β (l - last_i). Their offsets add up to the rule's. The server sends l, and keeps it up from
-            x_{i,K} - last_i, which participants send. Not defined together with partial averaging, and refused.
+        aggregate: what the server averages: ``"models"``, x_{i,K}, as the paper has it;
+            ``"updates"``, x_{i,K} - x_{i,0}, as the authors' simulator does.
+        offset: ``"own"``: the rule above. Two control arms split it in two, with l the mean of all
+            clients' last_i, w^0 of those that never trained: ``"mean"`` starts every client at w +
+            β (w - l), ``"centred"`` client i at w + β (l - last_i). Their offsets add up to the
+            rule's. The server sends l, and keeps it up from x_{i,K} - last_i, which participants
+            send. Not defined together with partial averaging, and refused.
 
     Raises:
         UserError: another aggregate, or beta is neither a finite number nor a schedule.
@@ -60,8 +62,10 @@ class RelaxedInitialization(FederatedCallback):
         >>> from fl_lightning.schedules import Steps
         >>> from fl_lightning.testing import tiny_run
         >>> options = {"participation": "all", "lr_decay": Steps({0: 1.0, 1: 0.0})}
-        >>> one, two = (tiny_run(RelaxedInitialization(beta=0.1), rounds=t, **options) for t in (1, 2))
-        >>> last, start = (run.client_rows.read("RelaxedInitialization.last", 0) for run in (one, two))
+        >>> one, two = (tiny_run(RelaxedInitialization(beta=0.1), rounds=t, **options) for t in (1,
+        2))
+        >>> last, start = (run.client_rows.read("RelaxedInitialization.last", 0) for run in (one,
+        two))
         >>> start.allclose(one.global_vector + 0.1 * (one.global_vector - last))
         True
     """
@@ -73,8 +77,8 @@ class RelaxedInitialization(FederatedCallback):
     last = ClientState(initial="initial_model", synchronised=False)
     notes = (
         Note(
-            "beta={beta:g} with {n} of {m} clients a round amplifies a constant drift without bound; it stays bounded "
-            "below n/(m - n) = {bound:.3g}, or with aggregate='updates'.",
+            "beta={beta:g} with {n} of {m} clients a round amplifies a constant drift without "
+            "bound; it stays bounded below n/(m - n) = {bound:.3g}, or with aggregate='updates'.",
             when=unbounded,
             bound=lambda method, run: run.n / (run.m - run.n),
         ),
@@ -89,7 +93,9 @@ class RelaxedInitialization(FederatedCallback):
         super().__init__()
         _one_of("aggregate", aggregate, ["models", "updates"])
         _one_of("offset", offset, ["own", "mean", "centred"])
-        self.beta, self.rule, self.arm = beta, aggregate, offset
+        self.beta = beta
+        self.rule = aggregate
+        self.arm = offset
         if offset != "own":  # an argument that older checkpoints do not have
             self.offset = offset
         if aggregate == "updates":

@@ -1,11 +1,13 @@
 """Robust aggregation: rules in place of the mean that a few arbitrary updates cannot carry away.
 
-D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates
-(ICML 2018), arXiv:1803.01498 (median, trimmed mean). P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer: Machine
-Learning with Adversaries: Byzantine Tolerant Gradient Descent (NeurIPS 2017), arXiv:1703.02757 (Krum, multi-Krum).
-K. Pillutla, S. M. Kakade, Z. Harchaoui: Robust Aggregation for Federated Learning (IEEE TSP 2022), arXiv:1912.13445
-(geometric median). Y. Allouah, S. Farhadkhani, R. Guerraoui, N. Gupta, R. Pinot, J. Stephan: Fixing by Mixing: A Recipe
-for Optimal Byzantine ML under Heterogeneity (AISTATS 2023), arXiv:2302.01772 (``mixing``: Algorithm 2).
+D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal
+Statistical Rates (ICML 2018), arXiv:1803.01498 (median, trimmed mean). P. Blanchard, E. M. El
+Mhamdi, R. Guerraoui, J. Stainer: Machine Learning with Adversaries: Byzantine Tolerant Gradient
+Descent (NeurIPS 2017), arXiv:1703.02757 (Krum, multi-Krum). K. Pillutla, S. M. Kakade, Z.
+Harchaoui: Robust Aggregation for Federated Learning (IEEE TSP 2022), arXiv:1912.13445 (geometric
+median). Y. Allouah, S. Farhadkhani, R. Guerraoui, N. Gupta, R. Pinot, J. Stephan: Fixing by Mixing:
+A Recipe for Optimal Byzantine ML under Heterogeneity (AISTATS 2023), arXiv:2302.01772 (``mixing``:
+Algorithm 2).
 """
 
 from __future__ import annotations
@@ -24,25 +26,29 @@ PIECE = 4096  # coordinates
 
 
 class RobustAggregation(FederatedCallback):
-    """d = rule(u_1, …, u_n), of what the participants transmitted, on the coordinates that are averaged; in float64.
+    """d = rule(u_1, …, u_n), of what the participants transmitted, on the coordinates that are
+    averaged; in float64.
 
-    ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim · n⌋ largest and
-    smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2 smallest ‖u_i - u_j‖²; ``"multi_krum"``:
-    the mean of the ``keep`` least. ``"geometric_median"``: the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration.
-    The weights p_i play no part. With ``mixing`` each u_i is first replaced by the mean of the n - f updates nearest to
-    it, itself among them: for clients whose data differ much, where the rules alone leave honest updates out.
+    ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim ·
+    n⌋ largest and smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2
+    smallest ‖u_i - u_j‖²; ``"multi_krum"``: the mean of the ``keep`` least. ``"geometric_median"``:
+    the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration. The weights p_i play no part. With
+    ``mixing`` each u_i is first replaced by the mean of the n - f updates nearest to it, itself
+    among them: for clients whose data differ much, where the rules alone leave honest updates out.
     Sent and kept: nothing more than by FedAvg. The server holds all updates of a round at once.
 
     Args:
         rule: one of those.
         trim: τ of the trimmed mean, from 0 to below 0.5.
-        byzantine: f, how many clients of a round Krum and mixing withstand; they need n ≥ 2 f + 3, and withstand fewer
-            in a round with fewer clients, which is said. Of one or two clients they take the mean.
+        byzantine: f, how many clients of a round Krum and mixing withstand; they need n ≥ 2 f + 3,
+            and withstand fewer in a round with fewer clients, which is said. Of one or two clients
+            they take the mean.
         keep: k of multi-Krum; None: n - f.
         mixing: mix with the nearest neighbours before the rule.
 
     Raises:
-        UserError: another rule, or a number outside these bounds; too few participants for ``byzantine`` or ``keep``.
+        UserError: another rule, or a number outside these bounds; too few participants for
+            ``byzantine`` or ``keep``.
 
     Example:
         with equal updates from all, any rule gives that update.
@@ -55,8 +61,8 @@ class RobustAggregation(FederatedCallback):
         [5.0, 2.0, 1.25, 2.5, 18721.25]
         >>> from fl_lightning.testing import tiny_run
         >>> one = {"participation": 1}
-        >>> tiny_run(RobustAggregation("median"), **one).global_vector.allclose(tiny_run(**one).global_vector)
-        True
+        >>> tiny_run(RobustAggregation("median"),
+        **one).global_vector.allclose(tiny_run(**one).global_vector) True
     """
 
     title = "robust aggregation"
@@ -83,15 +89,18 @@ class RobustAggregation(FederatedCallback):
         if rule not in RULES:
             known = ", ".join(map(repr, RULES))
             raise UserError(
-                f"{name}: rule={rule!r} is not known; accepted are {known}.{suggest(str(rule), RULES)}"
+                f"{name}: rule={rule!r} is not known; accepted are "
+                f"{known}.{suggest(str(rule), RULES)}"
             )
         if isinstance(trim, bool) or not isinstance(trim, (int, float)) or not 0 <= trim < 0.5:
             raise UserError(
-                f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to below 0.5."
+                f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to "
+                "below 0.5."
             )
         if isinstance(byzantine, bool) or not isinstance(byzantine, int) or byzantine < 0:
             raise UserError(
-                f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from 0."
+                f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from "
+                "0."
             )
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UserError(
@@ -99,21 +108,21 @@ class RobustAggregation(FederatedCallback):
             )
         if not isinstance(mixing, bool):
             raise UserError(f"{name}: mixing={mixing!r} is not accepted; it is true or false.")
-        self.rule, self.trim, self.byzantine, self.keep, self.mixing = (
-            rule,
-            trim,
-            byzantine,
-            keep,
-            mixing,
-        )
+        self.rule = rule
+        self.trim = trim
+        self.byzantine = byzantine
+        self.keep = keep
+        self.mixing = mixing
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        n, f = pl_module.cohort.n, self.byzantine
+        n = pl_module.cohort.n
+        f = self.byzantine
         if self.uses_f and n < 2 * f + 3:
             what = "mixing" if self.mixing else f"rule={self.rule!r}"
             raise UserError(
-                f"{type(self).__name__}: {what} with byzantine={f} needs 2 · {f} + 3 = {2 * f + 3} clients a "
-                f"round, and participation gives {n}. Let more take part, or lower byzantine."
+                f"{type(self).__name__}: {what} with byzantine={f} needs 2 · {f} + 3 = "
+                f"{2 * f + 3} clients a round, and participation gives {n}. Let more take part, "
+                "or lower byzantine."
             )
         if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
             raise UserError(
@@ -131,7 +140,8 @@ class RobustAggregation(FederatedCallback):
         f = min(self.byzantine, (len(u) - 3) // 2)
         if self.uses_f and (most := max(f, 0)) < self.byzantine:
             server.note(
-                f"{type(self).__name__}: a round of {len(u)} clients withstands byzantine={most}, not {self.byzantine}."
+                f"{type(self).__name__}: a round of {len(u)} clients withstands byzantine={most}, "
+                f"not {self.byzantine}."
             )
         if self.uses_f and f < 0:  # of so few none is nearer to the others
             return u.mean(0)
@@ -149,7 +159,8 @@ class RobustAggregation(FederatedCallback):
 
 def median(u: Tensor) -> Tensor:
     """Of each column of ``(n, D)``; the mean of the two middle values where n is even."""
-    ordered, n = u.sort(0).values, len(u)
+    ordered = u.sort(0).values
+    n = len(u)
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
@@ -173,7 +184,9 @@ def krum_scores(u: Tensor, f: int) -> Tensor:
 
 
 def mixed(u: Tensor, f: int) -> Tensor:
-    """``(n, D)``: each row's mean with its n - f - 1 nearest others; of equally near ones the first."""
+    """``(n, D)``: each row's mean with its n - f - 1 nearest others; of equally near ones the
+    first.
+    """
     nearest = squared_distances(u).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : len(u) - f]
     return torch.cat(
         [torch.stack([piece[rows].mean(0) for rows in nearest]) for piece in u.split(PIECE, dim=1)],
@@ -182,12 +195,15 @@ def mixed(u: Tensor, f: int) -> Tensor:
 
 
 def geometric_median(u: Tensor) -> Tensor:
-    """By Weiszfeld's iteration from the mean, of the rows of finite norm: the others are infinitely far."""
+    """By Weiszfeld's iteration from the mean, of the rows of finite norm: the others are infinitely
+    far.
+    """
     u = u[torch.linalg.vector_norm(u, dim=1).isfinite()]
     z = u.mean(0)
     for _ in range(1000):
         weights = 1 / torch.linalg.vector_norm(u - z, dim=1).clamp(min=1e-12)
-        before, z = z, (weights @ u) / weights.sum()
+        before = z
+        z = (weights @ u) / weights.sum()
         if ordered_norm(z - before) <= 1e-10 * ordered_norm(z):
             break
     return z

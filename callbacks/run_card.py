@@ -1,4 +1,6 @@
-"""``card.md``: what a run was and what came out, in its folder and in TensorBoard; the closing table."""
+"""``card.md``: what a run was and what came out, in its folder and in TensorBoard; the closing
+table.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ LABELS = {
 class RunCard(pl.Callback):
     """Writes ``card.md`` and ``partition.png`` in the run's folder, and both to TensorBoard.
 
-    The card says what ran, with which methods, data, seed, versions and machine; after the fit, also the closing
-    table. A resumed run writes it anew.
+    The card says what ran, with which methods, data, seed, versions and machine; after the fit,
+    also the closing table. A resumed run writes it anew.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,8 @@ class RunCard(pl.Callback):
         self._tally = Tally()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._card, self._tally = None, Tally()
+        self._card = None
+        self._tally = Tally()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # here, as all know folder and loggers by now
@@ -89,7 +92,8 @@ class Tally:
 
     def metrics(self, trainer: pl.Trainer) -> Metrics:
         """The table so far."""
-        path, modes = _csv(trainer), facts.modes(trainer)
+        path = _csv(trainer)
+        modes = facts.modes(trainer)
         if path is not None:
             return Metrics.read(path, modes)
         rows = self._rows
@@ -151,7 +155,8 @@ def _short(count: float) -> str:
 
 def _card(trainer: pl.Trainer) -> str:
     module = trainer.lightning_module
-    describe, data = getattr(module, "describe", None), getattr(trainer, "datamodule", None)
+    describe = getattr(module, "describe", None)
+    data = getattr(trainer, "datamodule", None)
     head = describe() if describe is not None else type(module).__name__
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     methods: list[tuple[str, str]] = []

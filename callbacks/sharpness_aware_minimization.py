@@ -1,8 +1,8 @@
 """FedSAM: sharpness-aware minimization in the local steps.
 
-Z. Qu, X. Li, R. Duan, Y. Liu, B. Tang, Z. Lu: Generalized Federated Learning via Sharpness Aware Minimization
-(ICML 2022), arXiv:2206.02618. The gradient is taken at x + ρ g/‖g‖, on the same batch. Together with ClientMomentum it
-is MoFedSAM, together with ControlVariates FedGamma.
+Z. Qu, X. Li, R. Duan, Y. Liu, B. Tang, Z. Lu: Generalized Federated Learning via Sharpness Aware
+Minimization (ICML 2022), arXiv:2206.02618. The gradient is taken at x + ρ g/‖g‖, on the same batch.
+Together with ClientMomentum it is MoFedSAM, together with ControlVariates FedGamma.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Sched
 
 
 class SharpnessAwareMinimization(FederatedCallback):
-    """The gradient is taken at x + e, e = ρ g/‖g‖ over all D coordinates, 0 where g = 0; g is without weight decay.
+    """The gradient is taken at x + e, e = ρ g/‖g‖ over all D coordinates, 0 where g = 0; g is
+    without weight decay.
 
     Sent and kept: nothing more than by FedAvg. Two gradients a step.
 
@@ -28,9 +29,11 @@ class SharpnessAwareMinimization(FederatedCallback):
 
         >>> from fl_lightning.callbacks import SharpnessAwareMinimization
         >>> from fl_lightning.testing import tiny_run
-        >>> tiny_run(SharpnessAwareMinimization(radius=0.0)).global_vector.equal(tiny_run().global_vector)
+        >>>
+        tiny_run(SharpnessAwareMinimization(radius=0.0)).global_vector.equal(tiny_run().global_vector)
         True
-        >>> tiny_run(SharpnessAwareMinimization(radius=0.1)).global_vector.equal(tiny_run().global_vector)
+        >>>
+        tiny_run(SharpnessAwareMinimization(radius=0.1)).global_vector.equal(tiny_run().global_vector)
         False
     """
 

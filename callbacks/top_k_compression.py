@@ -1,7 +1,8 @@
 """Top-k compression with error feedback.
 
-S. U. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory (NeurIPS 2018), Algorithm 1, arXiv:1809.07599, with
-rounds in place of steps: a client sends the k largest entries of its update and remembers the rest for its next round.
+S. U. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory (NeurIPS 2018), Algorithm 1,
+arXiv:1809.07599, with rounds in place of steps: a client sends the k largest entries of its update
+and remembers the rest for its next round.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from fl_lightning.callback import Clients, ClientState, FederatedCallback, UserE
 class TopKCompression(FederatedCallback):
     """v = (x_{i,K} - w) + e_i; top_k(v) is sent, k = ⌈fraction · D⌉; e_i ← v - top_k(v).
 
-    The k entries largest in absolute value are sent, of equal ones those with the lowest index. Refused together with
-    partial averaging: the error of a part that is not averaged would be lost.
-    Sent: k numbers and k indices of 4 bytes (8 from 2³¹ parameters on) in place of D numbers. Kept: e_i by each client.
+    The k entries largest in absolute value are sent, of equal ones those with the lowest index.
+    Refused together with partial averaging: the error of a part that is not averaged would be lost.
+    Sent: k numbers and k indices of 4 bytes (8 from 2³¹ parameters on) in place of D numbers. Kept:
+    e_i by each client.
 
     Args:
         fraction: share of the D numbers that is sent, above 0, up to 1; 1 is FedAvg.
 
     Raises:
-        UserError: another fraction; another callback of the run decides what clients send, or the run averages parts
-            of the model.
+        UserError: another fraction; another callback of the run decides what clients send, or the
+            run averages parts of the model.
 
     Example:
         one client a round changes 4 of the server's 31 parameters.
 
         >>> from fl_lightning.callbacks import TopKCompression
         >>> from fl_lightning.testing import tiny_run
-        >>> one, two = (tiny_run(TopKCompression(fraction=0.1), rounds=t, participation=1) for t in (1, 2))
+        >>> one, two = (tiny_run(TopKCompression(fraction=0.1), rounds=t, participation=1) for t in
+        (1, 2))
         >>> int((one.global_vector != two.global_vector).sum())
         4
     """
@@ -52,7 +55,8 @@ class TopKCompression(FederatedCallback):
             or not 0 < fraction <= 1
         ):
             raise UserError(
-                f"TopKCompression: fraction={fraction!r} is not accepted; it has to be above 0, up to 1."
+                f"TopKCompression: fraction={fraction!r} is not accepted; it has to be above 0, "
+                "up to 1."
             )
         self.fraction = fraction
 

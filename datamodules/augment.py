@@ -19,7 +19,9 @@ from fl_lightning.errors import UserError, suggest
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws for n images: offsets (row, column) into the padded image ``(n, 2)``, and which are flipped ``(n,)``."""
+    """Draws for n images: offsets (row, column) into the padded image ``(n, 2)``, and which are
+    flipped ``(n,)``.
+    """
 
     offsets: NDArray[np.int64]
     flips: NDArray[np.bool_]
@@ -80,7 +82,8 @@ class CropFlip:
 
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
         """Images x ``(n, channels, height, width)`` of any dtype, augmented, in a new tensor."""
-        p, (height, width) = self.padding, x.shape[-2:]
+        p = self.padding
+        (height, width) = x.shape[-2:]
         offsets = to_device(draws.offsets, x.device)
         windows = pad(x, (p, p, p, p)).unfold(2, height, 1).unfold(3, width, 1)
         x = windows[torch.arange(len(x), device=x.device), :, offsets[:, 0], offsets[:, 1]]
@@ -90,6 +93,8 @@ class CropFlip:
 
 
 def augmented(augmentation: CropFlip, rng: np.random.Generator, samples: int) -> Change:
-    """Augments the batches of one epoch, all of whose draws are made at once, so that chunks do not matter."""
+    """Augments the batches of one epoch, all of whose draws are made at once, so that chunks do not
+    matter.
+    """
     draws = augmentation.draw(rng, samples)
     return lambda x, y, part: augmentation.apply(x, draws[part])

@@ -1,4 +1,6 @@
-"""What all federated data modules share: the split, batches by client, evaluation on the global sets."""
+"""What all federated data modules share: the split, batches by client, evaluation on the global
+sets.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,32 @@ if TYPE_CHECKING:
 class FederatedDataModule(pl.LightningDataModule):
     """Training samples split over clients; validation and test sets stay whole.
 
-    Subclasses override ``load``, which sets ``train_set`` and, where such data exist, ``val_set`` and ``test_set``
-    (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for ``ByGroup``. Where a subclass has the
-    attributes ``sample_shape`` (of x) and ``num_classes``, the command line builds networks to fit.
+    Subclasses override ``load``, which sets ``train_set`` and, where such data exist, ``val_set``
+    and ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for
+    ``ByGroup``. Where a subclass has the attributes ``sample_shape`` (of x) and ``num_classes``,
+    the command line builds networks to fit.
 
     Args:
         num_clients: None: as many as the partition or the data set has.
         partition: None: ``IID()``, or the data set's own clients where it has them.
         biases: of the clients' training images.
-        batch_size: None: the whole client in one batch. A client of fewer samples trains on what it has.
-        samples: take that many training samples alone, of each class alike, before anything else; None: all.
-        val_fraction: this share of the training data is held out for validation before it is split; of ``clients``,
-            from each one's own list.
-        client_test_fraction: each client holds this share of its samples out to test on, of each class alike.
+        batch_size: None: the whole client in one batch. A client of fewer samples trains on what it
+            has.
+        samples: take that many training samples alone, of each class alike, before anything else;
+            None: all.
+        val_fraction: this share of the training data is held out for validation before it is split;
+            of ``clients``, from each one's own list.
+        client_test_fraction: each client holds this share of its samples out to test on, of each
+            class alike.
         clients: the clients' index arrays themselves, in place of a partition.
         seed: of the split, the order of samples and the augmentation; None: the run's.
-        drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples); K_i counts the rest.
-        eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many as take 64 MiB.
+        drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples);
+            K_i counts the rest.
+        eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many
+            as take 64 MiB.
 
-    A subclass's own transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation.
+    A subclass's own transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and
+    those of evaluation.
     """
 
     default_clients: int | None = None
@@ -88,20 +97,14 @@ class FederatedDataModule(pl.LightningDataModule):
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         check_shares(val_fraction, client_test_fraction, samples)
         check_given(clients, num_clients, partition)
-        self.batch_size, self.drop_last, self.eval_batch_size = (
-            batch_size,
-            drop_last,
-            eval_batch_size,
-        )
-        self.biases, self.val_fraction, self.client_test_fraction = (
-            tuple(biases),
-            val_fraction,
-            client_test_fraction,
-        )
-        self.seed, self._wanted_samples = (
-            None if seed is None else check_seed("data.seed", seed),
-            samples,
-        )
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.eval_batch_size = eval_batch_size
+        self.biases = tuple(biases)
+        self.val_fraction = val_fraction
+        self.client_test_fraction = client_test_fraction
+        self.seed = None if seed is None else check_seed("data.seed", seed)
+        self._wanted_samples = samples
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
         self.train_set: Samples | None = None
@@ -122,7 +125,9 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def transfer_hooks(self) -> tuple[str, ...]:
-        """The transfer hooks that the clients' batches have been through, which come in place of the learner's."""
+        """The transfer hooks that the clients' batches have been through, which come in place of
+        the learner's.
+        """
         return tuple(self._transfer.hooks)
 
     # ---- loading and splitting
@@ -133,10 +138,15 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def run_seed(self) -> int:
-        """``seed``, else that of the run this module is attached to, else Lightning's global one, else 0."""
+        """``seed``, else that of the run this module is attached to, else Lightning's global one,
+        else 0.
+        """
         if self.seed is not None:
             return self.seed
-        module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
+        if self.trainer is None:
+            module = None
+        else:
+            module = getattr(self.trainer, "lightning_module", None)
         of_run = getattr(module, "run_seed", None)
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if of_run is None else int(of_run)
 
@@ -145,7 +155,8 @@ class FederatedDataModule(pl.LightningDataModule):
         if self.train_set is None:
             self.load()
             check_biases(self.biases, self.train_set)
-        seed, count = self.run_seed, (self._wanted_clients, self.default_clients)
+        seed = self.run_seed
+        count = (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
             given = (
@@ -191,12 +202,16 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Shape of x for a class with these arguments, as far as it is known without the data; None: it is not."""
+        """Shape of x for a class with these arguments, as far as it is known without the data;
+        None: it is not.
+        """
         return cls.sample_shape
 
     @property
     def num_classes(self) -> int | None:
-        """The training data's largest label plus one; None without class labels. A class attribute of packaged sets."""
+        """The training data's largest label plus one; None without class labels. A class attribute
+        of packaged sets.
+        """
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 
@@ -209,7 +224,9 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._who.indices(client)
 
     def client_test_indices(self, client: int) -> Indices:
-        """Positions of the samples that a client is tested on, in the training data, ascending; none: empty."""
+        """Positions of the samples that a client is tested on, in the training data, ascending;
+        none: empty.
+        """
         return self._who.test_indices(client)
 
     def client_dataset(self, client: int) -> Dataset[Any]:
@@ -247,12 +264,14 @@ class FederatedDataModule(pl.LightningDataModule):
     def smallest_batch(
         self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
     ) -> tuple[int, int] | None:
-        """Samples of the smallest batch that any of ``clients`` (None: all) trains on, and the first such one: O(m).
+        """Samples of the smallest batch that any of ``clients`` (None: all) trains on, and the
+        first such one: O(m).
 
         None where the dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
-            steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or more.
+            steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or
+                more.
         """
         if (
             makes_batches(self._train)
@@ -286,9 +305,14 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
     ) -> Iterator[Batch]:
-        """Exactly ``steps`` batches, every epoch reshuffled; ``purpose``: of draws other than the local steps' own."""
-        data, indices, device = self._train, self.client_indices(client), torch.device(device)
-        size, source = self.batch_size or len(indices), self._transfer.source(device)
+        """Exactly ``steps`` batches, every epoch reshuffled; ``purpose``: of draws other than the
+        local steps' own.
+        """
+        data = self._train
+        indices = self.client_indices(client)
+        device = torch.device(device)
+        size = self.batch_size or len(indices)
+        source = self._transfer.source(device)
         per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
 
         def epochs() -> Iterator[tuple[int, Indices]]:
@@ -318,18 +342,26 @@ class FederatedDataModule(pl.LightningDataModule):
     def full_batches(
         self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
     ) -> Iterator[tuple[Batch, int]]:
-        """Samples of a client once, in order, without augmentation, each batch with its number of samples.
+        """Samples of a client once, in order, without augmentation, each batch with its number of
+        samples.
 
-        ``what``: those it trains on, is tested on, or positions. With ``drop_last`` the last batch takes what is left.
+        ``what``: those it trains on, is tested on, or positions. With ``drop_last`` the last batch
+        takes what is left.
         """
-        data, device, indices = self._train, torch.device(device), self._who.asked(client, what)
+        data = self._train
+        device = torch.device(device)
+        indices = self._who.asked(client, what)
         if not len(indices):
             return
-        cut_by = (
-            (size, False) if size and not makes_batches(data) else (self.batch_size, self.drop_last)
-        )
-        cut = [indices[part] for part in batching.slices(len(indices), *cut_by)]
-        source, size = self._transfer.source(device), len(cut[0])
+        drop_last = self.drop_last
+        if not size or makes_batches(data):
+            batch_size = self.batch_size
+        else:
+            batch_size = size
+            drop_last = False
+        cut = [indices[part] for part in batching.slices(len(indices), batch_size, drop_last)]
+        source = self._transfer.source(device)
+        size = len(cut[0])
         if isinstance(data, DatasetSamples):
             batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
@@ -343,8 +375,10 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:
         """A client's first samples as one batch, to try a learner on."""
-        data, device = self._train, torch.device(device)
-        indices, source = self.client_indices(client)[:samples], self._transfer.source(device)
+        data = self._train
+        device = torch.device(device)
+        indices = self.client_indices(client)[:samples]
+        source = self._transfer.source(device)
         if isinstance(data, DatasetSamples):  # in the processes that read ahead, if there are any
             batches = data.each([indices], self._draws("one", client), source)
         else:
@@ -383,7 +417,8 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._evaluated(self.test_set)
 
     def _evaluated(self, data: Samples | None, index: Indices | None = None) -> Any:
-        size, source = self.eval_batch_size, self._transfer.source
+        size = self.eval_batch_size
+        source = self._transfer.source
         return evaluation_loader(self.trainer, data, index, size, source, self.run_seed)
 
     # ---- processes that read ahead

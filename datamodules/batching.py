@@ -33,7 +33,9 @@ def epoch_batches(samples: int, size: int | None, drop_last: bool) -> int:
 
 
 def slices(samples: int, size: int | None, drop_last: bool) -> Iterator[slice]:
-    """Every sample once, ``size`` at a time. ``drop_last``: no smaller batch, what is left over joins the last one."""
+    """Every sample once, ``size`` at a time. ``drop_last``: no smaller batch, what is left over
+    joins the last one.
+    """
     size = size or samples
     count = epoch_batches(samples, size, drop_last)
     for i in range(count):
@@ -47,11 +49,12 @@ def smallest_batch(
     steps: ArrayLike | None,
     clients: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """The smallest batch that a client of ``sizes`` ``(m,)`` trains on in ``steps`` steps, and the first such client.
+    """The smallest batch that a client of ``sizes`` ``(m,)`` trains on in ``steps`` steps, and the
+    first such client.
 
     >>> sizes = np.array([8, 9, 12])
-    >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None), smallest_batch(sizes, 4, False, 2)
-    ((1, 1), (4, 0), (4, 0))
+    >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None),
+    smallest_batch(sizes, 4, False, 2) ((1, 1), (4, 0), (4, 0))
     >>> smallest_batch(sizes, 5, False, None), smallest_batch(sizes, 5, False, None, [0, 1])
     ((2, 2), (3, 0))
     """
@@ -76,10 +79,12 @@ def told_of_batch(
     """Why a client has a batch of so few samples, and what would leave no client one, in words.
 
     >>> print(*told_of_batch(np.array([8, 9, 12]), 4, False, 1, 1), sep="; ")
-    client 1 has 9 samples, of which batch_size=4 leaves 1 for the last batch; drop_last=True, which leaves such \
+    client 1 has 9 samples, of which batch_size=4 leaves 1 for the last batch; drop_last=True, which
+    leaves such \
 batches out; batch_size=5, with which the smallest has 2
     """
-    own, ways = int(sizes[client]), []
+    own = int(sizes[client])
+    ways = []
     several = "" if own == 1 else "s"
     if size is not None and own > size and samples < size:
         why = f"client {client} has {own} samples, of which batch_size={size} leaves {samples} for the last batch"
@@ -102,10 +107,12 @@ batches out; batch_size=5, with which the smallest has 2
 def drawn_by_weight(
     weights: NDArray[np.float64], draw: np.random.Generator, client: int
 ) -> NDArray[np.int64]:
-    """As many positions as there are ``weights`` ``(N_i,)``, with replacement, as WeightedRandomSampler draws them."""
+    """As many positions as there are ``weights`` ``(N_i,)``, with replacement, as
+    WeightedRandomSampler draws them.
+    """
     if not weights.sum() > 0:
         raise UserError(
-            f"Client {client} has no sample that WeightedRandomSampler would draw (all their weights are 0): give "
-            "each client one, by another partition or by other weights."
+            f"Client {client} has no sample that WeightedRandomSampler would draw (all their "
+            "weights are 0): give each client one, by another partition or by other weights."
         )
     return draw.choice(len(weights), len(weights), p=weights / weights.sum())

@@ -35,7 +35,9 @@ class Bias:
 
 
 class ClientBias(Bias):
-    """Client i multiplies colour channel k by max(0, 1 + std·z_ik), z standard normal, fixed for the run."""
+    """Client i multiplies colour channel k by max(0, 1 + std·z_ik), z standard normal, fixed for
+    the run.
+    """
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         z = generator(seed, "client-bias", client).standard_normal(x.shape[1])
@@ -44,7 +46,9 @@ class ClientBias(Bias):
 
 
 class CategoryBias(Bias):
-    """Every sample of class y has its brightness shifted by std·z_y, z standard normal, for all clients."""
+    """Every sample of class y has its brightness shifted by std·z_y, z standard normal, for all
+    clients.
+    """
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         if len(y) == 0:

@@ -31,7 +31,8 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """A DataLoader's ``dataset``, of which ``positions`` are used (None: all), drawn by ``weights`` (None: each once).
+    """A DataLoader's ``dataset``, of which ``positions`` are used (None: all), drawn by ``weights``
+    (None: each once).
 
     ``fetch``: as ``Reading`` has it.
     """
@@ -54,14 +55,15 @@ def check_map_style(dataset: Any, what: str) -> None:
     """
     if isinstance(dataset, IterableDataset):
         raise UserError(
-            f"{what} is a {type(dataset).__name__}, an IterableDataset: a stream without positions, which cannot be "
-            "split over clients. Give map-style Datasets (with __len__ and __getitem__): one a client as "
-            "FromDatasets(clients=[…]), or list(stream) where it fits into memory."
+            f"{what} is a {type(dataset).__name__}, an IterableDataset: a stream without "
+            "positions, which cannot be split over clients. Give map-style Datasets (with "
+            "__len__ and __getitem__): one a client as FromDatasets(clients=[…]), or "
+            "list(stream) where it fits into memory."
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
-            f"{what} is a {type(dataset).__name__}, which cannot be split: give a map-style Dataset (with __len__ and "
-            "__getitem__)."
+            f"{what} is a {type(dataset).__name__}, which cannot be split: give a map-style "
+            "Dataset (with __len__ and __getitem__)."
         )
 
 
@@ -69,23 +71,27 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
     """The facts of the training loader of the data module ``name``.
 
     Raises:
-        UserError: no single loader of a map-style dataset, or a sampler that clients cannot honour, by name.
+        UserError: no single loader of a map-style dataset, or a sampler that clients cannot honour,
+            by name.
     """
     dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset):
         check_map_style(dataset, f"The training loader's dataset of {name}")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
-            f"The training loader of {name} is a {type(loader).__name__} "
-            "without a map-style dataset, which cannot be split: give a data module whose "
-            "train_dataloader is one DataLoader, or the clients' Datasets to FromDatasets(clients=[…])."
+            f"The training loader of {name} is a {type(loader).__name__} without a map-style "
+            "dataset, which cannot be split: give a data module whose train_dataloader is one "
+            "DataLoader, or the clients' Datasets to FromDatasets(clients=[…])."
         )
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    size, drop_last = getattr(loader, "batch_size", None), getattr(loader, "drop_last", False)
+    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None)
+    drop_last = getattr(loader, "drop_last", False)
     fetch: Literal["sample", "list", "batch"] = "sample"
     # batch_size=None: the dataset takes lists of positions
     if batches is None and isinstance(sampler, BatchSampler):
-        batches, fetch = sampler, "list"
+        batches = sampler
+        fetch = "list"
     if batches is not None:
         if type(batches).__iter__ is not BatchSampler.__iter__:
             refuse(
@@ -94,9 +100,12 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
                 name,
                 "a client's samples are shuffled and cut by batch_size",
             )
-        sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        sampler = batches.sampler
+        size = batches.batch_size
+        drop_last = batches.drop_last
     elif size is None and sampler is not None:
-        size, fetch = 1, "batch"
+        size = 1
+        fetch = "batch"
     total = len(dataset)
     positions, weights = sampled(sampler, total, name)
     workers = Workers(
@@ -115,7 +124,9 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
 def sampled(
     sampler: Any, total: int, name: str
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
-    """Which of ``total`` positions a sampler uses, and how often each is drawn; None: all, each once an epoch."""
+    """Which of ``total`` positions a sampler uses, and how often each is drawn; None: all, each
+    once an epoch.
+    """
     if isinstance(sampler, list | tuple | range):
         return np.asarray(sampler, np.int64), None
     kind = next(
@@ -160,7 +171,7 @@ def sampled(
 
 def refuse(sampler: Any, kind: str, name: str, why: str) -> None:
     raise UserError(
-        f"The training loader of {name} has the {kind} {type(sampler).__name__}, which clients cannot honour: {why}. "
-        "Give the loader shuffle=True in its place (what is honoured: help of FromDataModule), or the samples as "
-        "Datasets to FromDatasets."
+        f"The training loader of {name} has the {kind} {type(sampler).__name__}, which clients "
+        f"cannot honour: {why}. Give the loader shuffle=True in its place (what is honoured: help "
+        "of FromDataModule), or the samples as Datasets to FromDatasets."
     )

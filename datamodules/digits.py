@@ -16,12 +16,14 @@ from fl_lightning.sampling import generator
 class Digits(FederatedDataModule):
     """1,797 grey images ``(1, 8, 8)`` of ten digits, with levels 0 to 16 (Alpaydin & Kaynak, 1998).
 
-    A fifth of each class, the same whatever the seed, is the test set. ``root`` and ``download`` are not needed: the
-    images come with scikit-learn. ``augment``: random crops with padding 1. All other arguments as for ``MNIST``.
+    A fifth of each class, the same whatever the seed, is the test set. ``root`` and ``download``
+    are not needed: the images come with scikit-learn. ``augment``: random crops with padding 1. All
+    other arguments as for ``MNIST``.
     """
 
     default_clients = 10
-    sample_shape, num_classes = (1, 8, 8), 10
+    sample_shape = (1, 8, 8)
+    num_classes = 10
 
     def __init__(
         self,
@@ -38,7 +40,8 @@ class Digits(FederatedDataModule):
         from sklearn.datasets import load_digits
 
         found = load_digits()
-        x, y = found.images.astype(np.uint8)[:, None], found.target
+        x = found.images.astype(np.uint8)[:, None]
+        y = found.target
         test = np.zeros(len(y), dtype=bool)
         for label in range(10):
             members = generator(0, "digits-test", label).permutation(np.flatnonzero(y == label))

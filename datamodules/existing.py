@@ -26,12 +26,13 @@ class FromDatasets(FederatedDataModule):
     Args:
         train: the training data, to be split by ``partition`` over ``num_clients``.
         val, test: evaluated whole; without ``val`` the test set is validated on.
-        targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the dataset's
-            attribute ``targets`` or ``labels``.
+        targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
+            dataset's attribute ``targets`` or ``labels``.
         clients: instead of ``train``: one Dataset a client, where the split exists already.
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.
-        num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for 0 too where the
-            datasets draw no random numbers: with processes these follow (seed, round, client, step).
+        num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for
+            0 too where the datasets draw no random numbers: with processes these follow (seed,
+            round, client, step).
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class FromDatasets(FederatedDataModule):
     ) -> None:
         if (train is None) == (clients is None):
             raise UserError(
-                "FromDatasets needs train, or clients (a list of one Dataset a client): give one of the two."
+                "FromDatasets needs train, or clients (a list of one Dataset a client): give one "
+                "of the two."
             )
         indices = None
         if clients is not None:
@@ -63,7 +65,9 @@ class FromDatasets(FederatedDataModule):
             if dataset is not None:
                 check_map_style(dataset, f"FromDatasets' {name}")
                 check_workers(num_workers, dataset)
-        self._datasets, self._targets, self._collate = (train, val, test), targets, collate
+        self._datasets = (train, val, test)
+        self._targets = targets
+        self._collate = collate
         self._workers = Workers(num_workers)
 
     def load(self) -> None:
@@ -77,34 +81,40 @@ class FromDatasets(FederatedDataModule):
 
 
 class FromDataModule(FederatedDataModule):
-    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders stay as they are.
+    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders
+    stay as they are.
 
-    Its transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of evaluation, with its
-    ``trainer`` in place; ``teardown``, ``state_dict``, hyper-parameters and other attributes are the data module's own.
+    Its transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of
+    evaluation, with its ``trainer`` in place; ``teardown``, ``state_dict``, hyper-parameters and
+    other attributes are the data module's own.
 
     Of its training loader (``"loader"`` below: as the loader has it):
 
-    ==================================================== ===============================================================
-    ``batch_size``, ``drop_last``, ``collate_fn``         honoured, within a client; a plain ``BatchSampler`` too
-    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as sampler, by lists of
-                                                          positions; else each item is a batch, and one local step
-    ``num_workers``, ``prefetch_factor``, ``timeout``,    honoured: processes read ahead; what they draw is seeded for
-    ``worker_init_fn``, ``multiprocessing_context``       each batch, by (seed, round, client, step)
-    ``WeightedRandomSampler``, ``RandomSampler`` with     honoured within a client: N_i draws an epoch, by (seed, round,
-    replacement                                           client, epoch)
-    ``SubsetRandomSampler``, a list of positions          honoured: these samples are split
-    ``shuffle``, ``generator``, ``DistributedSampler``    ignored: a client's samples are reshuffled every epoch
-    ``pin_memory``, ``persistent_workers``                ignored: as if they were true
-    other samplers and batch samplers, ``num_samples``    refused
-    other than all, weights without replacement,
-    ``IterableDataset``, several loaders
-    ==================================================== ===============================================================
+    ====================================================
+    =============================================================== ``batch_size``, ``drop_last``,
+    ``collate_fn``         honoured, within a client; a plain ``BatchSampler`` too
+    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as
+    sampler, by lists of
+                                                          positions; else each item is a batch, and
+                                                          one local step
+    ``num_workers``, ``prefetch_factor``, ``timeout``,    honoured: processes read ahead; what they
+    draw is seeded for ``worker_init_fn``, ``multiprocessing_context``       each batch, by (seed,
+    round, client, step) ``WeightedRandomSampler``, ``RandomSampler`` with     honoured within a
+    client: N_i draws an epoch, by (seed, round, replacement
+    client, epoch) ``SubsetRandomSampler``, a list of positions          honoured: these samples are
+    split ``shuffle``, ``generator``, ``DistributedSampler``    ignored: a client's samples are
+    reshuffled every epoch ``pin_memory``, ``persistent_workers``                ignored: as if they
+    were true other samplers and batch samplers, ``num_samples``    refused other than all, weights
+    without replacement, ``IterableDataset``, several loaders
+    ====================================================
+    ===============================================================
 
     Args:
         datamodule: of ``pytorch_lightning`` or ``lightning.pytorch``.
         collate: makes a batch of what the dataset gives; None: the loader's ``collate_fn``.
         batch_size, drop_last, num_workers: ``"loader"``, or as in ``FromDatasets``.
-        eval_batch_size: of samples held out by ``val_fraction``; the data module's own loaders keep theirs.
+        eval_batch_size: of samples held out by ``val_fraction``; the data module's own loaders keep
+            theirs.
 
     The other arguments are those of ``FromDatasets``.
     """
@@ -123,8 +133,9 @@ class FromDataModule(FederatedDataModule):
             getattr(datamodule, "train_dataloader", None)
         ):
             raise UserError(
-                f"FromDataModule's datamodule is {datamodule!r}: give a LightningDataModule (an object, not its class; "
-                "on the command line a class path that can be imported, from the current folder too)."
+                f"FromDataModule's datamodule is {datamodule!r}: give a LightningDataModule (an "
+                "object, not its class; on the command line a class path that can be imported, "
+                "from the current folder too)."
             )
         self.datamodule = datamodule
         super().__init__(
@@ -135,8 +146,11 @@ class FromDataModule(FederatedDataModule):
         if num_workers != "loader":
             check_workers(num_workers, None)
         self.prepare_data_per_node = getattr(datamodule, "prepare_data_per_node", True)
-        self._targets, self._collate, self._workers = targets, collate, num_workers
-        self._loader_size, self._loader_drops = batch_size == "loader", drop_last == "loader"
+        self._targets = targets
+        self._collate = collate
+        self._workers = num_workers
+        self._loader_size = batch_size == "loader"
+        self._loader_drops = drop_last == "loader"
         self._torn_down = False
 
     def _transfers(self) -> Any:
@@ -149,7 +163,9 @@ class FromDataModule(FederatedDataModule):
         if stage not in (None, "fit"):
             self.datamodule.setup(stage)
         if self._torn_down:  # what it made was given back
-            self.train_set, self._split_seed, self._torn_down = None, None, False
+            self.train_set = None
+            self._split_seed = None
+            self._torn_down = False
         super().setup(stage)
         if self._weights is not None and not self._weights.all():
             for client in range(self.num_clients):
@@ -158,24 +174,27 @@ class FromDataModule(FederatedDataModule):
     def load(self) -> None:
         self.datamodule.setup("fit")
         facts = loader_facts(self.datamodule.train_dataloader(), type(self.datamodule).__name__)
-        dataset, fetch, targets = facts.dataset, facts.fetch, self._targets
+        dataset = facts.dataset
+        fetch = facts.fetch
+        targets = self._targets
         if facts.positions is not None:
             if self._given is not None:
                 raise UserError(
-                    f"clients are given, and the training loader of {type(self.datamodule).__name__} uses "
-                    f"{len(facts.positions)} of {len(dataset)} samples, so that clients' indices may mean either. Give "
-                    "the loader all samples and clients those of theirs, or a partition in place of clients."
+                    "clients are given, and the training loader of "
+                    f"{type(self.datamodule).__name__} uses {len(facts.positions)} of "
+                    f"{len(dataset)} samples, so that clients' indices may mean either. Give the "
+                    "loader all samples and clients those of theirs, or a partition in place of "
+                    "clients."
                 )
             if targets is not None and len(targets) == len(dataset):
                 targets = [targets[i] for i in facts.positions]
             dataset = Subset(dataset, facts.positions.tolist())
         if fetch == "batch" and not self._loader_size:
             fetch = "sample"  # it was asked for: batches of so many items
-        workers = (
-            facts.workers
-            if self._workers == "loader"
-            else replace(facts.workers, number=self._workers)
-        )
+        if self._workers == "loader":
+            workers = facts.workers
+        else:
+            workers = replace(facts.workers, number=self._workers)
         if self._workers != "loader":
             check_workers(workers.number, dataset)
         elif workers.number and (
@@ -184,7 +203,8 @@ class FromDataModule(FederatedDataModule):
             workers = replace(workers, number=0)
             say(
                 self.trainer,
-                f"num_workers of the training loader is not used: its dataset keeps a generator ({where})",
+                "num_workers of the training loader is not used: its dataset keeps a generator "
+                f"({where})",
             )
         self.train_set = DatasetSamples(
             dataset, targets, self._collate or facts.collate, workers, fetch

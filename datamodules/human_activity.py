@@ -24,20 +24,22 @@ CHANNELS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") 
 
 
 class HumanActivity(FederatedDataModule):
-    """7,352 training and 2,947 test windows (Anguita et al., 2013), labels 0 to 5; one client a subject, 21 in all.
+    """7,352 training and 2,947 test windows (Anguita et al., 2013), labels 0 to 5; one client a
+    subject, 21 in all.
 
     Args:
         root: the folder that holds ``UCI HAR Dataset``, or that folder itself.
-        features: ``"signals"``: the nine inertial signals ``(9, 128)``, each normalised by the training
-            set's mean and deviation, from ``signals_train.npy`` or the official text files; ``"features"``:
-            the 561 computed ones.
+        features: ``"signals"``: the nine inertial signals ``(9, 128)``, each normalised by the
+            training set's mean and deviation, from ``signals_train.npy`` or the official text
+            files; ``"features"``: the 561 computed ones.
         augment: has to be False, as there is no augmentation of signals.
 
     The other arguments are those of ``MNIST``.
     """
 
     default_clients = 21
-    sample_shape, num_classes = (9, 128), 6
+    sample_shape = (9, 128)
+    num_classes = 6
     default_partition = ByGroup()
 
     def __init__(
@@ -51,13 +53,16 @@ class HumanActivity(FederatedDataModule):
         super().__init__(**arguments)
         if augment:
             raise UserError(
-                "HumanActivity's augment is true, but there is no augmentation of signals: give false."
+                "HumanActivity's augment is true, but there is no augmentation of signals: give "
+                "false."
             )
         if features not in ("signals", "features"):
             raise UserError(
                 f"HumanActivity's features is {features!r}: give 'signals' or 'features'."
             )
-        self.root, self.download, self.features = Path(root), download, features
+        self.root = Path(root)
+        self.download = download
+        self.features = features
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...]:
@@ -79,30 +84,35 @@ class HumanActivity(FederatedDataModule):
                     zipfile.ZipFile(inner).extractall(self.root)
         except (OSError, zipfile.BadZipFile, KeyError) as error:
             raise UserError(
-                f"data.download is true, but HumanActivity could not be downloaded to {str(self.root)!r} "
-                f"from {URL}: {error}. Put the folder {FOLDER!r} there by hand, or try again."
+                "data.download is true, but HumanActivity could not be downloaded to "
+                f"{str(self.root)!r} from {URL}: {error}. Put the folder {FOLDER!r} there by "
+                "hand, or try again."
             ) from error
 
     def load(self) -> None:
         if not (self._folder / "train").is_dir():
             raise UserError(
-                f"data.root is {str(self.root)!r}, but {str(self._folder / 'train')!r} is not there: "
-                f"HumanActivity is expected as {FOLDER!r} with train/ and test/, each with y_*.txt, "
-                "subject_*.txt and Inertial Signals/. Give the right --data.root, or --data.download true "
-                "to get the files."
+                f"data.root is {str(self.root)!r}, but {str(self._folder / 'train')!r} is not "
+                f"there: HumanActivity is expected as {FOLDER!r} with train/ and test/, each with "
+                "y_*.txt, subject_*.txt and Inertial Signals/. Give the right --data.root, or "
+                "--data.download true to get the files."
             )
         x, y, subjects = self._part("train")
         x_test, y_test, _ = self._part("test")
         if self.features == "signals":
-            mean, std = x.mean((0, 2), np.float64), x.std((0, 2), np.float64)
+            mean = x.mean((0, 2), np.float64)
+            std = x.std((0, 2), np.float64)
             x, x_test = (
                 ((a - mean[:, None]) / std[:, None]).astype(np.float32) for a in (x, x_test)
             )
         self.groups = subjects
-        self.train_set, self.test_set = TensorSamples(x, y), TensorSamples(x_test, y_test)
+        self.train_set = TensorSamples(x, y)
+        self.test_set = TensorSamples(x_test, y_test)
 
     def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``: entry i of each belongs to window i."""
+        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``: entry i of each belongs
+        to window i.
+        """
         folder = self._folder / part
         y = _read(folder / f"y_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1)) - 1
         subjects = _read(folder / f"subject_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1))
@@ -113,11 +123,10 @@ class HumanActivity(FederatedDataModule):
             shape: tuple[int, ...] = (561,)
         else:
             shape = (9, 128)
-            first = (
-                compact
-                if compact.is_file()
-                else folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
-            )
+            if compact.is_file():
+                first = compact
+            else:
+                first = folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
             if compact.is_file():
                 x = _read(compact, lambda f: np.load(f, allow_pickle=False))
             else:
@@ -149,8 +158,8 @@ def _read(path: Path, how: Callable[[Path], Any]) -> Any:
     except FileNotFoundError:
         raise UserError(
             f"The data file {str(path)!r} is not there: HumanActivity needs it. Give the right "
-            "--data.root, or --data.download true to get the files (features='features' needs X_train.txt "
-            "and X_test.txt)."
+            "--data.root, or --data.download true to get the files (features='features' needs "
+            "X_train.txt and X_test.txt)."
         ) from None
     except Exception as error:  # NumPy raises many kinds for damaged files
         raise _damaged(path, str(error)) from error

@@ -16,14 +16,17 @@ from fl_lightning.errors import UserError
 
 
 class ImageDataModule(FederatedDataModule):
-    """Base class of image data sets: uint8 in memory, normalised per channel, augmented as whole tensors.
+    """Base class of image data sets: uint8 in memory, normalised per channel, augmented as whole
+    tensors.
 
     Args:
         root: the folder that holds the data set's own folder.
-        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for CIFAR alone; or a
-        mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it leaves out as written here.
+        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for
+        CIFAR alone; or a mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it leaves
+        out as written here.
         download: get the files first, where they are missing.
-        arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own number, else 100.
+        arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own
+            number, else 100.
     """
 
     default_clients = 100
@@ -43,7 +46,8 @@ class ImageDataModule(FederatedDataModule):
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self.root, self.download = Path(root), download
+        self.root = Path(root)
+        self.download = download
         if isinstance(augment, dict):
             self.augmentation = CropFlip.of(augment)
         elif self.augment_by_default if augment is None else augment:
@@ -80,33 +84,32 @@ class ImageDataModule(FederatedDataModule):
             raise UserError(
                 f"data.root is {str(self.root)!r}, but {str(folder / missing[0])!r} is not there: "
                 f"{type(self).__name__} is expected as "
-                f"{self.folder + '/' if self.folder else ''}{{{', '.join(self.files)}}} in that folder. "
-                "Give the right --data.root, or --data.download true to get the files."
+                f"{self.folder + '/' if self.folder else ''}{{{', '.join(self.files)}}} in that "
+                "folder. Give the right --data.root, or --data.download true to get the files."
             )
         try:
-            self.train_set, self.test_set = (
-                self._samples(self._open(True)),
-                self._samples(self._open(False)),
-            )
+            self.train_set = self._samples(self._open(True))
+            self.test_set = self._samples(self._open(False))
         except (
             Exception
         ) as error:  # torchvision, pickle and SciPy raise many kinds for damaged files
             name = self._broken()
-            which = (
-                f"The data file {str(folder / name)!r}"
-                if name
-                else f"A data file in {str(folder)!r}"
-            )
+            if name:
+                which = f"The data file {str(folder / name)!r}"
+            else:
+                which = f"A data file in {str(folder)!r}"
             raise UserError(
-                f"{which} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it again, "
-                "with --data.download true or by hand."
+                f"{which} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it "
+                "again, with --data.download true or by hand."
             ) from error
 
 
 class MNIST(ImageDataModule):
     __doc__ = ImageDataModule.__doc__
-    sample_shape, num_classes = (1, 28, 28), 10
-    mean, std = (0.1307,), (0.3081,)
+    sample_shape = (1, 28, 28)
+    num_classes = 10
+    mean = (0.1307,)
+    std = (0.3081,)
     folder = "MNIST/raw"
     files = (
         "train-images-idx3-ubyte",
@@ -140,7 +143,8 @@ class MNIST(ImageDataModule):
 
 class FashionMNIST(MNIST):
     __doc__ = ImageDataModule.__doc__
-    mean, std = (0.2860,), (0.3530,)
+    mean = (0.2860,)
+    std = (0.3530,)
     folder = "FashionMNIST/raw"
 
     def _open(self, train: bool, download: bool = False) -> Any:
@@ -151,8 +155,10 @@ class FashionMNIST(MNIST):
 
 class CIFAR10(ImageDataModule):
     __doc__ = ImageDataModule.__doc__
-    sample_shape, num_classes = (3, 32, 32), 10
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    sample_shape = (3, 32, 32)
+    num_classes = 10
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
     crop = CropFlip(padding=4, flip=True)
     augment_by_default = True
     folder = "cifar-10-batches-py"
@@ -185,7 +191,8 @@ class CIFAR10(ImageDataModule):
 class CIFAR100(CIFAR10):
     __doc__ = ImageDataModule.__doc__
     num_classes = 100
-    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    mean = (0.5071, 0.4865, 0.4409)
+    std = (0.2673, 0.2564, 0.2762)
     folder = "cifar-100-python"
     files = ("train", "test", "meta")
 
@@ -198,8 +205,10 @@ class CIFAR100(CIFAR10):
 
 class SVHN(ImageDataModule):
     __doc__ = ImageDataModule.__doc__
-    sample_shape, num_classes = (3, 32, 32), 10
-    mean, std = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
+    sample_shape = (3, 32, 32)
+    num_classes = 10
+    mean = (0.4377, 0.4438, 0.4728)
+    std = (0.1980, 0.2010, 0.1970)
     files = ("train_32x32.mat", "test_32x32.mat")
 
     def _open(self, train: bool, download: bool = False) -> Any:

@@ -20,13 +20,17 @@ from fl_lightning.sampling import generator
 
 
 class _LabelSkew(Partition):
-    """Each client draws class proportions q, then its samples' classes from q; all clients have the same size."""
+    """Each client draws class proportions q, then its samples' classes from q; all clients have the
+    same size.
+    """
 
     replacement: bool
     samples_per_client: int | None
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        """One client's class proportions ``(C,)``, given the data's class counts; subclasses differ in this."""
+        """One client's class proportions ``(C,)``, given the data's class counts; subclasses differ
+        in this.
+        """
         raise NotImplementedError  # abstract: Dirichlet and Pathological differ in this alone
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
@@ -36,15 +40,15 @@ class _LabelSkew(Partition):
         if size == 0:
             how = " with replacement=True" if not self.replacement else ""
             raise UserError(
-                f"num_clients is {num_clients}, but there are {len(labels)} training samples, so that none "
-                f"is left for each: give at most {len(labels)}, or {type(self).__name__}'s "
-                f"samples_per_client{how}."
+                f"num_clients is {num_clients}, but there are {len(labels)} training samples, so "
+                f"that none is left for each: give at most {len(labels)}, or "
+                f"{type(self).__name__}'s samples_per_client{how}."
             )
         if not self.replacement and size * num_clients > len(labels):
             raise UserError(
-                f"{type(self).__name__}'s samples_per_client is {size}: for num_clients {num_clients} that "
-                f"is more than the {len(labels)} training samples. Give at most "
-                f"{len(labels) // num_clients}, or replacement=True."
+                f"{type(self).__name__}'s samples_per_client is {size}: for num_clients "
+                f"{num_clients} that is more than the {len(labels)} training samples. Give at "
+                f"most {len(labels) // num_clients}, or replacement=True."
             )
         _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
         # raises now rather than at the first draw
@@ -57,7 +61,8 @@ class _LabelSkew(Partition):
         def draw(client: int) -> Indices:
             rng = generator(seed, "partition", client)
             taken = rng.multinomial(size, self._proportions(rng, counts))
-            start, high = np.repeat(offsets, taken), np.repeat(counts, taken)
+            start = np.repeat(offsets, taken)
+            high = np.repeat(counts, taken)
             return pool[start + rng.integers(0, high)]
 
         sizes = np.broadcast_to(np.int64(size), (num_clients,))
@@ -70,12 +75,16 @@ class _LabelSkew(Partition):
         stocks = [
             generator(seed, "partition-stock", c).permutation(one) for c, one in enumerate(classes)
         ]
-        stock, used = counts.copy(), np.zeros_like(counts)
+        stock = counts.copy()
+        used = np.zeros_like(counts)
         clients = []
         for client in range(num_clients):
             rng = generator(seed, "partition", client)
-            q, taken, left = self._proportions(rng, counts), np.zeros_like(counts), size
-            # what a class that is used up cannot give is drawn again without it: at most once per class
+            q = self._proportions(rng, counts)
+            taken = np.zeros_like(counts)
+            left = size
+            # what a class that is used up cannot give is drawn again without it: at most once per
+            # class
             while left:
                 q = np.where(stock - taken > 0, q, 0.0)
                 if q.sum() > 0:
@@ -95,18 +104,20 @@ class _LabelSkew(Partition):
 def _check_samples(owner: Partition, samples_per_client: int | None) -> None:
     if samples_per_client is not None and samples_per_client < 1:
         raise UserError(
-            f"{type(owner).__name__}'s samples_per_client is {samples_per_client}: give at least 1, or "
-            "null for an equal share of the training samples."
+            f"{type(owner).__name__}'s samples_per_client is {samples_per_client}: give at least "
+            "1, or null for an equal share of the training samples."
         )
 
 
 class Dirichlet(_LabelSkew):
-    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019); all sizes are ⌊N/m⌋.
+    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019); all sizes
+    are ⌊N/m⌋.
 
     Args:
         alpha: the smaller, the fewer classes a client has.
-        replacement: True draws each class's samples from all of that class, so that clients may share samples
-            and the union is not balanced; False deals them out: a class that is used up is dropped from q_i.
+        replacement: True draws each class's samples from all of that class, so that clients may
+            share samples and the union is not balanced; False deals them out: a class that is used
+            up is dropped from q_i.
         samples_per_client: replaces ⌊N/m⌋.
         prior: ``"uniform"`` (1/C each, so Dir(alpha · 1)) or the ``"frequencies"`` of the classes.
     """
@@ -125,23 +136,24 @@ class Dirichlet(_LabelSkew):
                 f"Dirichlet's prior is {prior!r}: give 'uniform' or 'frequencies'."
                 + suggest(prior, ["uniform", "frequencies"])
             )
-        self.alpha, self.replacement = alpha, replacement
-        self.samples_per_client, self.prior = samples_per_client, prior
+        self.alpha = alpha
+        self.replacement = replacement
+        self.samples_per_client = samples_per_client
+        self.prior = prior
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        prior = (
-            np.full(len(counts), 1 / len(counts))
-            if self.prior == "uniform"
-            else counts / counts.sum()
-        )
+        if self.prior == "uniform":
+            prior = np.full(len(counts), 1 / len(counts))
+        else:
+            prior = counts / counts.sum()
         return rng.dirichlet(self.alpha * len(counts) * prior)
 
 
 class Pathological(_LabelSkew):
     """Each client has ``classes`` classes, drawn without replacement for it, in equal proportions.
 
-    ``replacement`` and ``samples_per_client`` as for ``Dirichlet``; without replacement, the last clients may get
-    samples of other classes where their own are used up.
+    ``replacement`` and ``samples_per_client`` as for ``Dirichlet``; without replacement, the last
+    clients may get samples of other classes where their own are used up.
     """
 
     def __init__(
@@ -153,13 +165,14 @@ class Pathological(_LabelSkew):
             )
         _check_samples(self, samples_per_client)
         self.classes: int = classes
-        self.replacement, self.samples_per_client = replacement, samples_per_client
+        self.replacement = replacement
+        self.samples_per_client = samples_per_client
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
         if self.classes > len(counts):
             raise UserError(
-                f"Pathological's classes is {self.classes}, but the training data have {len(counts)}: "
-                f"give a number from 1 to {len(counts)}."
+                f"Pathological's classes is {self.classes}, but the training data have "
+                f"{len(counts)}: give a number from 1 to {len(counts)}."
             )
         q = np.zeros(len(counts))
         q[rng.choice(len(counts), self.classes, replace=False)] = 1 / self.classes

@@ -20,19 +20,23 @@ NO_LABEL = -1
 
 
 class LanguageModelling(FederatedDataModule):
-    """Windows of ``length`` + 1 tokens of a text file, each beginning with the last token of the one before.
+    """Windows of ``length`` + 1 tokens of a text file, each beginning with the last token of the
+    one before.
 
-    x ``(length + 1,)`` are tokens, of which a learner predicts all but the first; y is -1, as there are no classes. By
-    default clients hold contiguous parts of the text, of equal numbers of windows. The end of the text is the test set.
+    x ``(length + 1,)`` are tokens, of which a learner predicts all but the first; y is -1, as there
+    are no classes. By default clients hold contiguous parts of the text, of equal numbers of
+    windows. The end of the text is the test set.
 
     Args:
         root: the folder that holds ``file``.
         file: a text in UTF-8, such as tinyshakespeare's ``input.txt``.
         length: tokens that a window predicts.
-        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259 numbers.
+        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259
+            numbers.
         test_fraction: the share of the text, from its end, that is the test set.
         augment, biases, download: have to be False and empty: there are none of text.
-        eval_batch_size: windows of a batch in evaluation; a network's outputs have a number for each token there is.
+        eval_batch_size: windows of a batch in evaluation; a network's outputs have a number for
+            each token there is.
         arguments: as ``FederatedDataModule`` has them.
     """
 
@@ -60,20 +64,20 @@ class LanguageModelling(FederatedDataModule):
         no_pixels("LanguageModelling", augment, biases)
         if download:
             raise UserError(
-                "LanguageModelling's download is true, but the text is your own: put it in data.root."
+                "LanguageModelling's download is true, but the text is your own: put it in "
+                "data.root."
             )
         if length < 1:
             raise UserError(f"LanguageModelling's length is {length}: give at least 1 token.")
         if not 0 <= test_fraction < 1:
             raise UserError(
-                f"LanguageModelling's test_fraction is {test_fraction}: give a share from 0 to below 1."
+                f"LanguageModelling's test_fraction is {test_fraction}: give a share from 0 to "
+                "below 1."
             )
-        self.path, self.length, self.tokenizer, self.test_fraction = (
-            Path(root) / file,
-            length,
-            tokenizer,
-            test_fraction,
-        )
+        self.path = Path(root) / file
+        self.length = length
+        self.tokenizer = tokenizer
+        self.test_fraction = test_fraction
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
 
     def load(self) -> None:
@@ -90,8 +94,9 @@ class LanguageModelling(FederatedDataModule):
         count = (len(tokens) - 1) // self.length
         if count < 1:
             raise UserError(
-                f"{str(self.path)!r} has {len(tokens)} tokens for the {what} set, fewer than a window of data.length "
-                f"{self.length} and one more: give a longer text, a smaller length, or another test_fraction."
+                f"{str(self.path)!r} has {len(tokens)} tokens for the {what} set, fewer than a "
+                f"window of data.length {self.length} and one more: give a longer text, a smaller "
+                "length, or another test_fraction."
             )
         starts = np.arange(count)[:, None] * self.length
         return TensorSamples(

@@ -33,7 +33,9 @@ class Batches:
     """
 
     def __init__(self, make: Callable[[], Iterator[Batch]], count: int, keep: bool) -> None:
-        self._make, self._count, self._keep = make, count, keep
+        self._make = make
+        self._count = count
+        self._keep = keep
         self._kept: list[tuple[Tensor, ...]] | None = None
         self._versions: list[int] = []
 
@@ -70,9 +72,10 @@ class RoundToken:
         if fitted is not None and not hasattr(fitted, "global_model"):
             name = type(fitted).__name__
             raise UserError(
-                f"data: {type(trainer.datamodule).__name__} is for federated runs, and {name} was given to the Trainer "
-                f"by itself. Wrap it: trainer.fit(FederatedModule({name}(…)), data); to train {name} as it is, give it "
-                "a DataLoader, or federate with one client that has all samples."
+                f"data: {type(trainer.datamodule).__name__} is for federated runs, and {name} was "
+                "given to the Trainer by itself. Wrap it: "
+                f"trainer.fit(FederatedModule({name}(…)), data); to train {name} as it is, give "
+                "it a DataLoader, or federate with one client that has all samples."
             )
         return cls()
 
@@ -96,11 +99,13 @@ def evaluation_loader(
     source: Callable[[torch.device], torch.device] = lambda device: device,
     seed: int = 0,
 ) -> Any:
-    """Large ready batches; processes get as many of them each, of sizes that differ by at most one sample.
+    """Large ready batches; processes get as many of them each, of sizes that differ by at most one
+    sample.
 
     Args:
         index: of the samples; None: all.
-        size: of a batch; None: ``EVALUATION_BATCH``, of a Dataset as many as take ``EVALUATION_BYTES``.
+        size: of a batch; None: ``EVALUATION_BATCH``, of a Dataset as many as take
+            ``EVALUATION_BYTES``.
         source: where batches have to be made to be evaluated on a device.
         seed: of what processes that read ahead draw.
     """
@@ -110,11 +115,15 @@ def evaluation_loader(
     if makes_batches(data):
         size = 1
     elif size is None:
-        size = data.evaluation_size() if isinstance(data, DatasetSamples) else EVALUATION_BATCH
+        if isinstance(data, DatasetSamples):
+            size = data.evaluation_size()
+        else:
+            size = EVALUATION_BATCH
     pieces = [index[start : start + size] for start in range(0, len(index), size)]
     device = CPU
     if trainer is not None:
-        device, world = source(trainer.strategy.root_device), trainer.world_size
+        device = source(trainer.strategy.root_device)
+        world = trainer.world_size
         if len(index) >= world > 1:
             pieces = np.array_split(index, -(-len(index) // (size * world)) * world)[
                 trainer.global_rank :: world

@@ -16,16 +16,18 @@ class InMemoryDataModule(FederatedDataModule):
     """Federated data from tensors (or NumPy arrays) in memory.
 
     Args:
-        train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used, any other dtype stays;
-            whole numbers y become int64.
+        train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used, any
+            other dtype stays; whole numbers y become int64.
         test, val: ``(x, y)``; without ``val`` the test set is validated on.
-        clients: one array of positions in the training data for each client; any sequence, lazy ones too.
+        clients: one array of positions in the training data for each client; any sequence, lazy
+            ones too.
         partition, num_clients: instead of ``clients``: how to split, and over how many.
-        transform: called on x of each batch, in training and evaluation alike; the same input has to give the same
-            output.
+        transform: called on x of each batch, in training and evaluation alike; the same input has
+            to give the same output.
 
     >>> import torch
-    >>> data = InMemoryDataModule((torch.eye(6), torch.arange(6) % 2), clients=[[0, 1], [2, 3, 4, 5]])
+    >>> data = InMemoryDataModule((torch.eye(6), torch.arange(6) % 2), clients=[[0, 1], [2, 3, 4,
+    5]])
     >>> data.client_sizes().tolist(), data.num_classes
     ([2, 4], 2)
     """
@@ -47,7 +49,13 @@ class InMemoryDataModule(FederatedDataModule):
         for name, pair in self._given_sets.items():
             if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
                 raise UserError(
-                    f"The {name} data are of type {type(pair).__name__}: give a pair of tensors (x, y)."
+                    f"The {name} data are of type {type(pair).__name__}: give a pair of tensors "
+                    "(x, y)."
                 )
-            made[name] = None if pair is None else TensorSamples(*pair, transform=self._transform)
-        self.train_set, self.val_set, self.test_set = made["train"], made["val"], made["test"]
+            if pair is None:
+                made[name] = None
+            else:
+                made[name] = TensorSamples(*pair, transform=self._transform)
+        self.train_set = made["train"]
+        self.val_set = made["val"]
+        self.test_set = made["test"]

@@ -36,11 +36,13 @@ ONE_AT_A_TIME = threading.RLock()  # clients train on threads, and share the dat
 
 
 def generators_of(dataset: Any) -> list[tuple[str, Any]]:
-    """Generators that a dataset reaches, and objects with MONAI's ``set_random_state``, each with where it is.
+    """Generators that a dataset reaches, and objects with MONAI's ``set_random_state``, each with
+    where it is.
 
     The process's own are left out: they are seeded for each client.
     """
-    seen, ahead = dict[int, Any](), deque([(type(dataset).__name__, dataset)])
+    seen = dict[int, Any]()
+    ahead = deque([(type(dataset).__name__, dataset)])
     found = []
     while ahead and len(seen) < LOOKED_THROUGH:
         where, value = ahead.popleft()

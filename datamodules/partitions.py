@@ -1,6 +1,8 @@
-"""Partitions: who holds which training samples. Pure functions of (labels, number of clients, seed).
+"""Partitions: who holds which training samples. Pure functions of (labels, number of clients,
+seed).
 
-Where possible, each client is drawn by itself: a million clients with replacement cost nothing until they are sampled.
+Where possible, each client is drawn by itself: a million clients with replacement cost nothing
+until they are sampled.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ Indices = NDArray[np.int64]
 class LazyClients(Sequence[Indices]):
     """The clients' index arrays, each drawn when it is asked for.
 
-    ``sizes`` are the clients' numbers of samples ``(m,)``; ``draw(i)`` gives client i's indices, always the
-    same; ``recipe`` names everything the draw depends on (for the partition's hash).
+    ``sizes`` are the clients' numbers of samples ``(m,)``; ``draw(i)`` gives client i's indices,
+    always the same; ``recipe`` names everything the draw depends on (for the partition's hash).
     """
 
     def __init__(self, sizes: Indices, draw: Callable[[int], Indices], recipe: str) -> None:
-        self.sizes, self.draw, self.recipe = sizes, draw, recipe
+        self.sizes = sizes
+        self.draw = draw
+        self.recipe = recipe
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -53,7 +57,8 @@ class LazyClients(Sequence[Indices]):
 
 
 class Partition:
-    """Base class of partitions: override ``split``; keep the constructor's arguments as attributes of the same name.
+    """Base class of partitions: override ``split``; keep the constructor's arguments as attributes
+    of the same name.
 
     >>> class EverySoMany(Partition):
     ...     needs_labels = False
@@ -71,7 +76,8 @@ class Partition:
         return None
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
-        """One index array per client: positions in ``labels`` ``(N,)``; the same for the same three arguments.
+        """One index array per client: positions in ``labels`` ``(N,)``; the same for the same three
+        arguments.
 
         Draw random numbers only from ``fl_lightning.sampling.generator(seed, "partition", …)``.
 
@@ -93,9 +99,9 @@ class Partition:
 def need_samples(num_clients: int, samples: int) -> None:
     if not 1 <= num_clients <= samples:
         raise UserError(
-            f"num_clients is {num_clients}, but there are {samples} training samples and each client needs "
-            f"one of its own: give a number from 1 to {samples}, or a partition with replacement=True and "
-            "samples_per_client."
+            f"num_clients is {num_clients}, but there are {samples} training samples and each "
+            f"client needs one of its own: give a number from 1 to {samples}, or a partition with "
+            "replacement=True and samples_per_client."
         )
 
 
@@ -118,7 +124,8 @@ class IID(Partition):
 
 
 class Contiguous(Partition):
-    """Samples in the order in which they lie, cut into equal pieces: of a text, one part after the other.
+    """Samples in the order in which they lie, cut into equal pieces: of a text, one part after the
+    other.
 
     >>> [client.tolist() for client in Contiguous().split(np.zeros(5, np.int64), 2, seed=0)]
     [[0, 1, 2], [3, 4]]
@@ -140,7 +147,9 @@ class SortedShards(Partition):
 
 
 class QuantitySkew(Partition):
-    """Sizes proportional to lognormal(0, sigma), at least one sample each; the samples themselves iid."""
+    """Sizes proportional to lognormal(0, sigma), at least one sample each; the samples themselves
+    iid.
+    """
 
     needs_labels = False
 
@@ -174,7 +183,8 @@ def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
 
 
 class ByGroup(Partition):
-    """The data's own clients: one for each distinct value of ``groups`` ``(N,)``, in ascending order.
+    """The data's own clients: one for each distinct value of ``groups`` ``(N,)``, in ascending
+    order.
 
     ``groups=None``: those that come with the data set (``HumanActivity``: the subjects).
     """
@@ -182,9 +192,10 @@ class ByGroup(Partition):
     needs_labels = False
 
     def __init__(self, groups: Sequence[int] | None = None) -> None:
-        self.groups: NDArray[Any] | None = (
-            None if groups is None else np.asarray(cast(ArrayLike, groups))
-        )
+        if groups is None:
+            self.groups: NDArray[Any] | None = None
+        else:
+            self.groups = np.asarray(cast(ArrayLike, groups))
 
     @property
     def clients(self) -> int | None:
@@ -204,8 +215,8 @@ class ByGroup(Partition):
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         if num_clients != len(sizes):
             raise UserError(
-                f"num_clients is {num_clients}, but the partition ByGroup has {len(sizes)} groups, one a "
-                f"client: give {len(sizes)}, or another partition such as IID."
+                f"num_clients is {num_clients}, but the partition ByGroup has {len(sizes)} "
+                f"groups, one a client: give {len(sizes)}, or another partition such as IID."
             )
         return np.split(np.argsort(group, kind="stable"), np.cumsum(sizes)[:-1])
 
@@ -217,7 +228,9 @@ class ByGroup(Partition):
 
 
 class Saved(Partition):
-    """A split written by ``FederatedDataModule.save_partition``: the same clients, whatever the seed."""
+    """A split written by ``FederatedDataModule.save_partition``: the same clients, whatever the
+    seed.
+    """
 
     needs_labels = False
 
@@ -225,17 +238,19 @@ class Saved(Partition):
         self.path = str(path)
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                self._ends, self._indices = file["ends"], file["indices"]
+                self._ends = file["ends"]
+                self._indices = file["indices"]
                 self._labels = str(file["labels"])
                 self._kept = str(file["kept"]) if "kept" in file else None  # older files do not say
         except FileNotFoundError:
             raise UserError(
-                f"The partition's path is {self.path!r}, but there is no such file: give a .npz file that "
-                "save_partition wrote."
+                f"The partition's path is {self.path!r}, but there is no such file: give a .npz "
+                "file that save_partition wrote."
             ) from None
         except Exception as error:  # NumPy raises many kinds for damaged files
             raise UserError(
-                f"The partition's file {self.path!r} is damaged, or was not written by save_partition ({error})."
+                f"The partition's file {self.path!r} is damaged, or was not written by "
+                f"save_partition ({error})."
             ) from None
 
     @property
@@ -245,21 +260,23 @@ class Saved(Partition):
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if digest(labels) != self._labels:
             raise UserError(
-                f"The partition in {self.path!r} was made for other data (the training labels differ): "
-                "give the data set, val_fraction and seed that it was made with, or another partition."
+                f"The partition in {self.path!r} was made for other data (the training labels "
+                "differ): give the data set, val_fraction and seed that it was made with, or "
+                "another partition."
             )
         if num_clients != len(self._ends):
             raise UserError(
-                f"num_clients is {num_clients}, but the partition in {self.path!r} has {len(self._ends)} "
-                f"clients: give {len(self._ends)}, or null."
+                f"num_clients is {num_clients}, but the partition in {self.path!r} has "
+                f"{len(self._ends)} clients: give {len(self._ends)}, or null."
             )
         return np.split(self._indices, self._ends[:-1])
 
     def restrict(self, kept: Indices) -> Partition:
         if self._kept not in (None, digest(kept)):
             raise UserError(
-                f"The partition in {self.path!r} was made where other samples were held out for validation: give the "
-                "val_fraction and the seed that it was made with (--data.seed), or another partition."
+                f"The partition in {self.path!r} was made where other samples were held out for "
+                "validation: give the val_fraction and the seed that it was made with "
+                "(--data.seed), or another partition."
             )
         return self
 
@@ -273,7 +290,9 @@ def digest(array: NDArray[Any]) -> str:
 
 
 def positions(given: Any) -> NDArray[Any]:
-    """A client's indices as an array; a sequence that says its length is read to there and no further."""
+    """A client's indices as an array; a sequence that says its length is read to there and no
+    further.
+    """
     is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if hasattr(given, "__array__") or isinstance(given, list | tuple | range) or not is_sequence:
         return np.asarray(given)
@@ -292,20 +311,24 @@ def check_sequence(name: str, clients: Any, each: str) -> None:
     counted = hasattr(clients, "__len__") and hasattr(clients, "__getitem__")
     if not counted or isinstance(clients, Mapping | str | bytes):
         raise UserError(
-            f"{name} is of type {type(clients).__name__}, which is no sequence: give one that knows how many clients "
-            f"there are, len(clients), and has {each} at clients[i], such as a list."
+            f"{name} is of type {type(clients).__name__}, which is no sequence: give one that "
+            f"knows how many clients there are, len(clients), and has {each} at clients[i], such "
+            "as a list."
         )
 
 
 def check_client(client: int, indices: Any, total: int) -> None:
-    """Refuse a client without indices, or with other indices than whole numbers from 0 below ``total``."""
+    """Refuse a client without indices, or with other indices than whole numbers from 0 below
+    ``total``.
+    """
     array = positions(indices)
     if array.ndim != 1 or len(array) == 0:
         raise UserError(
-            f"Client {client} has no samples (indices of shape {array.shape}): give each at least one."
+            f"Client {client} has no samples (indices of shape {array.shape}): give each at least "
+            "one."
         )
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:
         raise UserError(
-            f"Client {client} has sample indices of type {array.dtype} from {array.min()} to {array.max()}: "
-            f"give whole numbers from 0 to {total - 1}."
+            f"Client {client} has sample indices of type {array.dtype} from {array.min()} to "
+            f"{array.max()}: give whole numbers from 0 to {total - 1}."
         )

@@ -1,4 +1,6 @@
-"""Reading batches ahead in worker processes: in order, and with the same bits for any number of them."""
+"""Reading batches ahead in worker processes: in order, and with the same bits for any number of
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ Request = tuple[int, NDArray[np.int64]]  # seed of the random numbers drawn mean
 class Reading:
     """How a dataset is read: a batch of positions.
 
-    ``fetch``: what ``dataset[…]`` takes and gives: ``"sample"`` by position, ``"list"``: what ``collate`` takes by a
-    list of positions, ``"batch"``: the same by one position, so that batches are what is split.
+    ``fetch``: what ``dataset[…]`` takes and gives: ``"sample"`` by position, ``"list"``: what
+    ``collate`` takes by a list of positions, ``"batch"``: the same by one position, so that batches
+    are what is split.
     """
 
     dataset: Any
@@ -61,15 +64,17 @@ class Workers:
 class AheadReader:
     """Reads batches in ``workers.number`` processes, which all who read at the same time share.
 
-    torch's DataLoader serves one reader at a time and starts processes for each; clients that train side by side
-    would each have their own. Processes start when they are first needed and stay until :meth:`close`.
+    torch's DataLoader serves one reader at a time and starts processes for each; clients that train
+    side by side would each have their own. Processes start when they are first needed and stay
+    until :meth:`close`.
 
-    What is drawn meanwhile from torch, NumPy or Python follows the request's seed, so that it does not depend on which
-    process reads.
+    What is drawn meanwhile from torch, NumPy or Python follows the request's seed, so that it does
+    not depend on which process reads.
     """
 
     def __init__(self, read: Reading, workers: Workers) -> None:
-        self.read, self.workers = read, workers
+        self.read = read
+        self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
         self._lock = threading.Lock()
         self._readers = 0
@@ -82,7 +87,8 @@ class AheadReader:
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Any]:
         """The batches asked for, in this order."""
-        pool, waiting = self._begin(), deque[Future[Any]]()
+        pool = self._begin()
+        waiting = deque[Future[Any]]()
         rest = iter(requests)
         try:
             while True:
@@ -101,8 +107,8 @@ class AheadReader:
         except BrokenProcessPool as error:
             self.close()
             raise RuntimeError(
-                f"one of {self.workers.number} processes that read ahead has ended, perhaps killed for want of memory: "
-                "try a smaller num_workers"
+                f"one of {self.workers.number} processes that read ahead has ended, perhaps "
+                "killed for want of memory: try a smaller num_workers"
             ) from error
         finally:
             with self._lock:
@@ -124,7 +130,8 @@ class AheadReader:
     def close(self, wait: bool = True) -> None:
         """End the processes; the next :meth:`batches` starts others."""
         with self._lock:
-            pool, self._pool = self._pool, None
+            pool = self._pool
+            self._pool = None
         if pool is not None:
             pool.shutdown(wait=wait, cancel_futures=True)
 
@@ -143,7 +150,8 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     with count.get_lock():
-        own, count.value = count.value, count.value + 1
+        own = count.value
+        count.value = count.value + 1
     info: Any = _utils.worker.WorkerInfo(id=own, num_workers=number, seed=0, dataset=read.dataset)
     _utils.worker._worker_info = info  # what torch.utils.data.get_worker_info() gives
     if init is not None:
@@ -170,7 +178,9 @@ def _answer(request: Request) -> Any:
 
 
 def own_generator(dataset: Any) -> str:
-    """Where a dataset keeps a random generator of its own, of which each worker process would have a copy; or empty."""
+    """Where a dataset keeps a random generator of its own, of which each worker process would have
+    a copy; or empty.
+    """
     return next((where for where, _ in generators_of(dataset)), "")
 
 
@@ -182,11 +192,13 @@ def check_workers(number: Any, dataset: Any) -> None:
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise UserError(
-            f"num_workers is {number!r}: give the number of processes that read ahead, from 0 (none)."
+            f"num_workers is {number!r}: give the number of processes that read ahead, from 0 "
+            "(none)."
         )
     if number and (where := own_generator(dataset)):
         raise UserError(
-            f"num_workers is {number}, but the dataset keeps a random generator of its own ({where}): each process "
-            "would have a copy, and the samples would depend on how many there are. Give num_workers=0, or draw from "
-            "torch's, NumPy's or Python's global generator, which is seeded for each batch."
+            f"num_workers is {number}, but the dataset keeps a random generator of its own "
+            f"({where}): each process would have a copy, and the samples would depend on how many "
+            "there are. Give num_workers=0, or draw from torch's, NumPy's or Python's global "
+            "generator, which is seeded for each batch."
         )

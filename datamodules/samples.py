@@ -27,7 +27,8 @@ Batch = Any
 CPU = torch.device("cpu")
 CHUNK_BYTES = 64 * 2**20  # how much of an epoch is gathered at once
 # the most of a batch, where nothing is asked for
-EVALUATION_BATCH, EVALUATION_BYTES = 1000, 64 * 2**20
+EVALUATION_BATCH = 1000
+EVALUATION_BYTES = 64 * 2**20
 # (pixels, labels, which of the epoch's samples) -> pixels
 Change = Callable[[Tensor, Tensor, slice], Tensor]
 
@@ -54,8 +55,9 @@ class Samples(Protocol):
 class TensorSamples:
     """Samples x ``(N, …)`` and y ``(N, …)`` in memory; batches are slices of one gathered tensor.
 
-    uint8 images are kept as they are, and become float32 ``(x / scale - mean) / std`` when gathered (one mean and std
-    per channel); every other dtype stays what it is. Finally, ``transform`` is called on each batch's x.
+    uint8 images are kept as they are, and become float32 ``(x / scale - mean) / std`` when gathered
+    (one mean and std per channel); every other dtype stays what it is. Finally, ``transform`` is
+    called on each batch's x.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class TensorSamples:
         std: Sequence[float] = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.x, self.y = torch.as_tensor(x), torch.as_tensor(y)
+        self.x = torch.as_tensor(x)
+        self.y = torch.as_tensor(y)
         if len(self.x) != len(self.y):
             raise UserError(
-                f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a sample."
+                f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a "
+                "sample."
             )
         if len(self.x) == 0:
             raise UserError("The data have no samples: give at least one.")
@@ -100,7 +104,9 @@ class TensorSamples:
         return x.ndim >= 3 and (self.image or unit)
 
     def _on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, y, factor and shift on ``device``; x and y stay on the CPU where they would fill half of what is free."""
+        """x, y, factor and shift on ``device``; x and y stay on the CPU where they would fill half
+        of what is free.
+        """
         with self._lock:
             if device not in self._there:
                 nbytes = self.x.nbytes + self.y.nbytes
@@ -161,7 +167,8 @@ class DatasetSamples:
     """Samples of a map-style Dataset, read and collated one by one: any kind of batch, but slower.
 
     Args:
-        targets: labels ``(N,)``; None: the dataset's own, where they are found without reading samples.
+        targets: labels ``(N,)``; None: the dataset's own, where they are found without reading
+            samples.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         workers: how many processes read ahead, and how.
         fetch: as ``Reading`` has it.
@@ -187,7 +194,8 @@ class DatasetSamples:
             labels = np.asarray(labels)
             if labels.shape != (len(self),):
                 raise UserError(
-                    f"targets have the shape {labels.shape}: give one label for each of the {len(self)} samples."
+                    f"targets have the shape {labels.shape}: give one label for each of the "
+                    f"{len(self)} samples."
                 )
             if labels.dtype.kind in "iub" and labels.min() >= 0:
                 self.labels = labels.astype(np.int64)
@@ -200,7 +208,8 @@ class DatasetSamples:
     ) -> Iterator[Batch]:
         """A batch of each of these index arrays.
 
-        ``seed(k)``: of what is drawn for the k-th by processes that read, and by generators of the dataset's own.
+        ``seed(k)``: of what is drawn for the k-th by processes that read, and by generators of the
+        dataset's own.
         """
         if self._ahead is None:
             read: Iterator[Batch] = (
@@ -211,7 +220,9 @@ class DatasetSamples:
         return (batch_to_device(batch, device) for batch in read)
 
     def _seeded(self, index: NDArray[np.int64], seed: Callable[[], int]) -> Batch:
-        """A batch; where the dataset keeps generators, one reader at a time, and they follow the seed."""
+        """A batch; where the dataset keeps generators, one reader at a time, and they follow the
+        seed.
+        """
         if not self._generators and not self._looked:
             self._generators = generators_of(self.read.dataset)
         if not self._generators:
@@ -219,7 +230,8 @@ class DatasetSamples:
             if self._looked:
                 return batch
             # made when it was first read
-            self._looked, self._generators = True, generators_of(self.read.dataset)
+            self._looked = True
+            self._generators = generators_of(self.read.dataset)
             if not self._generators:
                 return batch
         with ONE_AT_A_TIME:
@@ -262,7 +274,9 @@ class _Singles(Dataset[Any]):
     """Samples of tensors, each made when it is asked for."""
 
     def __init__(self, samples: Samples, index: NDArray[np.int64], biases: Change | None) -> None:
-        self.samples, self.index, self.biases = samples, index, biases
+        self.samples = samples
+        self.index = index
+        self.biases = biases
 
     def __len__(self) -> int:
         return len(self.index)
@@ -293,7 +307,9 @@ def drawing_apart() -> Iterator[None]:
 
 
 def _nbytes(batch: Batch) -> int:
-    """Memory of a batch's tensors and arrays; of a batch of another kind, what it takes written down."""
+    """Memory of a batch's tensors and arrays; of a batch of another kind, what it takes written
+    down.
+    """
     known = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | np.ndarray))
     try:
         return known or len(pickle.dumps(batch))
@@ -326,17 +342,13 @@ def find_targets(dataset: Any) -> Any:
         return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
         of_each = [find_targets(one) for one in dataset.datasets]
-        return (
-            None
-            if any(of is None for of in of_each)
-            else np.concatenate([np.asarray(of) for of in of_each])
-        )
+        if any(of is None for of in of_each):
+            return None
+        return np.concatenate([np.asarray(of) for of in of_each])
     if isinstance(dataset, TensorDataset):
-        return (
-            dataset.tensors[1]
-            if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1
-            else None
-        )
+        if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1:
+            return dataset.tensors[1]
+        return None
     for name in ("targets", "labels"):
         found = getattr(dataset, name, None)
         if found is not None and len(found) == len(dataset) and np.asarray(found).ndim == 1:

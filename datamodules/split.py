@@ -1,4 +1,6 @@
-"""The training samples split over clients: made once a seed, by a partition or from index arrays that were given."""
+"""The training samples split over clients: made once a seed, by a partition or from index arrays
+that were given.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ LATEST = 1000  # clients whose samples are kept apart in memory
 class Split:
     """Who holds which of ``total`` training samples.
 
-    ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation; made ``by_partition``,
-    or given. ``test``: what each holds out of its own.
+    ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation;
+    made ``by_partition``, or given. ``test``: what each holds out of its own.
     """
 
     clients: Sequence[Any]
@@ -80,7 +82,9 @@ class Split:
         return self.indices(client) if what == "train" else self.test_indices(client)
 
     def test_indices(self, client: int) -> Indices:
-        """Positions of the samples that a client is tested on, ascending, each once; empty without any."""
+        """Positions of the samples that a client is tested on, ascending, each once; empty without
+        any.
+        """
         return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
 
     def _sides(self, client: int) -> tuple[Indices, Indices]:
@@ -97,14 +101,19 @@ class Split:
         indices = positions(self.clients[client])
         if not isinstance(self.clients, list | tuple):
             check_client(client, indices, self.total)
-        return indices.astype(np.int64, copy=False) if self.kept is None else self.kept[indices]
+        if self.kept is None:
+            return indices.astype(np.int64, copy=False)
+        kept: Indices = self.kept[indices]
+        return kept
 
 
 @dataclass
 class HeldOut:
-    """Each client's own held-out samples: a share of its distinct samples, of each class alike where there are labels.
+    """Each client's own held-out samples: a share of its distinct samples, of each class alike
+    where there are labels.
 
-    A sample that a client holds several times lies on one side. The draw is a function of (seed, client).
+    A sample that a client holds several times lies on one side. The draw is a function of (seed,
+    client).
 
     Args:
         fraction: h = fraction · (distinct samples), half up, at least 1 and at most all but one.
@@ -137,18 +146,24 @@ class HeldOut:
 
 
 def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
-    """h of the samples: of each class its share, the first ones; what rounding leaves, to the largest remainders."""
+    """h of the samples: of each class its share, the first ones; what rounding leaves, to the
+    largest remainders.
+    """
     _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    taken, rest = h * counts // len(samples), h * counts % len(samples)
+    taken = h * counts // len(samples)
+    rest = h * counts % len(samples)
     taken[np.argsort(-rest, kind="stable")[: h - taken.sum()]] += 1
     return np.concatenate([samples[label == c][:k] for c, k in enumerate(taken)])
 
 
 def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
-    """Positions of the samples that are used, ascending: of each class its share, a function of the seed."""
+    """Positions of the samples that are used, ascending: of each class its share, a function of the
+    seed.
+    """
     if samples > total:
         raise UserError(
-            f"samples is {samples}: there are {total} training samples. Give at most as many, or none."
+            f"samples is {samples}: there are {total} training samples. Give at most as many, or "
+            "none."
         )
     shuffled = generator(seed, "samples").permutation(total)
     return np.sort(
@@ -159,11 +174,9 @@ def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indic
 def _leaves_out(val_fraction: float, samples: int | None) -> str:
     """What it is that leaves samples out, with its verb."""
     held = f"val_fraction={val_fraction} holds out" if val_fraction > 0 else ""
-    return (
-        held
-        if samples is None
-        else " and ".join(filter(None, (f"samples={samples} leaves out", held)))
-    )
+    if samples is None:
+        return held
+    return " and ".join(filter(None, (f"samples={samples} leaves out", held)))
 
 
 def split_samples(
@@ -177,21 +190,27 @@ def split_samples(
     samples: int | None,
     seed: int,
 ) -> Split:
-    """Draw ``samples``, hold ``val_fraction`` of them out, split the rest: as ``clients`` says, else by the partition.
+    """Draw ``samples``, hold ``val_fraction`` of them out, split the rest: as ``clients`` says,
+    else by the partition.
 
-    Held-out samples leave the lists of the clients that were given them; the others stay with who had them.
+    Held-out samples leave the lists of the clients that were given them; the others stay with who
+    had them.
 
     Args:
         samples: how many of all are used; None: all.
         client_test_fraction: of each client's samples, held out to test it on.
-        counts: the number of clients asked for, and the one where neither that nor the partition says it.
+        counts: the number of clients asked for, and the one where neither that nor the partition
+            says it.
         groups: ``(N,)``, for a ``ByGroup`` that has none of its own.
 
     Raises:
         UserError: too few samples, no number of clients, or classes asked for where there are none.
     """
     total = len(data)
-    test = HeldOut(client_test_fraction, data.labels, seed) if client_test_fraction > 0 else None
+    if client_test_fraction > 0:
+        test = HeldOut(client_test_fraction, data.labels, seed)
+    else:
+        test = None
     held_out: Indices | None = None
     kept: Indices | None = None
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
@@ -206,19 +225,20 @@ def split_samples(
                 "train or to validate on. Give another share, or 0 to validate on the test set."
             )
         order = generator(seed, "val-fraction").permutation(used)
-        held_out, kept = np.sort(order[:held]), np.sort(order[held:])
+        held_out = np.sort(order[:held])
+        kept = np.sort(order[held:])
     if drawn is not None:
-        held_out, kept = (
-            None if held_out is None else drawn[held_out],
-            drawn if kept is None else drawn[kept],
-        )
+        held_out = None if held_out is None else drawn[held_out]
+        kept = drawn if kept is None else drawn[kept]
     if kept is not None:
-        whole, partition = partition, partition.restrict(kept)
+        whole = partition
+        partition = partition.restrict(kept)
         if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
             rank_zero_warn(
-                f"{partition.clients} of {whole.clients} groups are clients: {_leaves_out(val_fraction, samples)} all "
-                "samples of the others, and clients are numbered without these, so that client 0 is not the first "
-                "group where that is one of them"
+                f"{partition.clients} of {whole.clients} groups are clients: "
+                f"{_leaves_out(val_fraction, samples)} all samples of the others, and clients are "
+                "numbered without these, so that client 0 is not the first group where that is "
+                "one of them"
             )
     if clients is not None:
         clients = _checked(clients, total)
@@ -228,7 +248,8 @@ def split_samples(
     num_clients = wanted or partition.clients or default
     if num_clients is None:
         raise UserError(
-            "num_clients is not given: give the number of clients, or clients=[…] with each client's sample indices."
+            "num_clients is not given: give the number of clients, or clients=[…] with each "
+            "client's sample indices."
         )
     if data.labels is None and partition.needs_labels:
         raise UserError(
@@ -248,12 +269,15 @@ def split_samples(
 
 
 def check_shares(val_fraction: float, client_test_fraction: float, samples: int | None) -> None:
-    """Refuse what are no shares of the training data, or of each client's, and no number of samples."""
+    """Refuse what are no shares of the training data, or of each client's, and no number of
+    samples.
+    """
     if samples is not None and (
         isinstance(samples, bool) or not isinstance(samples, int) or samples < 1
     ):
         raise UserError(
-            f"samples is {samples!r}: give how many training samples are used, 1 or more; None: all."
+            f"samples is {samples!r}: give how many training samples are used, 1 or more; None: "
+            "all."
         )
     for name, share, zero in (
         ("val_fraction", val_fraction, "the training data from 0 (validate on the test set)"),
@@ -291,8 +315,9 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
     found = found[found >= 0]
     if not len(found):
         raise UserError(
-            f"val_fraction holds out all {len(given)} samples of client {client}, or samples= leaves them out: "
-            "give a smaller val_fraction, the client more samples, or validation data of their own and val_fraction=0."
+            f"val_fraction holds out all {len(given)} samples of client {client}, or samples= "
+            "leaves them out: give a smaller val_fraction, the client more samples, or "
+            "validation data of their own and val_fraction=0."
         )
     return found
 
@@ -304,8 +329,8 @@ def check_given(clients: Any, num_clients: int | None, partition: Partition | No
     check_sequence("clients", clients, "each client's sample indices")
     if partition is not None or num_clients not in (None, len(clients)):
         raise UserError(
-            f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, partition "
-            f"{partition!r}: give either clients alone, or num_clients and partition."
+            f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, "
+            f"partition {partition!r}: give either clients alone, or num_clients and partition."
         )
 
 

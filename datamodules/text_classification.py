@@ -1,4 +1,6 @@
-"""Labelled texts, or pairs of texts, from JSON lines or tables; clients by a column, such as MultiNLI's genres."""
+"""Labelled texts, or pairs of texts, from JSON lines or tables; clients by a column, such as
+MultiNLI's genres.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,24 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class TextClassification(FederatedDataModule):
-    """Texts with a class each: by default MultiNLI (Williams et al., 2018), its five genres as clients.
+    """Texts with a class each: by default MultiNLI (Williams et al., 2018), its five genres as
+    clients.
 
-    x ``(length,)`` are tokens, -1 where the text has ended. Files are JSON lines (an object a line), or by their name
-    ``.csv`` or ``.tsv`` with a header; each row has the columns below.
+    x ``(length,)`` are tokens, -1 where the text has ended. Files are JSON lines (an object a
+    line), or by their name ``.csv`` or ``.tsv`` with a header; each row has the columns below.
 
     Args:
         root: the folder that holds the files.
         train, test: the files; without ``test`` nothing is tested.
         text: the column of the text, or two for pairs.
         label: the column of the class; rows with ``-`` there are left out.
-        classes: its values, in the order of their numbers; None: those of the training data, sorted.
-        group: the column whose values are the clients, in sorted order; None: ``IID``, unless ``partition`` is given.
+        classes: its values, in the order of their numbers; None: those of the training data,
+            sorted.
+        group: the column whose values are the clients, in sorted order; None: ``IID``, unless
+            ``partition`` is given.
         length: tokens of a text; what is longer is cut.
-        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259 numbers.
+        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259
+            numbers.
         augment, biases, download: have to be False and empty.
         eval_batch_size: texts of a batch in evaluation.
         arguments: as ``FederatedDataModule`` has them.
@@ -76,8 +82,8 @@ class TextClassification(FederatedDataModule):
         no_pixels("TextClassification", augment, biases)
         if download:
             raise UserError(
-                "TextClassification's download is true, but texts are put into data.root by hand: MultiNLI is "
-                f"multinli_1.0.zip of {URL}."
+                "TextClassification's download is true, but texts are put into data.root by "
+                f"hand: MultiNLI is multinli_1.0.zip of {URL}."
             )
         self.text = [text] if isinstance(text, str) else list(text)
         if not 1 <= len(self.text) <= 2:
@@ -86,16 +92,17 @@ class TextClassification(FederatedDataModule):
             )
         if length < 2 * len(self.text):
             raise UserError(
-                f"TextClassification's length is {length}: give at least {2 * len(self.text)} tokens."
+                f"TextClassification's length is {length}: give at least {2 * len(self.text)} "
+                "tokens."
             )
-        self.root, self.train, self.test, self.label, self.group = (
-            Path(root),
-            train,
-            test,
-            label,
-            group,
-        )
-        self.classes, self.length, self.tokenizer = classes, length, tokenizer
+        self.root = Path(root)
+        self.train = train
+        self.test = test
+        self.label = label
+        self.group = group
+        self.classes = classes
+        self.length = length
+        self.tokenizer = tokenizer
         self.group_names: list[str] = []
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
 
@@ -116,7 +123,10 @@ class TextClassification(FederatedDataModule):
             )
 
         self.train_set = samples(self.train, texts, labels)
-        self.test_set = None if self.test is None else samples(self.test, *self._read(self.test))
+        if self.test is None:
+            self.test_set = None
+        else:
+            self.test_set = samples(self.test, *self._read(self.test))
         self.vocabulary = tokenizer.size
 
     def card(self) -> dict[str, str]:
@@ -133,7 +143,8 @@ class TextClassification(FederatedDataModule):
         self, file: str, groups: list[str] | None = None
     ) -> tuple[list[list[str]], list[str]]:
         """Texts and labels of a file; adds the groups to ``groups``."""
-        texts, labels = [], []
+        texts = []
+        labels = []
         columns = [
             *self.text,
             self.label,
@@ -143,8 +154,9 @@ class TextClassification(FederatedDataModule):
             for column in columns:
                 if not isinstance(row.get(column), str | int):
                     raise UserError(
-                        f"{str(self.root / file)!r}, row {number}, has no text in the column {column!r}; it has "
-                        f"{', '.join(map(str, row))[:200]}. Name the columns by data.text, data.label and data.group."
+                        f"{str(self.root / file)!r}, row {number}, has no text in the column "
+                        f"{column!r}; it has {', '.join(map(str, row))[:200]}. Name the columns "
+                        "by data.text, data.label and data.group."
                     )
             if row[self.label] == NO_LABEL:
                 continue
@@ -164,8 +176,9 @@ class TextClassification(FederatedDataModule):
         for label in labels:
             if label not in number:
                 raise UserError(
-                    f"{str(self.root / file)!r} has the class {label!r}, which is none of {', '.join(number)[:200]} "
-                    f"(data.classes; if not given, those of the training data).{suggest(label, number)}"
+                    f"{str(self.root / file)!r} has the class {label!r}, which is none of "
+                    f"{', '.join(number)[:200]} (data.classes; if not given, those of the "
+                    f"training data).{suggest(label, number)}"
                 )
         return np.asarray([number[label] for label in labels], np.int64)
 
@@ -185,7 +198,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(line)
         except ValueError as error:
             raise UserError(
-                f"{str(path)!r}, line {number}, is no JSON ({error}): one object a line is expected."
+                f"{str(path)!r}, line {number}, is no JSON ({error}): one object a line is "
+                "expected."
             ) from None
         if not isinstance(row, dict):
             raise UserError(

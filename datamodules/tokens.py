@@ -14,7 +14,8 @@ from fl_lightning.errors import UserError
 # where a text has ended: no tokenizer's number, so that every network may fill in its own
 NO_TOKEN = -1
 # as ByT5 numbers them (Xue et al., 2022): padding, end, unknown, then the 256 bytes
-END, FIRST_BYTE = 1, 3
+END = 1
+FIRST_BYTE = 3
 
 
 class Bytes:
@@ -31,7 +32,9 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
-        """Of each text, or pair of texts, at most ``length`` tokens; of the longer ones the end is cut."""
+        """Of each text, or pair of texts, at most ``length`` tokens; of the longer ones the end is
+        cut.
+        """
         return [
             self._pair([[*self.whole(part).tolist()] for part in parts], length) for parts in texts
         ]
@@ -56,8 +59,9 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_dir():
             raise UserError(
-                f"data.tokenizer is {str(path)!r}, which is no folder. Give a local folder with a tokenizer "
-                "(tokenizer.json, or vocab.json and merges.txt); nothing is downloaded. null: bytes are the tokens."
+                f"data.tokenizer is {str(path)!r}, which is no folder. Give a local folder with a "
+                "tokenizer (tokenizer.json, or vocab.json and merges.txt); nothing is "
+                "downloaded. null: bytes are the tokens."
             )
         try:
             from transformers import AutoTokenizer

@@ -1,4 +1,6 @@
-"""The transfer hooks of a data module: on a client's batches in training, left to Lightning in evaluation."""
+"""The transfer hooks of a data module: on a client's batches in training, left to Lightning in
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ def overridden(owner: Any, method: str) -> bool:
 class Transfer:
     """The transfer hooks that ``owner`` overrides, for batches of the clients of ``data``.
 
-    In evaluation Lightning calls them, as methods of ``data``. In training its batch is the round's token, which
-    they never see; there :meth:`batches` applies them to each local batch.
+    In evaluation Lightning calls them, as methods of ``data``. In training its batch is the round's
+    token, which they never see; there :meth:`batches` applies them to each local batch.
     """
 
     def __init__(self, data: Any, owner: Any) -> None:
@@ -63,4 +65,6 @@ class Transfer:
 
 def outside_training(data: Any, hook: Callable[..., Batch], batch: Batch, *rest: Any) -> Batch:
     """``hook`` as Lightning calls it: in training its batch is the round's token."""
-    return batch if data.trainer is not None and data.trainer.training else hook(batch, *rest)
+    if data.trainer is not None and data.trainer.training:
+        return batch
+    return hook(batch, *rest)

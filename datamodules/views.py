@@ -16,7 +16,8 @@ from fl_lightning.storage.files import written_aside
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN_IN_TABLE, SHOWN_IN_FIGURE = 20, 200
+SHOWN_IN_TABLE = 20
+SHOWN_IN_FIGURE = 200
 MANY_CLIENTS = 100_000  # of more, totals take too long
 
 
@@ -48,7 +49,10 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
     """Facts for a run's card."""
     sizes = split.sizes
     held = 0 if split.held_out is None else len(split.held_out)
-    spread = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    if sizes.min() == sizes.max():
+        spread = f"{sizes.min()}"
+    else:
+        spread = f"{sizes.min()} to {sizes.max()}"
     facts = {
         "data": data.name or type(data).__name__,
         "training samples": f"{split.total - held}",
@@ -70,7 +74,8 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
 
 def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
     """Samples of the first ``limit`` clients by class ``(clients, classes)``; None without labels."""
-    classes, labels = data.num_classes, data._train.labels
+    classes = data.num_classes
+    labels = data._train.labels
     if classes is None or labels is None:
         return None
     shown = range(min(limit, data.num_clients))
@@ -78,8 +83,11 @@ def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
 
 
 def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.int64] | None:
-    """Samples of all clients together by class ``(classes,)``; None without labels, or with more ``clients``."""
-    classes, labels = data.num_classes, data._train.labels
+    """Samples of all clients together by class ``(classes,)``; None without labels, or with more
+    ``clients``.
+    """
+    classes = data.num_classes
+    labels = data._train.labels
     if classes is None or labels is None or data.num_clients > clients:
         return None
     totals = np.zeros(classes, np.int64)
@@ -89,18 +97,18 @@ def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.i
 
 
 def deviation_text(totals: NDArray[np.int64]) -> str:
-    """The spread of classes' totals: without replacement the data's own, and what sampling with replacement adds."""
+    """The spread of classes' totals: without replacement the data's own, and what sampling with
+    replacement adds.
+    """
     deviation = float(totals.std(ddof=1)) if len(totals) > 1 else 0.0
     share = f" ({100 * deviation / totals.mean():.2g} %)" if totals.any() else ""
     return f"samples of a class: {totals.min():,} to {totals.max():,}, standard deviation {deviation:,.1f}{share}"
 
 
 def partition_table(data: Partitioned) -> str:
-    sizes, counts, totals = (
-        data.client_sizes(),
-        class_counts(data, SHOWN_IN_TABLE),
-        class_totals(data),
-    )
+    sizes = data.client_sizes()
+    counts = class_counts(data, SHOWN_IN_TABLE)
+    totals = class_totals(data)
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
     if data.client_test_fraction:
@@ -135,7 +143,8 @@ def partition_table(data: Partitioned) -> str:
     if totals is not None:
         lines.append(deviation_text(totals))
     lines.append(
-        f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash {data.partition_hash}"
+        f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash "
+        f"{data.partition_hash}"
     )
     return "\n".join(lines)
 
@@ -148,7 +157,8 @@ def partition_figure(data: Partitioned) -> Figure:
     has_classes = counts is not None
     if counts is None:
         counts = data.client_sizes()[:SHOWN_IN_FIGURE, None]
-    totals, height = class_totals(data, 1000), min(12.0, 2.5 + 0.06 * len(counts))
+    totals = class_totals(data, 1000)
+    height = min(12.0, 2.5 + 0.06 * len(counts))
     figure = Figure(figsize=(6, height if totals is None else height + 1), layout="constrained")
     ratios = [height - 0.8] if totals is None else [1, height - 0.8]
     grid = figure.add_gridspec(len(ratios), 1, height_ratios=ratios)
@@ -157,7 +167,10 @@ def partition_figure(data: Partitioned) -> Figure:
     figure.colorbar(image, ax=axes, label="samples")
     axes.set_xlabel("class" if has_classes else "all samples")
     axes.set_ylabel("client")
-    shown = f"first {len(counts)} of {clients:,}" if len(counts) < clients else f"{clients}"
+    if len(counts) < clients:
+        shown = f"first {len(counts)} of {clients:,}"
+    else:
+        shown = f"{clients}"
     facts = data.card()
     axes.set_title(f"{facts['data']} · {facts['partition']} · {shown} clients", fontsize="medium")
     if totals is not None:
@@ -170,12 +183,14 @@ def partition_figure(data: Partitioned) -> Figure:
 
 
 def save_partition(path: Path, split: Split, labels: Indices | None) -> None:
-    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always whole.
+    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always
+    whole.
 
     ``labels`` ``(N,)``: of all training samples; None: they have none.
     """
     labels = np.zeros(split.total, np.int64) if labels is None else labels
-    clients, kept = split.clients, np.arange(split.total) if split.kept is None else split.kept
+    clients = split.clients
+    kept = np.arange(split.total) if split.kept is None else split.kept
     arrays = [positions(clients[i]).astype(np.int64, copy=False) for i in range(len(clients))]
     with written_aside(path) as file:
         np.savez_compressed(

@@ -1,4 +1,6 @@
-"""``fl-lightning``: what can be answered at once is answered here; the rest is imported when it is needed."""
+"""``fl-lightning``: what can be answered at once is answered here; the rest is imported when it is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,15 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "  -c NAME     a YAML file, or a packaged config (`fl-lightning configs`); several merge, left to right",
+            "  -c NAME     a YAML file, or a packaged config (`fl-lightning configs`); several "
+            "merge, left to right",
             "  RUN         a run's folder: stands for its config and its last checkpoint",
             "  --help      after a command: every option of it",
             "  --debug     show the traceback of an error (also FL_DEBUG=1)",
             "  --version   this program's version",
             "",
-            "Example: fl-lightning fit -c base -c data/digits -c method/fedinit --trainer.max_epochs 20",
+            "Example: fl-lightning fit -c base -c data/digits -c method/fedinit "
+            "--trainer.max_epochs 20",
         ]
     )
 
@@ -64,8 +68,8 @@ def _configs(names: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and give its exit status.
 
-    0 done · 2 something to mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round.
-    Exceptions from the user's own code are raised unchanged (status 1).
+    0 done · 2 something to mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n
+    after its round. Exceptions from the user's own code are raised unchanged (status 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("FL_DEBUG", "") not in ("", "0")
@@ -74,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(usage())
             return 0
-        command, rest = arguments[0], arguments[1:]
+        command = arguments[0]
+        rest = arguments[1:]
         if command == "--version":
             from importlib.metadata import version
 
@@ -82,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if command not in COMMANDS:
             raise UserError(
-                f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: {', '.join(COMMANDS)}."
+                f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: "
+                f"{', '.join(COMMANDS)}."
             )
         if command == "configs":
             if "-h" in rest or "--help" in rest:
                 print(
-                    "usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print the one called NAME."
+                    "usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print "
+                    "the one called NAME."
                 )
             else:
                 print(_configs(rest))

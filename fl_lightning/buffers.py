@@ -1,4 +1,6 @@
-"""What becomes of a learner's buffers: which are statistics that have a mean, which counters, which are memory."""
+"""What becomes of a learner's buffers: which are statistics that have a mean, which counters, which
+are memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class BufferPolicy:
         given: one word for all, or patterns of names with a word each, of which the first that fits
             decides; buffers that none fits are ``"average"``.
 
-    ``written``: frozen parameters that the learner's steps write, which are averaged as weights are.
+    ``written``: frozen parameters that the learner's steps write, which are averaged as weights
+        are.
 
     Raises:
         UserError: a pattern fits no buffer.
@@ -44,13 +47,15 @@ class BufferPolicy:
         self._check([*slots, *frozen] if slots else [])
 
     def _check(self, names: list[str]) -> None:
-        """A learner without buffers takes patterns of any, so that a config serves several networks."""
+        """A learner without buffers takes patterns of any, so that a config serves several
+        networks.
+        """
         patterns = [] if isinstance(self.given, str) or not names else list(self.given)
         for pattern in patterns:
             if pattern.strip("*") and not any(fnmatchcase(name, pattern) for name in names):
                 raise UserError(
-                    f"buffers={self.given!r}: no buffer of {self.learner} is called {pattern!r}; there are "
-                    f"{', '.join(names)[:200]}.{suggest(pattern, names)}"
+                    f"buffers={self.given!r}: no buffer of {self.learner} is called {pattern!r}; "
+                    f"there are {', '.join(names)[:200]}.{suggest(pattern, names)}"
                 )
 
     def word(self, name: str) -> str:
@@ -91,15 +96,18 @@ class BufferPolicy:
         self._told.update(names)
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         note(
-            f"buffers: {self.learner} changes {', '.join(names[:SHOWN])}{more} in its local steps, and the name tells "
-            "neither statistics of a normalisation layer nor a counter: the server's stays as it is, and clients "
-            f"start each round from it. Say what it is with buffers={{{names[0]!r}: 'average'}} (integers: the "
-            "maximum), 'keep' or 'own' (each client keeps its own)"
+            f"buffers: {self.learner} changes {', '.join(names[:SHOWN])}{more} in its local "
+            "steps, and the name tells neither statistics of a normalisation layer nor a "
+            "counter: the server's stays as it is, and clients start each round from it. Say "
+            f"what it is with buffers={{{names[0]!r}: 'average'}} (integers: the maximum), 'keep' "
+            "or 'own' (each client keeps its own)"
         )
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalisation layer: torch's, or one whose class or a base is called so."""
+    """Whether a module is a normalisation layer: torch's, or one whose class or a base is called
+    so.
+    """
     if lightning_base(module) is not None:  # a whole learner, whatever it is called
         return False
     # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook beside them

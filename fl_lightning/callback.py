@@ -1,6 +1,7 @@
 """A federated method is a callback: hooks in the order of a round, and state that is declared.
 
-Declared state is saved, moved, counted and restored by the framework; a method keeps nothing hidden.
+Declared state is saved, moved, counted and restored by the framework; a method keeps nothing
+hidden.
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
 """
 
@@ -61,9 +62,11 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, ``weighting`` as it was given.
+    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, ``weighting`` as it was
+    given.
 
-    ``optimizer``: the clients', where a step is not its gradient times the learning rate; empty where it is.
+    ``optimizer``: the clients', where a step is not its gradient times the learning rate; empty
+    where it is.
     """
 
     n: int
@@ -73,10 +76,12 @@ class RunFacts:
 
 
 class Note:
-    """Something to say about a run before it begins: a warning where it applies, repeated in the run's card.
+    """Something to say about a run before it begins: a warning where it applies, repeated in the
+    run's card.
 
     Args:
-        text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to ``values``.
+        text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to
+            ``values``.
         when: whether it applies to a method in a run.
         values: further names for the text, each a function of the method and the run.
     """
@@ -87,7 +92,9 @@ class Note:
         when: Callable[[Any, RunFacts], bool],
         **values: Callable[[Any, RunFacts], object],
     ) -> None:
-        self.text, self.when, self.values = text, when, values
+        self.text = text
+        self.when = when
+        self.values = values
 
     def about(self, method: FederatedCallback, run: RunFacts) -> str:
         """The text for this method and run; empty where it does not apply."""
@@ -100,7 +107,8 @@ class Note:
 
 
 UNIFORM_OPTIMUM = Note(
-    "its fixed point is the optimum of the uniform mean over clients, also with weighting='samples'.",
+    "its fixed point is the optimum of the uniform mean over clients, also with "
+    "weighting='samples'.",
     when=lambda method, run: run.weighting == "samples",
 )
 
@@ -108,10 +116,11 @@ UNIFORM_OPTIMUM = Note(
 class FederatedCallback(pl.Callback):
     """Base class of methods and loggers: a Lightning callback with the hooks of a federated round.
 
-    Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end` and
-    :meth:`on_server_update`. Hooks that take ``clients`` may run in several threads at once with different clients:
-    they set no attribute of ``self``, do not synchronise with the host and do not branch on data. A hook with one owner
-    (it says so) may be overridden by only one callback of a run.
+    Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end`
+    and :meth:`on_server_update`. Hooks that take ``clients`` may run in several threads at once
+    with different clients: they set no attribute of ``self``, do not synchronise with the host and
+    do not branch on data. A hook with one owner (it says so) may be overridden by only one callback
+    of a run.
 
     Example:
         >>> class Proximal(FederatedCallback):
@@ -163,9 +172,11 @@ class FederatedCallback(pl.Callback):
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """What the coins of participation and :meth:`Server.private_generator` are drawn from, in a private run.
+        """What the coins of participation and :meth:`Server.private_generator` are drawn from, in a
+        private run.
 
-        ``"secret"``: 32 bytes of the run that nobody else knows. An integer: as if it were the run's seed, for tests.
+        ``"secret"``: 32 bytes of the run that nobody else knows. An integer: as if it were the
+        run's seed, for tests.
         None: the run is not private.
         """
         return None
@@ -214,18 +225,23 @@ class FederatedCallback(pl.Callback):
         return self._bound_ledger
 
     def facts(self) -> dict[str, str]:
-        """What the run's card says of it, besides its arguments; asked for when rounds are about to begin."""
+        """What the run's card says of it, besides its arguments; asked for when rounds are about to
+        begin.
+        """
         return {}
 
     def local_batch(self, client: int, batch: Any) -> Any:
-        """One owner. What a client trains on, in local steps and full gradients, in place of a batch of its own."""
+        """One owner. What a client trains on, in local steps and full gradients, in place of a
+        batch of its own.
+        """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
-        """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending, int64, in any order.
+        """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending,
+        int64, in any order.
 
-        Called in every process with the same values, before all else of a round; what it draws comes from
-        ``server.generator``. Choices are checkpointed.
+        Called in every process with the same values, before all else of a round; what it draws
+        comes from ``server.generator``. Choices are checkpointed.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
@@ -233,20 +249,28 @@ class FederatedCallback(pl.Callback):
         """At the server, before any client trains."""
 
     def on_local_start(self, clients: Clients) -> None:
-        """``clients.x`` ``(n, D)`` holds what the clients start from; change it in place or assign it."""
+        """``clients.x`` ``(n, D)`` holds what the clients start from; change it in place or assign
+        it.
+        """
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
-        """One owner. The loss gradient is taken again at x + the returned ``(n, D)``: same batch, same randomness.
+        """One owner. The loss gradient is taken again at x + the returned ``(n, D)``: same batch,
+        same randomness.
 
-        ``gradient`` may be changed and returned; its memory is reused, so keep a copy of what is needed later.
+        ``gradient`` may be changed and returned; its memory is reused, so keep a copy of what is
+        needed later.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """One owner. Mix the gradient of the loss ``(n, D)`` with others: in place, or return the new one."""
+        """One owner. Mix the gradient of the loss ``(n, D)`` with others: in place, or return the
+        new one.
+        """
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """Add a correction to the gradient ``(n, D)``: in place, or return the new one. Clipping comes next."""
+        """Add a correction to the gradient ``(n, D)``: in place, or return the new one. Clipping
+        comes next.
+        """
 
     def on_local_step_end(self, clients: Clients) -> None:
         """After the client optimizer's step."""
@@ -259,29 +283,39 @@ class FederatedCallback(pl.Callback):
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_updates(self, server: Server) -> None:
-        """``server.updates`` ``(n, D)``, what was transmitted: change or assign it. The mean uses it, too."""
+        """``server.updates`` ``(n, D)``, what was transmitted: change or assign it. The mean uses
+        it, too.
+        """
 
     def aggregate(self, server: Server) -> Tensor:
         """One owner. ``(D,)`` in place of the weighted mean of what was transmitted.
 
-        With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's, ascending by client.
+        With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's,
+        ascending by client.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_server_update(self, server: Server) -> None:
-        """``server.update`` ``(D,)`` is the aggregated update; add to it. Then the server optimizer steps."""
+        """``server.update`` ``(D,)`` is the aggregated update; add to it. Then the server optimizer
+        steps.
+        """
 
     def on_round_end(self, server: Server) -> None:
-        """The new w is in place; staged rows can be read. Then the round is logged, and all of it committed at once."""
+        """The new w is in place; staged rows can be read. Then the round is logged, and all of it
+        committed at once.
+        """
 
     def parts(self, layout: Layout) -> list[Part]:
-        """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds (None: never)."""
+        """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds
+        (None: never).
+        """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def personal(self, clients: Clients) -> Tensor:
-        """One owner. What a client uses itself ``(n, D)``, after a round; without it w with its own kept parts.
+        """One owner. What a client uses itself ``(n, D)``, after a round; without it w with its own
+        kept parts.
 
-        Asked for clients that have finished a round, the others use w. There are ``ids``, ``w``, ``x`` (w with the
-        client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
+        Asked for clients that have finished a round, the others use w. There are ``ids``, ``w``,
+        ``x`` (w with the client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it

@@ -47,7 +47,9 @@ class Identity:
 
     @classmethod
     def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
-        """The identity of a run; ``arguments``: without the data's and methods', which are added here."""
+        """The identity of a run; ``arguments``: without the data's and methods', which are added
+        here.
+        """
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
@@ -63,17 +65,20 @@ class Identity:
         Raises:
             UserError: with what differs.
         """
-        now, then = self.arguments, held["arguments"]
+        now = self.arguments
+        then = held["arguments"]
         # held where it is used
         now, then = ({"client_scheduler": "ignore", **arguments} for arguments in (now, then))
         differing = [
             f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]
         ]
-        methods, before = self.methods, held["methods"]
+        methods = self.methods
+        before = held["methods"]
         for name in sorted(set(methods) | set(before)):
             if methods.get(name) != before.get(name):
                 differing.append(
-                    f"method {name}: {before.get(name, 'absent')} then, {methods.get(name, 'absent')} now"
+                    f"method {name}: {before.get(name, 'absent')} then, "
+                    f"{methods.get(name, 'absent')} now"
                 )
         if held["seed"] != self.seed:
             differing.append(f"seed={held['seed']} then, {self.seed} now")
@@ -82,8 +87,9 @@ class Identity:
         if differing:
             shown = "; ".join(differing[:4])
             raise UserError(
-                f"the checkpoint is of a run with other settings ({shown}), so resuming would mix two runs. Give the "
-                "settings of the run's config.yaml, or model.strict_resume=false to go on all the same."
+                f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
+                "two runs. Give the settings of the run's config.yaml, or "
+                "model.strict_resume=false to go on all the same."
             )
 
 
@@ -95,7 +101,8 @@ def content(
     plan: EnginePlan,
     disk: RowsOnDisk,
 ) -> dict[str, Any]:
-    """What lies under :data:`KEY` in a checkpoint; called in every process, because each writes its rows.
+    """What lies under :data:`KEY` in a checkpoint; called in every process, because each writes its
+    rows.
 
     ``named``: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
     """
@@ -119,7 +126,8 @@ def content(
 def restored(
     held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
 ) -> RunState:
-    """The run's state from a checkpoint, whose rows are read when they are needed; also sets w and the buffers.
+    """The run's state from a checkpoint, whose rows are read when they are needed; also sets w and
+    the buffers.
 
     Raises:
         UserError: the rows are not where the checkpoint says.
@@ -146,10 +154,12 @@ def restored(
 
 
 def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> None:
-    """Let a checkpoint that is written within a round resume at its beginning: a committed one is not trained again.
+    """Let a checkpoint that is written within a round resume at its beginning: a committed one is
+    not trained again.
 
-    Lightning resumes in the middle, which leaves out the round (saved in ``on_train_epoch_start``) or its validation.
-    Only where validation is over, and nothing failed, there is nothing to repeat.
+    Lightning resumes in the middle, which leaves out the round (saved in ``on_train_epoch_start``)
+    or its validation. Only where validation is over, and nothing failed, there is nothing to
+    repeat.
 
     Args:
         loops: the state of Lightning's loops, changed in place.
@@ -159,7 +169,8 @@ def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> 
     if "fit_loop" not in loops:
         return
     fit = loops["fit_loop"]
-    epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+    epochs = fit["epoch_progress"]
+    batches = fit["epoch_loop.batch_progress"]
     t = epochs["current"]["processed"]
     validated = fit["epoch_loop.val_loop.batch_progress"]
     total = validated["total"]
@@ -180,12 +191,15 @@ class RowsOnDisk:
     """
 
     def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
-        self.folder, self.checkpoints = folder, checkpoints
+        self.folder = folder
+        self.checkpoints = checkpoints
         self._known: dict[Any, Any] = {}  # indices of checkpoint files that were looked at
 
     @classmethod
     def of(cls, trainer: Any) -> RowsOnDisk:
-        """Beside the run's checkpoints, those in its own folder first (a user's may lie with a logger)."""
+        """Beside the run's checkpoints, those in its own folder first (a user's may lie with a
+        logger).
+        """
         found = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
         root = Path(trainer.default_root_dir)
         checkpoints = [Path(directory) for directory in found if directory]
@@ -198,7 +212,9 @@ class RowsOnDisk:
         return cls((first.parent if first.name == "checkpoints" else first) / "state", checkpoints)
 
     def flushed(self, rows: ClientRows) -> dict[str, Any]:
-        """Write the rows that changed; gives what is needed to find them again. Called in every process."""
+        """Write the rows that changed; gives what is needed to find them again. Called in every
+        process.
+        """
         store = rows.store
         if store.names():
             store.flush(self.folder)
@@ -211,7 +227,9 @@ class RowsOnDisk:
         return {"clients": index, "folders": folders}
 
     def _indices(self) -> Iterator[Index]:
-        """Which rows the checkpoints in these folders need; each file is opened once, when it is first asked for."""
+        """Which rows the checkpoints in these folders need; each file is opened once, when it is
+        first asked for.
+        """
         present: dict[Any, Any] = {}
         for directory in self.checkpoints:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
@@ -219,7 +237,10 @@ class RowsOnDisk:
                     continue
                 stat = path.stat()
                 file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-                present[file] = self._known[file] if file in self._known else index_in(path)
+                if file in self._known:
+                    present[file] = self._known[file]
+                else:
+                    present[file] = index_in(path)
         self._known = present
         yield from present.values()
 
@@ -247,13 +268,15 @@ def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
         if folder.is_dir():
             return folder
     raise UserError(
-        f"the checkpoint's client state lies in {tried[0]}, which is not there. Move the run's folder as a whole "
-        "(checkpoints/ and state/ together), or put it back."
+        f"the checkpoint's client state lies in {tried[0]}, which is not there. Move the run's "
+        "folder as a whole (checkpoints/ and state/ together), or put it back."
     )
 
 
 def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Put the learner's hyper-parameters into a checkpoint, as Lightning has them; of the data's, what is plain."""
+    """Put the learner's hyper-parameters into a checkpoint, as Lightning has them; of the data's,
+    what is plain.
+    """
     saved.update(model.hyper_parameters())
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
     saved["datamodule_hyper_parameters"] = {
@@ -270,13 +293,14 @@ def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
     held: dict[str, Any] | None = checkpoint.get(KEY)
     if held is not None and forged.version_of(held, VERSION) > VERSION:
         raise UserError(
-            f"ckpt_path: the checkpoint has version {held['version']} of the format, and this fl-lightning "
-            f"reads up to {VERSION}. Resume with the newer fl-lightning that wrote it."
+            f"ckpt_path: the checkpoint has version {held['version']} of the format, and this "
+            f"fl-lightning reads up to {VERSION}. Resume with the newer fl-lightning that wrote "
+            "it."
         )
     if held is None:
         raise UserError(
-            "ckpt_path: the checkpoint was not written by a federated run, so it cannot be resumed. To start from its "
-            "weights, give it as model.init_from."
+            "ckpt_path: the checkpoint was not written by a federated run, so it cannot be "
+            "resumed. To start from its weights, give it as model.init_from."
         )
     return held
 
@@ -290,8 +314,9 @@ def check_vector(held: Any, own: Tensor) -> None:
         or not all_finite(held)
     ):
         raise UserError(
-            "ckpt_path: the checkpoint is damaged: the server's model in it is not a finite vector of "
-            f"{own.numel()} numbers of {own.dtype}. Take another checkpoint, or start anew."
+            "ckpt_path: the checkpoint is damaged: the server's model in it is not a finite "
+            f"vector of {own.numel()} numbers of {own.dtype}. Take another checkpoint, or start "
+            "anew."
         )
 
 
@@ -299,25 +324,30 @@ def check_weights(learner: Any, weights: Any) -> None:
     """Refuse weights of another model than the learner, and damaged ones.
 
     Raises:
-        UserError: with the first that is missing, unknown, of another shape or kind of number, or not finite.
+        UserError: with the first that is missing, unknown, of another shape or kind of number, or
+            not finite.
     """
     own = learner.state_dict()
     strict = learner.strict_loading
     if why := _differs(own, weights, strict):
         raise UserError(
-            f"ckpt_path: the checkpoint is of another model than {type(learner).__name__}: {why}. Use the learner "
-            "(class and sizes) that the run was started with; its config.yaml has it."
+            f"ckpt_path: the checkpoint is of another model than {type(learner).__name__}: {why}. "
+            "Use the learner (class and sizes) that the run was started with; its config.yaml "
+            "has it."
         )
     for name, _ in learner.named_parameters():
         if name in weights and all_finite(own[name]) and not all_finite(weights[name]):
             raise UserError(
-                f"ckpt_path: the checkpoint is damaged: the weights {name} hold values that are not finite, which no "
-                "run saves. Take another checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
+                f"ckpt_path: the checkpoint is damaged: the weights {name} hold values that are "
+                "not finite, which no run saves. Take another checkpoint (such as "
+                "checkpoints/best.ckpt of the same run), or start anew."
             )
 
 
 def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
-    """How weights by name differ from the learner's own in names, shapes and kinds of numbers; empty: not."""
+    """How weights by name differ from the learner's own in names, shapes and kinds of numbers;
+    empty: not.
+    """
     if not isinstance(weights, dict):
         return f"its state_dict is a {type(weights).__name__}"
     for name, tensor in weights.items():
@@ -344,7 +374,8 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     weights = loaded.get("state_dict", loaded)
     if not isinstance(weights, dict) or not all(isinstance(v, Tensor) for v in weights.values()):
         raise UserError(
-            f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported file."
+            f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported "
+            "file."
         )
     return weights
 

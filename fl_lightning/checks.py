@@ -19,8 +19,8 @@ from fl_lightning.strategies import FederatedStrategy
 
 REFUSED_HOOKS = {
     "optimizer_step": "the optimizer's step belongs to the federated loop. Remove it; a warm-up written there is an lr "
-    "scheduler of configure_optimizers with client_scheduler='local_steps' or 'rounds', and what else it does a "
-    "FederatedCallback (on_local_gradient, on_local_step_end)",
+    "scheduler of configure_optimizers with client_scheduler='local_steps' or 'rounds', and what "
+    "else it does a FederatedCallback (on_local_gradient, on_local_step_end)",
     "configure_sharded_model": "layers are made in configure_model. Rename it",
 }
 
@@ -37,30 +37,33 @@ def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot honour.
 
     Raises:
-        UserError: not a LightningModule, manual optimization, or a hook that cannot do what it does alone.
+        UserError: not a LightningModule, manual optimization, or a hook that cannot do what it does
+            alone.
     """
     name = type(learner).__name__
     compiled = getattr(learner, "_orig_mod", None)
     if lightning_base(compiled) is not None:
         inner = type(compiled).__name__
         raise UserError(
-            f"learner: this is torch.compile({inner}(…)), whose training_step would not be the compiled one. Give the "
-            f"learner itself, FederatedModule({inner}(…), …), and compile parts of it in its __init__ if need be."
+            f"learner: this is torch.compile({inner}(…)), whose training_step would not be the "
+            f"compiled one. Give the learner itself, FederatedModule({inner}(…), …), and compile "
+            "parts of it in its __init__ if need be."
         )
     if lightning_base(learner) is None:
-        hint = (
-            f"wrap it: ImageClassifier({name}(), num_classes=10)"
-            if isinstance(learner, nn.Module)
-            else "pass one"
-        )
+        if isinstance(learner, nn.Module):
+            hint = f"wrap it: ImageClassifier({name}(), num_classes=10)"
+        else:
+            hint = "pass one"
         raise UserError(
-            f"learner: {name} is no LightningModule; accepted is any LightningModule of pytorch_lightning or "
-            f"lightning.pytorch, whose training_step gives the local loss; {hint}."
+            f"learner: {name} is no LightningModule; accepted is any LightningModule of "
+            "pytorch_lightning or lightning.pytorch, whose training_step gives the local loss; "
+            f"{hint}."
         )
     if not learner.automatic_optimization:
         raise UserError(
-            f"learner: {name} uses manual optimization (automatic_optimization=False), whose steps cannot be run per "
-            "client. Let training_step return the loss and remove that line."
+            f"learner: {name} uses manual optimization (automatic_optimization=False), whose "
+            "steps cannot be run per client. Let training_step return the loss and remove that "
+            "line."
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides(learner, hook):
@@ -69,13 +72,16 @@ def check_learner(learner: Any) -> None:
             )
     if overrides(learner, "optimizer_zero_grad") and not clears_gradients(learner):
         raise UserError(
-            f"learner: {name} overrides optimizer_zero_grad and leaves gradients standing, but each local step of a "
-            "federated run has a gradient of its own. Remove it; to accumulate, use a larger batch size of the data."
+            f"learner: {name} overrides optimizer_zero_grad and leaves gradients standing, but "
+            "each local step of a federated run has a gradient of its own. Remove it; to "
+            "accumulate, use a larger batch size of the data."
         )
 
 
 def clears_gradients(learner: Any) -> bool:
-    """Whether the learner's own ``optimizer_zero_grad`` does what Lightning's does, tried on an optimizer of no use."""
+    """Whether the learner's own ``optimizer_zero_grad`` does what Lightning's does, tried on an
+    optimizer of no use.
+    """
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.ones(1)
     try:
@@ -148,7 +154,8 @@ def check_trainer(trainer: Any) -> None:
             "precision",
             trainer.precision,
             trainer.precision != "16-mixed",
-            "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or bf16-true",
+            "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or "
+            "bf16-true",
         ),
     ]
     for name, value, fine, instead in refused:
@@ -169,15 +176,16 @@ def check_trainer(trainer: Any) -> None:
         normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _parts(trainer))
         if averaging and any(normalised):
             raise UserError(
-                "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate the statistics of the "
-                "averaged weights, and here that epoch would be a round, which trains them on. Use a learner without "
-                "BatchNorm (GroupNorm), or average exported models of late rounds outside the run."
+                "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
+                "the statistics of the averaged weights, and here that epoch would be a round, "
+                "which trains them on. Use a learner without BatchNorm (GroupNorm), or average "
+                "exported models of late rounds outside the run."
             )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         raise UserError(
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
-            f"{type(trainer.strategy).__name__}, which would average gradients of different clients. "
-            "Use --trainer.strategy federated (in Python: strategy='federated')."
+            f"{type(trainer.strategy).__name__}, which would average gradients of different "
+            "clients. Use --trainer.strategy federated (in Python: strategy='federated')."
         )
     for callback in trainer.callbacks if trainer.world_size > 1 else ():
         if (
@@ -185,9 +193,10 @@ def check_trainer(trainer: Any) -> None:
             or type(callback).__name__ == "OnExceptionCheckpoint"
         ):
             raise UserError(
-                f"callback {type(callback).__name__} saves as an exception passes (save_on_exception), which several "
-                "processes cannot do together: where one fails, the others are elsewhere. Set save_on_exception=False; "
-                "the checkpoint of the last round is what to resume from."
+                f"callback {type(callback).__name__} saves as an exception passes "
+                "(save_on_exception), which several processes cannot do together: where one "
+                "fails, the others are elsewhere. Set save_on_exception=False; the checkpoint of "
+                "the last round is what to resume from."
             )
 
 
@@ -205,9 +214,10 @@ def check_fixed_parameters(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
             raise UserError(
-                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the set of trainable "
-                "parameters is fixed at its start. Set requires_grad in the learner's __init__, setup or "
-                "configure_model; for another set, begin another fit with init_from."
+                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the "
+                "set of trainable parameters is fixed at its start. Set requires_grad in the "
+                "learner's __init__, setup or configure_model; for another set, begin another "
+                "fit with init_from."
             )
 
 
@@ -220,14 +230,13 @@ def check_data(data: Any) -> None:
     if callable(getattr(data, "client_batches", None)):
         return
     given = type(data).__name__ if data is not None else "a DataLoader"
-    wrap = (
-        f"FromDataModule({given}(…), num_clients=100)"
-        if data is not None
-        else "FromDatasets(train, val=val, num_clients=100)"
-    )
+    if data is not None:
+        wrap = f"FromDataModule({given}(…), num_clients=100)"
+    else:
+        wrap = "FromDatasets(train, val=val, num_clients=100)"
     raise UserError(
-        f"data: {given} has no clients. Federate it: trainer.fit(module, {wrap}) with "
-        "from fl_lightning.datamodules import FromDataModule, FromDatasets; or use InMemoryDataModule."
+        f"data: {given} has no clients. Federate it: trainer.fit(module, {wrap}) with from "
+        "fl_lightning.datamodules import FromDataModule, FromDatasets; or use InMemoryDataModule."
     )
 
 
@@ -245,9 +254,10 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
         return num_clients
     # NumPy's
     if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
-        participation = (
-            int(participation) if isinstance(participation, Integral) else float(participation)
-        )
+        if isinstance(participation, Integral):
+            participation = int(participation)
+        else:
+            participation = float(participation)
     if isinstance(participation, bool) or not isinstance(participation, (int, float)):
         hint = suggest(str(participation), ["all"])
         raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
@@ -256,8 +266,8 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
             raise UserError(f"participation={participation} is no number of clients; {accepted}.")
         if participation > num_clients:
             raise UserError(
-                f"participation={participation} clients a round, but {num_clients} are registered; {accepted} "
-                f"(1 to {num_clients})."
+                f"participation={participation} clients a round, but {num_clients} are "
+                f"registered; {accepted} (1 to {num_clients})."
             )
         return participation
     if not 0 < participation <= 1:
@@ -271,7 +281,8 @@ def one_of(name: str, value: object, accepted: tuple[str | bool, ...]) -> None:
     if value not in accepted:
         known = ", ".join(repr(a) for a in accepted)
         raise UserError(
-            f"{name}={value!r} is not known; accepted are {known}.{suggest(str(value), [str(a) for a in accepted])}"
+            f"{name}={value!r} is not known; accepted are "
+            f"{known}.{suggest(str(value), [str(a) for a in accepted])}"
         )
 
 
@@ -285,7 +296,8 @@ def positive(
     if not number or (whole and int(value) != value):
         kind = "an integer" if whole else "a number"
         raise UserError(
-            f"{name}={value!r} is not accepted; it has to be {kind} above 0{' or auto' if or_auto else ''}."
+            f"{name}={value!r} is not accepted; it has to be {kind} above "
+            f"0{' or auto' if or_auto else ''}."
         )
 
 
@@ -298,13 +310,14 @@ def rate(name: str, value: object) -> None:
         return
     if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
         raise UserError(
-            f"{name}={value!r} is not accepted; it has to be a number above 0, such as 0.998 (1 is no decay), or a "
-            "schedule."
+            f"{name}={value!r} is not accepted; it has to be a number above 0, such as 0.998 (1 "
+            "is no decay), or a schedule."
         )
 
 
 def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
-    """Refuse a decay or schedule that becomes negative, or too large for single precision, within a run.
+    """Refuse a decay or schedule that becomes negative, or too large for single precision, within a
+    run.
 
     Args:
         rounds: how many are asked for; -1: no end.
@@ -318,14 +331,18 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
         for t in [*range(last), *([rounds - 1] if rounds > last else [])]:
             if not 0 <= (value := float(decay(t))) <= largest:
                 raise UserError(
-                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are multiplied by it, so it has to "
-                    "be a finite number from 0."
+                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are "
+                    "multiplied by it, so it has to be a finite number from 0."
                 )
     elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(largest)):
-        asked = "a run without an end (trainer.max_epochs=-1)" if rounds < 0 else f"{rounds} rounds"
+        if rounds < 0:
+            asked = "a run without an end (trainer.max_epochs=-1)"
+        else:
+            asked = f"{rounds} rounds"
         raise UserError(
-            f"{name}={decay!r} multiplies the learning rate in every round: over {asked} it grows beyond every number. "
-            "Give one up to 1, such as 0.998, or a schedule that stays finite."
+            f"{name}={decay!r} multiplies the learning rate in every round: over {asked} it grows "
+            "beyond every number. Give one up to 1, such as 0.998, or a schedule that stays "
+            "finite."
         )
 
 
@@ -336,14 +353,16 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         name: the option that made it, ``"client_optimizer"`` or ``"server_optimizer"``.
 
     Raises:
-        UserError: also for learning rates that are negative or not finite, which torch's optimizers partly take.
+        UserError: also for learning rates that are negative or not finite, which torch's optimizers
+            partly take.
     """
     if not isinstance(optimizer, Optimizer):
         given = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
         raise UserError(
             f"{name}: it gives {given}, but has to be a function params -> torch.optim.Optimizer."
         )
-    kind, why = type(optimizer).__name__, ""
+    kind = type(optimizer).__name__
+    why = ""
     if isinstance(optimizer, torch.optim.LBFGS):
         why = "evaluates the loss several times a step"
     elif isinstance(optimizer, torch.optim.SparseAdam):
@@ -355,13 +374,14 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         why = "has capturable=True, which needs a GPU"
     if why:
         raise UserError(
-            f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one gradient a step, such as "
-            "torch.optim.SGD or torch.optim.Adam."
+            f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one "
+            "gradient a step, such as torch.optim.SGD or torch.optim.Adam."
         )
     for group in optimizer.param_groups:
         if not 0 <= float(group["lr"]) < math.inf:
             raise UserError(
-                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from 0."
+                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from "
+                "0."
             )
 
 
@@ -369,5 +389,6 @@ def seed(value: object) -> None:
     """Refuse a seed that is no integer from 0."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise UserError(
-            f"seed={value!r} is not accepted; it has to be an integer from 0, or None for the run's."
+            f"seed={value!r} is not accepted; it has to be an integer from 0, or None for the "
+            "run's."
         )

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
 
 
 def keep_memory() -> None:
     """Let the C library keep the memory of freed tensors for the next ones, in this process.
 
-    By default glibc returns large blocks to the system, which then clears every page again in each local step: a tenth
-    of a convolutional network's time. Settings of malloc in the environment are respected; without glibc nothing
-    happens.
+    By default glibc returns large blocks to the system, which then clears every page again in each
+    local step: a tenth of a convolutional network's time. Settings of malloc in the environment are
+    respected; without glibc nothing happens.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -46,8 +49,8 @@ def prepare_process(device: torch.device) -> None:
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor, array or list of numbers, as a tensor on ``device``.
 
-    A copy from pageable memory would wait for everything that the stream was given before: with several epochs a
-    client, clients would run one after the other whatever stream they are on.
+    A copy from pageable memory would wait for everything that the stream was given before: with
+    several epochs a client, clients would run one after the other whatever stream they are on.
     """
     tensor = torch.as_tensor(value, dtype=dtype)
     if device.type == "cuda" and not tensor.is_cuda:
@@ -60,9 +63,10 @@ def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     there: dict[str, Tensor] = {}
     for key, row in rows.items():
         row = row.detach()
-        there[key] = (
-            torch.empty(row.shape, dtype=row.dtype, pin_memory=True) if row.is_cuda else row
-        )
+        if row.is_cuda:
+            there[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        else:
+            there[key] = row
         if row.is_cuda:
             there[key].copy_(row, non_blocking=True)
     if any(row.is_cuda for row in rows.values()):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something to mend in a setting or a file: the message names it, its value and what is accepted.
+    """Something to mend in a setting or a file: the message names it, its value and what is
+    accepted.
 
     The command line prints the message alone and exits with status 2.
     """
@@ -28,14 +29,17 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """What to say where memory did not suffice, the machine's or a GPU's; of another error: nothing."""
+    """What to say where memory did not suffice, the machine's or a GPU's; of another error:
+    nothing.
+    """
     text = " ".join(str(error).split())
     kinds = {kind.__name__ for kind in type(error).__mro__}
     told = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
     if not kinds & {"MemoryError", "OutOfMemoryError"} and not any(words in text for words in told):
         return ""
     return (
-        f"out of memory: {text[:200] or type(error).__name__}. Let fewer clients train side by side "
-        "(--model.engine sequential, --model.workers, --model.clients_at_once), or give a smaller data.batch_size or "
-        "network; a run that had begun goes on from its last round by --ckpt_path last."
+        f"out of memory: {text[:200] or type(error).__name__}. Let fewer clients train side by "
+        "side (--model.engine sequential, --model.workers, --model.clients_at_once), or give a "
+        "smaller data.batch_size or network; a run that had begun goes on from its last round by "
+        "--ckpt_path last."
     )

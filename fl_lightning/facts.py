@@ -40,7 +40,9 @@ def of_learner(learner: Any) -> Facts:
 
 
 def of_run(run: Any, trainer: Any) -> Facts:
-    """Learner, method, data, partition, seed, engine and versions of a run that is about to begin its rounds."""
+    """Learner, method, data, partition, seed, engine and versions of a run that is about to begin
+    its rounds.
+    """
     data = trainer.datamodule
     facts: Facts = {**of_learner(run.model.learner), "method": run.methods.title()}
     for callback in run.methods.callbacks:
@@ -51,7 +53,8 @@ def of_run(run: Any, trainer: Any) -> Facts:
     facts.update({f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"})
     for name in ("num_clients", "batch_size"):
         facts[f"data/{name}"] = _value(getattr(data, name, None))
-    facts["seed"], facts["rounds"] = run.seed(trainer), _value(trainer.max_epochs)
+    facts["seed"] = run.seed(trainer)
+    facts["rounds"] = _value(trainer.max_epochs)
     for name, value in vars(run.settings).items():
         if (
             name not in ("client_optimizer", "server_optimizer", "seed", "strict_resume")
@@ -78,14 +81,14 @@ def in_one_line(run: Any) -> str:
     """
     if run.loop is None:
         raise UserError(
-            "describe(): what runs is known once a run has begun: after trainer.fit, or in its callbacks."
+            "describe(): what runs is known once a run has begun: after trainer.fit, or in its "
+            "callbacks."
         )
     rate = f"{run.clients.param_groups[0]['lr']:g}{decay_text(run.settings.lr_decay)}"
-    scheduled = (
-        ""
-        if run.schedule is None
-        else f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
-    )
+    if run.schedule is None:
+        scheduled = ""
+    else:
+        scheduled = f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
     clients = f"{type(run.clients).__name__} {rate}{scheduled}"
     server = f"server {type(run.server).__name__} {run.server_rates[0]:g}"
     return " · ".join(
@@ -97,13 +100,15 @@ def in_one_line(run: Any) -> str:
 
 
 def shown(trainer: Any) -> list[str]:
-    """The metrics by which a run is shown, the first first: accuracy, what is monitored, what the learner shows.
+    """The metrics by which a run is shown, the first first: accuracy, what is monitored, what the
+    learner shows.
 
-    That is what it logs with ``prog_bar=True``. Where clients have parts or models of their own, and
-    PerClientEvaluation measures these, its values stand in place of what is validated: w with the mean of personal
-    parts serves nobody.
+    That is what it logs with ``prog_bar=True``. Where clients have parts or models of their own,
+    and PerClientEvaluation measures these, its values stand in place of what is validated: w with
+    the mean of personal parts serves nobody.
     """
-    module, callbacks = trainer.lightning_module, trainer.callbacks
+    module = trainer.lightning_module
+    callbacks = trainer.callbacks
     logged = getattr(module, "logged", None)
     names = ["val/acc", *_monitored(trainer)]
     names += [] if logged is None else logged.shown_of(trainer.callback_metrics)
@@ -115,7 +120,9 @@ def shown(trainer: Any) -> list[str]:
 
 
 def modes(trainer: Any) -> dict[str, str]:
-    """Which way is better in metrics, as torchmetrics and callbacks that monitor say: ``"max"`` or ``"min"``."""
+    """Which way is better in metrics, as torchmetrics and callbacks that monitor say: ``"max"`` or
+    ``"min"``.
+    """
     logged = getattr(trainer.lightning_module, "logged", None)
     given = _monitored(trainer)
     told = {} if logged is None else logged.modes_of(trainer.callback_metrics)
@@ -158,7 +165,8 @@ def log_to(loggers: list[Any], facts: Facts) -> None:
 
 
 def as_paths(facts: Facts) -> Facts:
-    """The same under names that a store of files takes, such as MLflow's, where each is a path of its own.
+    """The same under names that a store of files takes, such as MLflow's, where each is a path of
+    its own.
 
     >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
     {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}

@@ -1,4 +1,6 @@
-"""A learner taken apart: its trainable parameters as one flat vector, its buffers, its layers, the modules inside."""
+"""A learner taken apart: its trainable parameters as one flat vector, its buffers, its layers, the
+modules inside.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ LAYERS = (
 
 
 class Layout(dict[str, tuple[slice, torch.Size]]):
-    """``{parameter name: (slice into the flat vector, shape)}`` of the parameters with ``requires_grad``.
+    """``{parameter name: (slice into the flat vector, shape)}`` of the parameters with
+    ``requires_grad``.
 
     In ``named_parameters()`` order, each in C order whatever its memory format.
 
@@ -43,8 +46,8 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
     >>> layout.size, layout["bias"]
     (8, (slice(6, 8, None), torch.Size([2])))
 
-    ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has them; ``norms``:
-    those of normalisation layers.
+    ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has
+    them; ``norms``: those of normalisation layers.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -60,26 +63,26 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         self.norms = [name for name in norms_of(learner) if name in self]
 
     def named(self, which: str, asking: str) -> list[str]:
-        """Parameters by a pattern of names (``fnmatch``), or of a group: ``"last"`` (layer), ``"norms"``, ``"all"``.
+        """Parameters by a pattern of names (``fnmatch``), or of a group: ``"last"`` (layer),
+        ``"norms"``, ``"all"``.
 
         Raises:
             UserError: there are none; ``asking``: whose option that is.
         """
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
-        found = (
-            groups[which]
-            if which in groups
-            else [name for name in self if fnmatchcase(name, which)]
-        )
+        if which in groups:
+            found = groups[which]
+        else:
+            found = [name for name in self if fnmatchcase(name, which)]
         if not found:
-            what = (
-                "the learner has no normalisation layer"
-                if which == "norms"
-                else f"no parameter is called {which!r}"
-            )
+            if which == "norms":
+                what = "the learner has no normalisation layer"
+            else:
+                what = f"no parameter is called {which!r}"
             raise UserError(
-                f"{asking}: {what}: there are {', '.join(self)[:200]}.{suggest(which, [*self, *groups])} "
-                "'last' (layer), 'norms' and 'all' name groups."
+                f"{asking}: {what}: there are "
+                f"{', '.join(self)[:200]}.{suggest(which, [*self, *groups])} 'last' (layer), "
+                "'norms' and 'all' name groups."
             )
         return found
 
@@ -142,9 +145,10 @@ def check_gradient_hooks(learner: nn.Module) -> None:
     """
     if name := gradient_hook(learner):
         raise UserError(
-            f"learner {type(learner).__name__}: since the run began, {name} has a hook on its gradient (register_hook, "
-            "register_post_accumulate_grad_hook), which the copies of the learner that train clients side by side do "
-            "not have. Register it in __init__, setup or on_fit_start, or use engine='sequential'."
+            f"learner {type(learner).__name__}: since the run began, {name} has a hook on its "
+            "gradient (register_hook, register_post_accumulate_grad_hook), which the copies of "
+            "the learner that train clients side by side do not have. Register it in __init__, "
+            "setup or on_fit_start, or use engine='sequential'."
         )
 
 
@@ -169,7 +173,9 @@ def lightning_modules(learner: nn.Module) -> list[Any]:
 
 
 def lent_logs(learner: nn.Module) -> dict[int, Any]:
-    """By id, the ``log`` and ``log_dict`` that Lightning lends to parts that are callbacks: the run's module's."""
+    """By id, the ``log`` and ``log_dict`` that Lightning lends to parts that are callbacks: the
+    run's module's.
+    """
     found = [vars(part).get(name) for part in learner.modules() for name in SHIMS[:2]]
     return {id(log): log for log in found if isinstance(log, MethodType)}
 
@@ -205,9 +211,10 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
         if n
     ]
     raise UserError(
-        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began (requires_grad was changed, by a "
-        "hook or a callback such as BaseFinetuning). The set of trainable parameters is fixed at the start of a fit: "
-        "set requires_grad in __init__, setup or configure_model; for another set, begin another fit with init_from."
+        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began "
+        "(requires_grad was changed, by a hook or a callback such as BaseFinetuning). The set of "
+        "trainable parameters is fixed at the start of a fit: set requires_grad in __init__, "
+        "setup or configure_model; for another set, begin another fit with init_from."
     )
 
 
@@ -235,13 +242,15 @@ def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str
 
 
 def layers_of(learner: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters of each layer by its module's path; a learner without layers is one, called "".
+    """Names of the parameters of each layer by its module's path; a learner without layers is one,
+    called "".
 
     Parameters of other modules belong to the last layer registered before them, else to the first.
     """
     layers: dict[str, list[str]] = {}
     early: list[str] = []
-    latest, inside = early, "\0"
+    latest = early
+    inside = "\0"
     for name, module in learner.named_modules():
         prefix = name + "." if name else ""
         if name.startswith(inside):
@@ -257,7 +266,9 @@ def layers_of(learner: nn.Module) -> dict[str, list[str]]:
 
 
 def norms_of(learner: nn.Module) -> list[str]:
-    """Names of the parameters of normalisation layers: those of torch, and classes whose names end in Norm."""
+    """Names of the parameters of normalisation layers: those of torch, and classes whose names end
+    in Norm.
+    """
     return [
         f"{path}.{name}" if path else name
         for path, module in learner.named_modules()
@@ -268,15 +279,19 @@ def norms_of(learner: nn.Module) -> list[str]:
 
 
 def logged_of(learner: Any) -> Logged:
-    """What the run that ``learner`` belongs to notes of the metrics that it logs; by itself, a note for nobody."""
+    """What the run that ``learner`` belongs to notes of the metrics that it logs; by itself, a note
+    for nobody.
+    """
     module = getattr(getattr(learner, "_trainer", None), "lightning_module", None)
     return getattr(module, "logged", None) or Logged()
 
 
 def without_graphs(learner: nn.Module) -> dict[int, Any]:
-    """For ``copy.deepcopy``: copies of the tensors that modules hold with a graph, which has none of its own.
+    """For ``copy.deepcopy``: copies of the tensors that modules hold with a graph, which has none
+    of its own.
 
-    The hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` leave such a weight on their layer.
+    The hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` leave such a weight on their
+    layer.
     """
     memo: dict[int, Any] = {}
     waiting: list[Any] = [value for module in learner.modules() for value in vars(module).values()]

@@ -51,7 +51,9 @@ STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class LearnerHooks(pl.LightningModule):
-    """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to ``self.learner``."""
+    """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to
+    ``self.learner``.
+    """
 
     learner: Any
     run: FederatedRun
@@ -61,7 +63,9 @@ class LearnerHooks(pl.LightningModule):
     _evaluated_batch_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
-        """What callbacks look for and this module has not, they find at the learner; private names stay apart."""
+        """What callbacks look for and this module has not, they find at the learner; private names
+        stay apart.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -105,13 +109,17 @@ class LearnerHooks(pl.LightningModule):
         return self.learner.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Inside another module, as WeightAveraging's, whose state has the learner's own names, too."""
+        """Inside another module, as WeightAveraging's, whose state has the learner's own names,
+        too.
+        """
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}learner.{name[len(prefix) :]}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def adopt(self, learner: Any) -> None:
-        """Hide steps that the learner does not have, so that Lightning skips their loops; take hooks that it has."""
+        """Hide steps that the learner does not have, so that Lightning skips their loops; take
+        hooks that it has.
+        """
         self.learner = learner
         for step in STEPS[:2]:
             if not overrides(learner, step):
@@ -128,7 +136,9 @@ class LearnerHooks(pl.LightningModule):
         object.__setattr__(self, name, types.MethodType(function, self))
 
     def clients_optimizer(self) -> Any:
-        """The learner's ``self.optimizers()`` between rounds: the clients', at the present round's rates."""
+        """The learner's ``self.optimizers()`` between rounds: the clients', at the present round's
+        rates.
+        """
         optimizer = self.run.clients_now(self.current_epoch)
         return [] if optimizer is None else LightningOptimizer(optimizer)
 
@@ -140,7 +150,9 @@ class LearnerHooks(pl.LightningModule):
         return ShownScheduler(self.run.schedule, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle keeps: the learner is the model's copy, hooks are taken from it anew."""
+        """What a copy or a pickle keeps: the learner is the model's copy, hooks are taken from it
+        anew.
+        """
         kept = {
             **super().__getstate__(),
             "_modules": {k: v for k, v in self._modules.items() if k != "learner"},
@@ -156,15 +168,18 @@ class LearnerHooks(pl.LightningModule):
         self.adopt(self.global_model.learner)
 
     def connect_learner(self) -> None:
-        """Give the learner and LightningModules in it this run's trainer, and log here what they log in evaluation."""
+        """Give the learner and LightningModules in it this run's trainer, and log here what they
+        log in evaluation.
+        """
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
-            # Lightning divides the number of samples by W as integers: W times as many divide exactly
+            # Lightning divides the number of samples by W as integers: W times as many divide
+            # exactly
             size = kwargs.get("batch_size") or self._evaluated_batch_size
-            return (
-                kwargs if world == 1 else {**kwargs, "sync_dist": True, "batch_size": size * world}
-            )
+            if world == 1:
+                return kwargs
+            return {**kwargs, "sync_dist": True, "batch_size": size * world}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             self.log(
@@ -208,7 +223,9 @@ def _transfer(name: str) -> Callable[..., Any]:
     """The learner's hook, for its own batches: Lightning's batch in training is the round's token."""
 
     def hook(self: LearnerHooks, batch: Any, *args: Any) -> Any:
-        return batch if self.trainer.training else getattr(self.learner, name)(batch, *args)
+        if self.trainer.training:
+            return batch
+        return getattr(self.learner, name)(batch, *args)
 
     hook.__name__ = name
     return hook

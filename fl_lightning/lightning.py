@@ -1,7 +1,9 @@
-"""The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``, whichever was imported first.
+"""The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``, whichever was
+imported first.
 
-Both are the same code under two names, whose classes know nothing of each other: a Trainer of one refuses a module of
-the other. So everything here comes from one of them, and nothing else in the package names either.
+Both are the same code under two names, whose classes know nothing of each other: a Trainer of one
+refuses a module of the other. So everything here comes from one of them, and nothing else in the
+package names either.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ LOGGERS = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightn
 
 
 def explain_to_other_trainers(kind: type) -> None:
-    """Let a Trainer of the other Lightning, where a package has imported that, say why it takes no ``kind`` of ours.
+    """Let a Trainer of the other Lightning, where a package has imported that, say why it takes no
+    ``kind`` of ours.
 
     Its own error is that a module has to be a LightningModule, which ours is.
     """
@@ -101,9 +104,10 @@ def _explaining(command: Any, kind: type, other: str) -> Any:
     def explained(trainer: Any, model: Any = None, *given: Any, **named: Any) -> Any:
         if isinstance(model, kind):
             raise UserError(
-                f"this Trainer is of {other}, and {kind.__name__} of {NAMESPACE}: fl_lightning takes whichever a "
-                "process imports first, which another package may have done. Use its Trainer and callbacks, import "
-                f"{NAMESPACE} as pl; or import {other} before everything else."
+                f"this Trainer is of {other}, and {kind.__name__} of {NAMESPACE}: fl_lightning "
+                "takes whichever a process imports first, which another package may have done. "
+                f"Use its Trainer and callbacks, import {NAMESPACE} as pl; or import {other} "
+                "before everything else."
             )
         return command(trainer, model, *given, **named)
 

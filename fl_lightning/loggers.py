@@ -1,4 +1,6 @@
-"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted; and reading it back."""
+"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted; and
+reading it back.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from fl_lightning.storage.files import written_aside
 
 
 class MetricsCSV(Logger):
-    """Writes ``metrics.csv`` in ``save_dir``: first the column ``round``, then the others in order of appearance.
+    """Writes ``metrics.csv`` in ``save_dir``: first the column ``round``, then the others in order
+    of appearance.
 
-    What is logged for one round becomes one row; floats are written so that they read back exactly. The row
-    is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so that a run that
-    was killed and resumed leaves the same file (its ``time/`` columns aside).
+    What is logged for one round becomes one row; floats are written so that they read back exactly.
+    The row is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so
+    that a run that was killed and resumed leaves the same file (its ``time/`` columns aside).
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
@@ -70,7 +73,8 @@ class MetricsCSV(Logger):
             return
         if step > self._round:
             self._start += len(self._line(self._row, columns)) if self._row else 0
-            self._round, self._row = step, {"round": str(step)}
+            self._round = step
+            self._row = {"round": str(step)}
         self._row.update(values)
         line = self._line(self._row, columns)
         lock.check(self.path)

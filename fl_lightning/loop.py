@@ -36,7 +36,8 @@ Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
 
 @dataclass
 class FederatedLoop:
-    """Runs rounds on the objects of a run; a round that fails leaves all of them as if it had never begun.
+    """Runs rounds on the objects of a run; a round that fails leaves all of them as if it had never
+    begun.
 
     Args:
         client_rates: the client optimizer's settings before any decay.
@@ -71,7 +72,8 @@ class FederatedLoop:
 
     def run_round(self, t: int) -> Metrics:
         """Round t, committed when this returns; gives what was logged."""
-        began, busy = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        busy = time.process_time()
         ledger = self.begin(t)
         round = ledger.round
         with ledger.server_hooks():
@@ -95,9 +97,10 @@ class FederatedLoop:
             rows = self.state.rows.bring_home(
                 ledger.settled_rows(self.methods.declared) if ledger.finished else {}
             )
-            server_states = (
-                ledger.settled_server(self.methods.declared) if self.counts(ledger) else {}
-            )
+            if self.counts(ledger):
+                server_states = ledger.settled_server(self.methods.declared)
+            else:
+                server_states = {}
             metrics["time/round"] = time.perf_counter() - began
             if self.model.w.device.type == "cpu":  # elsewhere a processor's seconds say little
                 metrics["time/cpu"] = sum(gathered(time.process_time() - busy))
@@ -113,13 +116,16 @@ class FederatedLoop:
         return metrics
 
     def begin(self, t: int) -> Ledger:
-        """The facts of the round, from which model and at which rates; then who takes part: sampled, or chosen."""
+        """The facts of the round, from which model and at which rates; then who takes part:
+        sampled, or chosen.
+        """
         ledger = Ledger(self.facts(t))
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
         self.state.rows.fetch(ids)  # from here on their rows are known here, whoever owns them
-        steps, sizes = {i: self.cohort.steps(i) for i in ids}, self.cohort.sizes(ids)
+        steps = {i: self.cohort.steps(i) for i in ids}
+        sizes = self.cohort.sizes(ids)
         ledger.round = replace(
             ledger.round,
             ids=ids,
@@ -146,15 +152,18 @@ class FederatedLoop:
         ids = checked_choice(select, given, available, n)
         if any(other != ids for other in gathered(ids)):
             raise ValueError(
-                f"{getattr(select, '__qualname__', select)} chose other clients in another process; it may depend on "
-                "what the server knows alone, and draws from server.generator"
+                f"{getattr(select, '__qualname__', select)} chose other clients in another "
+                "process; it may depend on what the server knows alone, and draws from "
+                "server.generator"
             )
         return ids
 
     def facts(self, t: int) -> Round:
         """The facts of round t, before it is known who takes part."""
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
-        w, initial, buffers = self.model.w.detach(), self.state.initial_vector, self.model.buffers()
+        w = self.model.w.detach()
+        initial = self.state.initial_vector
+        buffers = self.model.buffers()
         return Round(
             t=t,
             ids=[],
@@ -180,7 +189,9 @@ class FederatedLoop:
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
-        """Train this process's participants; gives the ordered sum over all of the round's, and who diverged."""
+        """Train this process's participants; gives the ordered sum over all of the round's, and who
+        diverged.
+        """
         own = round.ids[self.rank :: self.world_size]
         contributions = Contributions(ledger, self.methods, len(own), self.buffers)
         done = 0
@@ -208,7 +219,9 @@ class FederatedLoop:
         return [i for i in round.ids if i not in set(diverged)]
 
     def update(self, ledger: Ledger, server: Server) -> None:
-        """``server.update``: aggregated, and changed by methods; zero where the server takes no step."""
+        """``server.update``: aggregated, and changed by methods; zero where the server takes no
+        step.
+        """
         if not self.counts(ledger):
             server.update = torch.zeros_like(server.w)
             return
@@ -217,7 +230,9 @@ class FederatedLoop:
         server.update = server_update.masked(server)
 
     def counts(self, ledger: Ledger) -> bool:
-        """Whether the server takes a step: where a client finished, or a method has it step without any."""
+        """Whether the server takes a step: where a client finished, or a method has it step without
+        any.
+        """
         return bool(ledger.finished) or self.methods.aggregates_nobody
 
     def step(self, ledger: Ledger, server: Server) -> None:
@@ -226,9 +241,10 @@ class FederatedLoop:
         Raises:
             Diverged: w^{t+1} is not finite.
         """
-        keep = (
-            server.averaged if self.counts(ledger) else torch.zeros_like(server.w, dtype=torch.bool)
-        )
+        if self.counts(ledger):
+            keep = server.averaged
+        else:
+            keep = torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, keep)
         if not all_finite(server.w):
             raise Diverged(diverged_text(server.round, "the server's model"))
@@ -240,7 +256,9 @@ class FederatedLoop:
         self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
 
     def metrics(self, ledger: Ledger, server: Server) -> Metrics:
-        """What the learner, clients' and server hooks logged; sets ``loss``, and says what there is to note."""
+        """What the learner, clients' and server hooks logged; sets ``loss``, and says what there is
+        to note.
+        """
         self.warn_of_mean_gradient(ledger)
         for text in ledger.notes:
             self.note(text)
@@ -255,21 +273,26 @@ class FederatedLoop:
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
-        """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps' gradients."""
+        """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps'
+        gradients.
+        """
         if not ledger.mean_gradient_read:
             return
         rates = self.client_rates
         what = f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean gradient of its steps"
         if rates.optimizer == "SGD" and rates.momentum:
             self.note(
-                f"{what}; with momentum={rates.momentum:g} it is up to {1 / (1 - rates.momentum):.3g} times that"
+                f"{what}; with momentum={rates.momentum:g} it is up to "
+                f"{1 / (1 - rates.momentum):.3g} times that"
             )
         elif not rates.plain_sgd:
             self.note(
-                f"{what}; a step of {rates.optimizer} is not its gradient times the learning rate, so what the method "
-                "keeps is on another scale than the gradients that it is added to. SGD is what the method is made for"
+                f"{what}; a step of {rates.optimizer} is not its gradient times the learning "
+                "rate, so what the method keeps is on another scale than the gradients that it "
+                "is added to. SGD is what the method is made for"
             )
         if float(ledger.total.get("log:clipped_steps", 0)) > 0:
             self.note(
-                f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is less than that"
+                f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
+                "less than that"
             )

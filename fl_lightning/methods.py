@@ -1,4 +1,6 @@
-"""The callbacks of a run taken together: who owns which hook, what they declare, and how hooks are called."""
+"""The callbacks of a run taken together: who owns which hook, what they declare, and how hooks are
+called.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,9 @@ class Methods:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
-                    f"method: {name} is given {names.count(name)} times; a run takes each callback once. Remove one "
-                    "(a config such as method/fedinit may bring it already)."
+                    f"method: {name} is given {names.count(name)} times; a run takes each "
+                    "callback once. Remove one (a config such as method/fedinit may bring it "
+                    "already)."
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
@@ -74,8 +77,8 @@ class Methods:
             if len(owners) > 1:
                 both = " and ".join(type(c).__name__ for c in owners)
                 raise UserError(
-                    f"method: {both} both decide {what} (the hook `{hook}`), which one callback of a run can do. "
-                    "Keep one of them."
+                    f"method: {both} both decide {what} (the hook `{hook}`), which one callback "
+                    "of a run can do. Keep one of them."
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
@@ -88,24 +91,27 @@ class Methods:
             self._refuse_companions(callback)
 
     def _refuse_companions(self, callback: FederatedCallback) -> None:
-        """Refuse what a callback cannot run with, and states that do not say what partial averaging does to them."""
+        """Refuse what a callback cannot run with, and states that do not say what partial averaging
+        does to them.
+        """
         name = type(callback).__name__
         for what, why in callback.cannot_run_with.items():
             for other in self.callbacks:
-                has = (
-                    overrides(other, what)
-                    if what in (*SHARED, *OWNED)
-                    else type(other).__name__ == what
-                )
+                if what in (*SHARED, *OWNED):
+                    has = overrides(other, what)
+                else:
+                    has = type(other).__name__ == what
                 if other is not callback and has:
                     raise UserError(
-                        f"method: {name} and {type(other).__name__} cannot run together: {why}. Keep one of them."
+                        f"method: {name} and {type(other).__name__} cannot run together: {why}. "
+                        "Keep one of them."
                     )
         for declared in callback.declarations().values() if "parts" in self._owners else ():
             if isinstance(declared, State) and declared.synchronised is None:
                 raise UserError(
-                    f"method: {declared.key(callback)} does not say what partial averaging does to it, so the two "
-                    "cannot run together. Declare synchronised=True (kept where a part is not averaged) or False."
+                    f"method: {declared.key(callback)} does not say what partial averaging does "
+                    "to it, so the two cannot run together. Declare synchronised=True (kept "
+                    "where a part is not averaged) or False."
                 )
 
     def notes(self, run: RunFacts) -> list[str]:
@@ -132,7 +138,9 @@ class Methods:
                 raise _returned(call, returned, "nothing")
 
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
-        """Call a hook that takes a gradient; gives the gradient, whether it was changed in place or returned."""
+        """Call a hook that takes a gradient; gives the gradient, whether it was changed in place or
+        returned.
+        """
         returned = call(clients, gradient)
         if returned is None:
             return gradient
@@ -147,7 +155,9 @@ class Methods:
 
     @property
     def move_starts(self) -> bool:
-        """Whether a method may let clients start elsewhere than at w (their own kept parts do not count)."""
+        """Whether a method may let clients start elsewhere than at w (their own kept parts do not
+        count).
+        """
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
     @property
@@ -157,7 +167,9 @@ class Methods:
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """What a private run draws noise and coins from: its secret, or this seed; None: it is not private."""
+        """What a private run draws noise and coins from: its secret, or this seed; None: it is not
+        private.
+        """
         return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
 
     @property
@@ -176,7 +188,9 @@ class Methods:
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
     def sent_by_clients(self) -> dict[str, Upload]:
-        """Uploads that are counted; those that the server can compute from what is sent anyway are not."""
+        """Uploads that are counted; those that the server can compute from what is sent anyway are
+        not.
+        """
         known = {self._sends}
         if self._sends and not self.move_starts:  # one gives the other
             known = {"x", "displacement"}
@@ -188,7 +202,9 @@ class Methods:
         }
 
     def in_steps_of_others(self) -> str:
-        """The first callback from outside this package with a hook in each local step; or an empty string."""
+        """The first callback from outside this package with a hook in each local step; or an empty
+        string.
+        """
         hooks = ("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end")
         for callback in self.callbacks:
             packaged = type(callback).__module__.startswith("fl_lightning.")
@@ -201,7 +217,9 @@ class Methods:
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
 
     def stateless(self) -> str:
-        """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``: compared as well."""
+        """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``:
+        compared as well.
+        """
         told = (
             f"{type(c).__name__}({arguments(c)})"
             for c in self.callbacks
@@ -225,7 +243,8 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
         near = suggest(name, hooks) if name.startswith("on_") and name not in hooks else ""
         if near and name != "on_client_end":
             raise UserError(
-                f"method: {type(callback).__name__}.{name} is no hook, so it would never be called.{near}"
+                f"method: {type(callback).__name__}.{name} is no hook, so it would never be "
+                f"called.{near}"
             )
 
 
@@ -255,11 +274,10 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
-    what = (
-        f"a tensor of shape {tuple(returned.shape)}"
-        if isinstance(returned, Tensor)
-        else repr(returned)
-    )
+    if isinstance(returned, Tensor):
+        what = f"a tensor of shape {tuple(returned.shape)}"
+    else:
+        what = repr(returned)
     return TypeError(
         f"{getattr(call, '__qualname__', call)} returned {what}; it has to return {expected}"
     )

@@ -1,4 +1,6 @@
-"""A run's metrics as a table, and which way each is better, without importing torch: who only looks need not wait."""
+"""A run's metrics as a table, and which way each is better, without importing torch: who only looks
+need not wait.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,27 @@ _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether more of a metric is better, by the last word of its name: the rule of reports, sweeps and fits alike.
+    """Whether more of a metric is better, by the last word of its name: the rule of reports, sweeps
+    and fits alike.
 
-    Words end at ``/``, ``_``, ``-`` and ``.``; a class's name counts by how it ends. What PerClientEvaluation appends
-    is left out. Of the deviation of what is better where it is greater, such as ``clients/acc_std``, it is asked:
-    clients that differ more are not better off.
+    Words end at ``/``, ``_``, ``-`` and ``.``; a class's name counts by how it ends. What
+    PerClientEvaluation appends is left out. Of the deviation of what is better where it is greater,
+    such as ``clients/acc_std``, it is asked: clients that differ more are not better off.
 
     Raises:
         UserError: the name does not tell.
 
-    >>> higher_is_better("val/acc"), higher_is_better("val_MulticlassF1Score"), higher_is_better("clients/auc_worst10")
-    (True, True, True)
-    >>> higher_is_better("val/perplexity"), higher_is_better("MeanSquaredError"), higher_is_better("divergence/all")
-    (False, False, False)
+    >>> higher_is_better("val/acc"), higher_is_better("val_MulticlassF1Score"),
+    higher_is_better("clients/auc_worst10") (True, True, True)
+    >>> higher_is_better("val/perplexity"), higher_is_better("MeanSquaredError"),
+    higher_is_better("divergence/all") (False, False, False)
     """
     greater = _by_name(name)
     if greater is None:
         raise UserError(
-            f"higher_is_better({name!r}): the name does not tell which way is better. Its last word counts: greater is "
-            f"better for {', '.join(sorted(_GREATER))}, rouge…; less for {', '.join(sorted(_LESS))}."
+            f"higher_is_better({name!r}): the name does not tell which way is better. Its last "
+            f"word counts: greater is better for {', '.join(sorted(_GREATER))}, rouge…; less for "
+            f"{', '.join(sorted(_LESS))}."
         )
     return greater
 
@@ -86,7 +90,9 @@ def _by_name(name: str) -> bool | None:
 
 
 def _endings(name: str) -> list[str]:
-    """The endings of a name's last word, the shortest first: ``val/BinaryF1Score`` → score, f1score, binaryf1score."""
+    """The endings of a name's last word, the shortest first: ``val/BinaryF1Score`` → score,
+    f1score, binaryf1score.
+    """
     words = re.split(r"[/_.-]", _APPENDED.sub("", name))
     last = next((word for word in reversed(words) if word), "")
     starts = [0, *(found.start() for found in _BOUNDARY.finditer(last))]
@@ -102,7 +108,8 @@ def check_mode(option: str, mode: Any) -> None:
 
 
 def read_modes(modes: Any) -> dict[str, str]:
-    """The ``modes`` of a run.json; what are none, as older runs have it or a hand wrote it, are passed over.
+    """The ``modes`` of a run.json; what are none, as older runs have it or a hand wrote it, are
+    passed over.
 
     >>> read_modes({"val/x": "max", "val/y": 3}), read_modes(None)
     ({'val/x': 'max'}, {})
@@ -112,7 +119,8 @@ def read_modes(modes: Any) -> dict[str, str]:
 
 
 class Directions:
-    """Which way metrics are better: as the user says, else as torchmetrics said in a run, else by name; or asked.
+    """Which way metrics are better: as the user says, else as torchmetrics said in a run, else by
+    name; or asked.
 
     Args:
         ask: how to say it, for who is asked, such as ``report: give --mode max or --mode min``.
@@ -125,7 +133,8 @@ class Directions:
     """
 
     def __init__(self, ask: str, given: Mapping[str, str | None] | None = None) -> None:
-        self.ask, self.given = ask, dict(given or {})
+        self.ask = ask
+        self.given = dict(given or {})
         self._recorded: dict[str, set[str]] = {}
 
     def record(self, modes: Any) -> None:
@@ -158,12 +167,15 @@ class Directions:
         """What the user is asked about metrics whose direction is not known."""
         names = list(names)
         both = any(len(self._recorded.get(name, ())) > 1 for name in names)
-        why = (
-            "runs recorded both" if both else "by its name" if len(names) == 1 else "by their names"
-        )
+        if both:
+            why = "runs recorded both"
+        elif len(names) == 1:
+            why = "by its name"
+        else:
+            why = "by their names"
         return (
-            f"which way is better in {', '.join(names)} is not known ({why}). {self.ask}: max where greater is better, "
-            "min where less is."
+            f"which way is better in {', '.join(names)} is not known ({why}). {self.ask}: max "
+            "where greater is better, min where less is."
         )
 
 
@@ -193,7 +205,9 @@ class Logged:
         return {**self.modes, **{name: mode for name, mode in found.items() if mode is not None}}
 
     def shown_of(self, names: Iterable[str]) -> list[str]:
-        """What is shown, under the names that Lightning makes of one; of a step's and an epoch's value the latter."""
+        """What is shown, under the names that Lightning makes of one; of a step's and an epoch's
+        value the latter.
+        """
         given = [name for name in names if not _STEP.search(name)]
         return [
             name for own in self.shown for name in given if own in (name, _FORKED.sub("", name))
@@ -203,11 +217,13 @@ class Logged:
 def read_rows(
     path: Path, complete: bool = False, before: int | None = None
 ) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, or its .gz: values as text ("" where missing), no last line torn by a kill.
+    """Columns and rows of a metrics.csv, or its .gz: values as text ("" where missing), no last
+    line torn by a kill.
 
     Args:
         path: the file.
-        complete: the run ended by itself, so the last line is whole even where no line break follows it.
+        complete: the run ended by itself, so the last line is whole even where no line break
+            follows it.
         before: only rounds before this one are needed; nothing that follows them is looked at.
 
     Raises:
@@ -243,8 +259,8 @@ def read_rows(
         torn = not complete and number == len(rows) + 1
         if columns[0] != "round" or (needed and not torn):
             raise UserError(
-                f"{path}, line {number}: not a row of metrics (a round, then {len(columns) - 1} values). "
-                "Mend or remove the file."
+                f"{path}, line {number}: not a row of metrics (a round, then {len(columns) - 1} "
+                "values). Mend or remove the file."
             )
         break
     return columns, whole
@@ -253,15 +269,14 @@ def read_rows(
 def _content(path: Path) -> bytes:
     """The bytes of ``path``; where it is not there, those that ``path.gz`` holds."""
     packed = path.with_name(f"{path.name}.gz")
-    return (
-        gzip.decompress(packed.read_bytes())
-        if packed.is_file() and not path.is_file()
-        else path.read_bytes()
-    )
+    if packed.is_file() and not path.is_file():
+        return gzip.decompress(packed.read_bytes())
+    return path.read_bytes()
 
 
 class Metrics(Mapping[str, Column]):
-    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where nothing was logged.
+    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where
+    nothing was logged.
 
     ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` turns it into a frame.
     """
@@ -312,7 +327,8 @@ class Metrics(Mapping[str, Column]):
     def best(self, name: str, mode: str | None = None) -> tuple[float, int]:
         """The best value and the round that first reached it; (nan, -1) where there is none.
 
-        ``mode``: ``"max"`` or ``"min"``, where the name does not tell which way is better, and no torchmetrics did.
+        ``mode``: ``"max"`` or ``"min"``, where the name does not tell which way is better, and no
+        torchmetrics did.
         """
         if not len(self._logged(name)):
             return math.nan, -1

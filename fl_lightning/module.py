@@ -32,39 +32,54 @@ class FederatedModule(LearnerHooks):
     """Trains any LightningModule by federated learning.
 
     Args:
-        learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``: ``training_step`` gives the
-            local loss; evaluation and its hooks run on the global model, as if it were trained by itself.
-        participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at least one).
-        sampling: ``"uniform"`` (a fixed number); a coin for each client: ``"poisson"``, ``"bernoulli"`` (at least one).
-        local_epochs: of each client in a round, may be fractional; 5 where neither it nor ``local_steps`` is given.
+        learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``:
+            ``training_step`` gives the local loss; evaluation and its hooks run on the global
+            model, as if it were trained by itself.
+        participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at
+            least one).
+        sampling: ``"uniform"`` (a fixed number); a coin for each client: ``"poisson"``,
+            ``"bernoulli"`` (at least one).
+        local_epochs: of each client in a round, may be fractional; 5 where neither it nor
+            ``local_steps`` is given.
         local_steps: of each client in a round; overrides ``local_epochs``.
-        client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's ``configure_optimizers``.
-        client_scheduler: what the learner's lr scheduler is stepped by: ``"rounds"``, ``"local_steps"`` of each client
-            (from its first step again in every round), or nothing: ``"ignore"``.
+        client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's
+            ``configure_optimizers``.
+        client_scheduler: what the learner's lr scheduler is stepped by: ``"rounds"``,
+            ``"local_steps"`` of each client (from its first step again in every round), or nothing:
+            ``"ignore"``.
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
-        keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every round.
-        server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None: SGD with rate 1.
+        keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every
+            round.
+        server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None:
+            SGD with rate 1.
         server_lr_decay: as ``lr_decay``, for the server.
         weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
-        buffers: ``"average"``: statistics of normalisation layers weighted by p_i, of counters the maximum; what is not
-            known stays the server's, and a note says so. ``"keep"``: all stay the server's. ``"own"``: each client
-            keeps its own, and the server's, for evaluation, are that average. Or words by patterns of names, of which
-            the first that fits decides: ``{"*.running_*": "average", "queue*": "own"}``.
+        buffers: ``"average"``: statistics of normalisation layers weighted by p_i, of counters the
+            maximum; what is not known stays the server's, and a note says so. ``"keep"``: all stay
+            the server's. ``"own"``: each client keeps its own, and the server's, for evaluation,
+            are that average. Or words by patterns of names, of which the first that fits decides:
+            ``{"*.running_*": "average", "queue*": "own"}``.
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
         init_from: a checkpoint or exported file whose weights to start from.
-        engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by side, each on one
-            thread of a CPU or one stream of a GPU, same bits whatever their number; ``"stacked"``: many as one batch of
-            models, the same to rounding; ``"auto"``: the faster of the first two that a rehearsal proves to work.
-        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as many as fit into a gigabyte.
-        workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on a GPU up to 16.
-        capture: whether the concurrent engine records a local step and replays it: same bits, without the learner's
-            Python; ``"auto"``: where a trial before round 0 gives the same bits, and steps are short or on a GPU.
-        seed: None: that of ``seed_everything``; without that too, the checkpoint's, else one is drawn.
+        engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by
+            side, each on one thread of a CPU or one stream of a GPU, same bits whatever their
+            number; ``"stacked"``: many as one batch of models, the same to rounding; ``"auto"``:
+            the faster of the first two that a rehearsal proves to work.
+        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as many as fit into a
+            gigabyte.
+        workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on
+            a GPU up to 16.
+        capture: whether the concurrent engine records a local step and replays it: same bits,
+            without the learner's Python; ``"auto"``: where a trial before round 0 gives the same
+            bits, and steps are short or on a GPU.
+        seed: None: that of ``seed_everything``; without that too, the checkpoint's, else one is
+            drawn.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
 
     Raises:
-        UserError: for each argument, learner or Trainer setting that cannot work, before training starts.
+        UserError: for each argument, learner or Trainer setting that cannot work, before training
+            starts.
     """
 
     def __init__(
@@ -107,7 +122,8 @@ class FederatedModule(LearnerHooks):
         # of a checkpoint, until its settings are known to be this run's
         self._optimizer_states: Any = None
 
-    # For users, callbacks and loggers --------------------------------------------------------------------------------
+    # For users, callbacks and loggers
+    # --------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -175,7 +191,8 @@ class FederatedModule(LearnerHooks):
         self.run.note(text)
 
     def export(self, path: str | Path | None = None, client: int | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint.
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a
+        checkpoint.
 
         ``client``: whose personal model to take in their place; to be called in every process.
         """
@@ -183,10 +200,13 @@ class FederatedModule(LearnerHooks):
         return self.global_model.export(path, self._trainer, model)
 
     def evaluator(self) -> Evaluator:
-        """Measures losses and gradients of clients' samples at any vector, on a copy of the learner as it is now."""
+        """Measures losses and gradients of clients' samples at any vector, on a copy of the learner
+        as it is now.
+        """
         return Evaluator.of_run(self.run, self.trainer)
 
-    # Lightning's hooks, in the order of a fit ------------------------------------------------------------------------
+    # Lightning's hooks, in the order of a fit
+    # ------------------------------------------------------------------------
 
     def configure_callbacks(self) -> Any:
         batch_callbacks.give_back(self.trainer)  # of a fit that ended with an exception

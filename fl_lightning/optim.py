@@ -1,7 +1,8 @@
 """Adaptive server optimizers: FedAdam, FedYogi, FedAdagrad.
 
-S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2, arXiv:2003.00295. They differ from
-torch.optim.Adam and Adagrad: v starts at τ², τ is added to √v, and there is no bias correction.
+S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2, arXiv:2003.00295. They
+differ from torch.optim.Adam and Adagrad: v starts at τ², τ is added to √v, and there is no bias
+correction.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from fl_lightning.errors import UserError
 
 
 class _Adaptive(Optimizer):
-    """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ), where the gradient is -d."""
+    """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ), where the gradient is
+    -d.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,8 @@ class _Adaptive(Optimizer):
                 "bias_correction": bias_correction,
             },
         )
-        # state exists before the first step: partial averaging restores it where a part is not averaged
+        # state exists before the first step: partial averaging restores it where a part is not
+        # averaged
         for group in self.param_groups:
             for p in group["params"]:
                 v = 0.0 if bias_correction else tau**2
@@ -80,13 +84,15 @@ class _Adaptive(Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                m, v = self.state[p]["m"], self.state[p]["v"]
+                m = self.state[p]["m"]
+                v = self.state[p]["v"]
                 d = -p.grad
                 m.lerp_(d, 1 - group["beta1"])
                 self.second_moment(v, d**2, group["beta2"])
                 if group["bias_correction"]:
                     k = self.state[p]["step"].add_(1)
-                    m, v = m / (1 - group["beta1"] ** k), v / (1 - group["beta2"] ** k)
+                    m = m / (1 - group["beta1"] ** k)
+                    v = v / (1 - group["beta2"] ** k)
                 p.addcdiv_(m, v.sqrt() + group["tau"], value=group["lr"])
         return loss
 

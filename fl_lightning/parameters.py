@@ -1,4 +1,6 @@
-"""A learner's parameters as objects in memory: what cannot lie in one flat vector, and what would leave it."""
+"""A learner's parameters as objects in memory: what cannot lie in one flat vector, and what would
+leave it.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,30 @@ def check_learner_parameters(learner: nn.Module) -> None:
     ]
     if lazy:
         raise UserError(
-            f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is not known yet. "
-            "Run one batch through it first, or build it with the sizes written out (Linear, not LazyLinear)."
+            f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is "
+            "not known yet. Run one batch through it first, or build it with the sizes written "
+            "out (Linear, not LazyLinear)."
         )
     dtypes = {p.dtype for _, p in trainable(learner)}
     if len(dtypes) > 1:
         named = ", ".join(sorted(str(d) for d in dtypes))
         raise UserError(
-            f"learner {type(learner).__name__} has trainable parameters of several dtypes ({named}); a federated run "
-            "needs one. Convert it (learner.float()) or freeze the others (requires_grad_(False))."
+            f"learner {type(learner).__name__} has trainable parameters of several dtypes "
+            f"({named}); a federated run needs one. Convert it (learner.float()) or freeze the "
+            "others (requires_grad_(False))."
         )
     if not dtypes:
         raise UserError(
-            f"learner {type(learner).__name__} has no trainable parameters: nothing to average. Leave requires_grad "
-            "on for at least one, and create them in __init__, setup or configure_model."
+            f"learner {type(learner).__name__} has no trainable parameters: nothing to average. "
+            "Leave requires_grad on for at least one, and create them in __init__, setup or "
+            "configure_model."
         )
     for one, other in sharing(learner):
         raise UserError(
-            f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same memory, which a "
-            "federated run would silently take apart, as each parameter gets a place in one vector. Make them one "
-            "Parameter (b.weight = a.weight, not a new nn.Parameter over its data), or give each its own (clone())."
+            f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same "
+            "memory, which a federated run would silently take apart, as each parameter gets a "
+            "place in one vector. Make them one Parameter (b.weight = a.weight, not a new "
+            "nn.Parameter over its data), or give each its own (clone())."
         )
 
 
@@ -74,7 +80,9 @@ def extent(tensor: Tensor) -> int:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors whose extents meet have an element in common, which two columns of one have not."""
+    """Whether two tensors whose extents meet have an element in common, which two columns of one
+    have not.
+    """
     if (
         one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
         or one.dtype != other.dtype
@@ -96,7 +104,8 @@ def slots_of_parameters(learner: nn.Module) -> Slots:
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
-    """Refuse a learner that has put another Parameter in the place of one, or a module with one to train.
+    """Refuse a learner that has put another Parameter in the place of one, or a module with one to
+    train.
 
     Raises:
         UserError: with its name.
@@ -120,7 +129,7 @@ def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
 
 def replaced(learner: nn.Module, name: str) -> UserError:
     return UserError(
-        f"learner {type(learner).__name__}: a new Parameter was assigned to {name} in a step or hook. It would be no "
-        "part of the model that clients train and the server averages. Change it in place (….data.copy_(…)), or make "
-        "it in __init__, setup or configure_model."
+        f"learner {type(learner).__name__}: a new Parameter was assigned to {name} in a step or "
+        "hook. It would be no part of the model that clients train and the server averages. "
+        "Change it in place (….data.copy_(…)), or make it in __init__, setup or configure_model."
     )

@@ -54,8 +54,6 @@ def gathered(value: T) -> list[T]:
 
 def collective_device() -> torch.device:
     """Where tensors that travel between processes have to lie."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -43,10 +43,12 @@ class Run:
     """
 
     def __init__(self, folder: str | os.PathLike[str], checkpoint: Path | None = None) -> None:
-        self.folder, self._asked_for = Path(folder), checkpoint
+        self.folder = Path(folder)
+        self._asked_for = checkpoint
         if not self.folder.is_dir():
             raise UserError(
-                f"load({str(folder)!r}): there is no such folder. Give that of a run, such as runs/x."
+                f"load({str(folder)!r}): there is no such folder. Give that of a run, such as "
+                "runs/x."
             )
 
     def __repr__(self) -> str:
@@ -86,7 +88,8 @@ class Run:
         return store
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        """The row of ``"ClassName.name"`` that ``client`` had at the last checkpoint; None where it had none.
+        """The row of ``"ClassName.name"`` that ``client`` had at the last checkpoint; None where it
+        had none.
 
         Raises:
             UserError: no client has a row of that name.
@@ -102,7 +105,9 @@ class Run:
 
     @cached_property
     def learner(self) -> pl.LightningModule:
-        """The learner with the global weights of the last checkpoint, on the CPU, in evaluation mode."""
+        """The learner with the global weights of the last checkpoint, on the CPU, in evaluation
+        mode.
+        """
         learner: pl.LightningModule = self.built.model.learner
         learner.configure_model()
         learner.load_state_dict(self.checkpoint["state_dict"])
@@ -117,20 +122,23 @@ class Run:
     @cached_property
     def data(self) -> Any:
         """The run's data module, set up and split as the run had it."""
-        data, held = self.built.datamodule, self.checkpoint.get("federated", {})
+        data = self.built.datamodule
+        held = self.checkpoint.get("federated", {})
         if getattr(data, "seed", None) is None:
             data.seed = held.get("seed")
         data.setup("fit")
         if held.get("partition") and held["partition"] != data.partition_hash:
             raise UserError(
-                f"load({str(self.folder)!r}): the data give partition {data.partition_hash}, the run had "
-                f"{held['partition']}. Are the files in its --data.root still the same?"
+                f"load({str(self.folder)!r}): the data give partition {data.partition_hash}, the "
+                f"run had {held['partition']}. Are the files in its --data.root still the same?"
             )
         return data
 
     @cached_property
     def built(self) -> FederatedCLI:
-        """Learner and data as config.yaml describes them; random state and the environment's seed stay as they are."""
+        """Learner and data as config.yaml describes them; random state and the environment's seed
+        stay as they are.
+        """
         before = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
         with isolate_rng():
             try:
@@ -143,5 +151,7 @@ class Run:
 
 
 def load(folder: str | os.PathLike[str]) -> Run:
-    """The run in ``folder``: ``learner``, ``metrics``, ``config``, ``partition``, ``client_state(name, client)``."""
+    """The run in ``folder``: ``learner``, ``metrics``, ``config``, ``partition``,
+    ``client_state(name, client)``.
+    """
     return Run(folder)

@@ -1,4 +1,6 @@
-"""One federated run, from the start of a fit on: what it owns besides the model, and how it describes itself."""
+"""One federated run, from the start of a fit on: what it owns besides the model, and how it
+describes itself.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ from fl_lightning.storage.store import ClientStore
 class FederatedRun:
     """The objects of a run, each set by the first hook of a fit that knows it.
 
-    ``methods``, ``state`` (server states, client rows, rounds done), ``plan`` and ``engine`` (who trains), ``loop``
-    (the rounds), ``clients`` and ``server`` (their optimizers), ``notes`` (what the user should know).
+    ``methods``, ``state`` (server states, client rows, rounds done), ``plan`` and ``engine`` (who
+    trains), ``loop`` (the rounds), ``clients`` and ``server`` (their optimizers), ``notes`` (what
+    the user should know).
     """
 
     clients: Optimizer
@@ -56,7 +59,8 @@ class FederatedRun:
     _random_state: RandomState  # of the process, before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
-        self.settings, self.model = settings, model
+        self.settings = settings
+        self.model = model
         self.methods = Methods([])
         self.state = RunState(ClientRows(ClientStore()))
         self.plan: EnginePlan | None = None
@@ -105,7 +109,10 @@ class FederatedRun:
             return given
         if self._drawn_seed is None:
             drawn = sampling.fresh_seed()
-            self._drawn_seed = drawn if trainer is None else int(trainer.strategy.broadcast(drawn))
+            if trainer is None:
+                self._drawn_seed = drawn
+            else:
+                self._drawn_seed = int(trainer.strategy.broadcast(drawn))
         return self._drawn_seed
 
     def take_up(self, held: dict[str, Any], trainer: Any) -> None:
@@ -117,7 +124,10 @@ class FederatedRun:
 
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
-        coins = self.secret if self.methods.draws_from == "secret" else self.methods.draws_from
+        # Whoever knows the seed must not be able to compute who took part in a private run.
+        coins: Any = self.secret
+        if self.methods.draws_from != "secret":
+            coins = self.methods.draws_from
         return Cohort(
             trainer.datamodule,
             self.seed(trainer),
@@ -126,13 +136,17 @@ class FederatedRun:
         )
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
-        """Who takes part in round t, ascending: sampled, or by a method's choice (see :meth:`RunState.chosen_in`)."""
+        """Who takes part in round t, ascending: sampled, or by a method's choice (see
+        :meth:`RunState.chosen_in`).
+        """
         if self.methods.owner("select") is None:
             return cohort.participants(t)
         return self.state.chosen_in(t, (-1, ()) if self.loop is None else self.loop.present)
 
     def clients_now(self, t: int) -> Optimizer | None:
-        """The clients' optimizer over the learner's parameters at the rates of round t, to look at; None: no fit."""
+        """The clients' optimizer over the learner's parameters at the rates of round t, to look at;
+        None: no fit.
+        """
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
@@ -160,7 +174,8 @@ class FederatedRun:
         checks.check_optimizer("server_optimizer", server)
         self.server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
-        given, scheduler = self.settings.client_optimizer, self.settings.client_scheduler
+        given = self.settings.client_optimizer
+        scheduler = self.settings.client_scheduler
         self.clients, self.schedule = configured_optimizer.of_clients(
             given, self.model.learner, scheduler, self.note
         )
@@ -189,12 +204,10 @@ class FederatedRun:
             fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
-        rank, world, held, w = (
-            trainer.global_rank,
-            trainer.world_size,
-            self.held,
-            self.model.w.detach(),
-        )
+        rank = trainer.global_rank
+        world = trainer.world_size
+        held = self.held
+        w = self.model.w.detach()
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
             self.state = RunState(
@@ -207,8 +220,12 @@ class FederatedRun:
         self.state.keep_rows_for(trainer.datamodule)
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
-        """Choose the engine and make the loop; before the first round. ``server_optimizer``: in Lightning's wrapper."""
-        settings, model, cohort = self.settings, self.model, self.cohort(trainer)
+        """Choose the engine and make the loop; before the first round. ``server_optimizer``: in
+        Lightning's wrapper.
+        """
+        settings = self.settings
+        model = self.model
+        cohort = self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
         about = RunFacts(
             cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer
@@ -235,7 +252,10 @@ class FederatedRun:
             setting,
             keeps_loss=self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks)),
         )
-        before = self.plan if self.held is None else EnginePlan.from_dict(self.held["engine"] or {})
+        if self.held is None:
+            before = self.plan
+        else:
+            before = EnginePlan.from_dict(self.held["engine"] or {})
         self.close_engine()
         self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
         model.written = self.plan.written
@@ -262,7 +282,9 @@ class FederatedRun:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        self.held, self._trainer, self._fitted_by = None, trainer, id(trainer)
+        self.held = None
+        self._trainer = trainer
+        self._fitted_by = id(trainer)
         self._modes = modes(trainer.lightning_module)
 
     def identity(self, trainer: Any) -> Identity:
@@ -271,7 +293,9 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Before round t, the first of this fit: tell loggers where the run goes on, and what it is."""
+        """Before round t, the first of this fit: tell loggers where the run goes on, and what it
+        is.
+        """
         self.state.rounds = self.state.rounds or t  # for an older checkpoint, which does not say
         for logger in self._trainer.loggers:
             if hasattr(logger, "resume"):
@@ -280,7 +304,9 @@ class FederatedRun:
         self._random_state = RandomState(self.model.w)
 
     def seed_round(self, t: int) -> None:
-        """Make what is drawn outside of clients from here on, as in validation, a function of (seed, t)."""
+        """Make what is drawn outside of clients from here on, as in validation, a function of
+        (seed, t).
+        """
         seed_round(self.seed(self._trainer), t)
 
     def end(self) -> None:
@@ -288,7 +314,9 @@ class FederatedRun:
         self._random_state.restore()
 
     def run_round(self, t: int) -> Metrics:
-        """Round t; gives what was logged. Where it was committed before an interruption, that is reported once more."""
+        """Round t; gives what was logged. Where it was committed before an interruption, that is
+        reported once more.
+        """
         assert self.loop is not None
         self._modes = modes(self._trainer.lightning_module)
         if t < self.state.rounds:
@@ -309,14 +337,16 @@ class FederatedRun:
         return None if loss is None else {"loss": torch.tensor(loss)}
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
-        """Add what the run needs, besides Lightning's own, to a checkpoint; before training, no state."""
+        """Add what the run needs, besides Lightning's own, to a checkpoint; before training, no
+        state.
+        """
         checkpoint.with_hyper_parameters(saved, self.model)
         if self.loop is None or self.plan is None:
             return
         if trainer.interrupted and trainer.world_size > 1:
             raise UserError(
-                "a run of several processes cannot save a checkpoint as an exception passes: the other processes are "
-                "elsewhere. Resume from the last checkpoint of a round."
+                "a run of several processes cannot save a checkpoint as an exception passes: the "
+                "other processes are elsewhere. Resume from the last checkpoint of a round."
             )
         if self.state.settle(self.loop.present[0]):
             self.model.found = None
@@ -355,7 +385,8 @@ class FederatedRun:
             )
 
     def claim(self, trainer: Any, begins: bool) -> None:
-        """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make it, to write there.
+        """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make
+        it, to write there.
 
         Raises:
             UserError: another process writes there.

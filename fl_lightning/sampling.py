@@ -1,7 +1,8 @@
-"""Counter-based randomness: every draw is a function of (seed, purpose, counters), never of what ran before.
+"""Counter-based randomness: every draw is a function of (seed, purpose, counters), never of what
+ran before.
 
-So resuming, the size of a group, the engine and the number of processes cannot change who is sampled,
-in which order samples come or how they are augmented.
+So resuming, the size of a group, the engine and the number of processes cannot change who is
+sampled, in which order samples come or how they are augmented.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from fl_lightning.errors import UserError
 
 
 class _Key(ISeedSequence):
-    """Philox's key as it is; ``Philox(key=…)`` reads the system's entropy first, and takes five times as long."""
+    """Philox's key as it is; ``Philox(key=…)`` reads the system's entropy first, and takes five
+    times as long.
+    """
 
     def __init__(self, *key: int) -> None:
         self.key = np.array(key, np.uint64)
@@ -30,7 +33,8 @@ class _Key(ISeedSequence):
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """The generator for (seed, purpose, counters): up to three counters, such as (round, client, epoch).
+    """The generator for (seed, purpose, counters): up to three counters, such as (round, client,
+    epoch).
 
     >>> draw = lambda: generator(0, "order", 3, 7).permutation(5).tolist()
     >>> draw() == draw()

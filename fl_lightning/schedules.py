@@ -10,7 +10,8 @@ from fl_lightning.errors import UserError
 
 
 class Schedule(ABC):
-    """A function of the round t = 0, 1, …: a factor for a learning rate, the value itself for a coefficient.
+    """A function of the round t = 0, 1, …: a factor for a learning rate, the value itself for a
+    coefficient.
 
     >>> [Exponential(0.5)(t) for t in range(3)]
     [1.0, 0.5, 0.25]
@@ -34,10 +35,8 @@ class Exponential(Schedule):
     """
 
     def __init__(self, gamma: float, scale: float = 1.0) -> None:
-        self.gamma, self.scale = (
-            _finite("Exponential: gamma", gamma),
-            _finite("Exponential: scale", scale),
-        )
+        self.gamma = _finite("Exponential: gamma", gamma)
+        self.scale = _finite("Exponential: scale", scale)
 
     def __call__(self, round: int) -> float:
         try:
@@ -56,11 +55,9 @@ class Cosine(Schedule):
     def __init__(self, rounds: int, end: float = 0.0, scale: float = 1.0) -> None:
         if rounds < 1:
             raise UserError(f"Cosine: rounds={rounds!r} is not accepted; it has to be at least 1.")
-        self.rounds, self.end, self.scale = (
-            rounds,
-            _finite("Cosine: end", end),
-            _finite("Cosine: scale", scale),
-        )
+        self.rounds = rounds
+        self.end = _finite("Cosine: end", end)
+        self.scale = _finite("Cosine: scale", scale)
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
@@ -110,7 +107,8 @@ def _finite(what: str, value: float) -> float:
 
 
 def arguments(of: object) -> str:
-    """The arguments that an object was made with and keeps, as text; what has no text but its address is left out.
+    """The arguments that an object was made with and keeps, as text; what has no text but its
+    address is left out.
 
     >>> arguments(Cosine(100))
     'rounds=100, end=0.0, scale=1.0'

@@ -115,7 +115,9 @@ class Settings:
         }
 
     def cohort(self, quick: bool | int = 0) -> dict[str, Any]:
-        """Those that say who takes part, and how much each does; ``quick``: the Trainer's ``fast_dev_run``."""
+        """Those that say who takes part, and how much each does; ``quick``: the Trainer's
+        ``fast_dev_run``.
+        """
         return {
             "quick": int(quick),
             "participation": self.participation,
@@ -126,12 +128,17 @@ class Settings:
 
 
 def check_factory(name: str, given: object) -> None:
-    """Refuse what makes no optimizer: a dict as configs have it, a name, an optimizer that is made already."""
+    """Refuse what makes no optimizer: a dict as configs have it, a name, an optimizer that is made
+    already.
+    """
     if given is None or (callable(given) and not isinstance(given, Optimizer)):
         return
-    shown = f"{given!r}"[:100] if isinstance(given, (dict, str)) else f"a {type(given).__name__}"
+    if isinstance(given, (dict, str)):
+        shown = f"{given!r}"[:100]
+    else:
+        shown = f"a {type(given).__name__}"
     raise UserError(
         f"{name}={shown} is no function; in Python it is one of the parameters, such as "
-        f"{name}=lambda params: torch.optim.SGD(params, lr=0.1). A mapping with class_path and init_args belongs into "
-        "a config."
+        f"{name}=lambda params: torch.optim.SGD(params, lr=0.1). A mapping with class_path and "
+        "init_args belongs into a config."
     )

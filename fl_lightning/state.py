@@ -1,4 +1,5 @@
-"""What a method keeps and sends, declared in its class body: the framework saves, moves, counts and restores it.
+"""What a method keeps and sends, declared in its class body: the framework saves, moves, counts and
+restores it.
 
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
 """
@@ -67,7 +68,8 @@ class Declaration:
     def __init__(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape = shape
+        self.dtype = dtype
         self.name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -96,10 +98,11 @@ class State(Declaration):
         super().__init__(shape, dtype)
         if not callable(initial) and initial not in ("zeros", "initial_model", "current_model"):
             raise UserError(
-                f"initial={initial!r} is not known; accepted are 'zeros', 'initial_model' (w^0), 'current_model' "
-                "(w^t when first read), or a function of w."
+                f"initial={initial!r} is not known; accepted are 'zeros', 'initial_model' (w^0), "
+                "'current_model' (w^t when first read), or a function of w."
             )
-        self.initial, self.synchronised = initial, synchronised
+        self.initial = initial
+        self.synchronised = synchronised
 
 
 class PerClient(Declaration):
@@ -116,14 +119,17 @@ class PerClient(Declaration):
 
 
 class ClientState(State, PerClient):
-    """Kept per client: ``self.name[clients]`` → rows ``(n, *shape)``, the same storage each time within a round.
+    """Kept per client: ``self.name[clients]`` → rows ``(n, *shape)``, the same storage each time
+    within a round.
 
-    Assignments copy into the rows; a client's row exists once written and is committed at the end of the round.
+    Assignments copy into the rows; a client's row exists once written and is committed at the end
+    of the round.
 
     Args:
-        initial: what a client without a row reads: ``"zeros"``, ``"initial_model"`` (w^0), ``"current_model"``
-            (w^t when first read), or a function of w^t ``(D,)``.
-        synchronised: under partial averaging, True: coordinates not averaged this round keep their old value.
+        initial: what a client without a row reads: ``"zeros"``, ``"initial_model"`` (w^0),
+            ``"current_model"`` (w^t when first read), or a function of w^t ``(D,)``.
+        synchronised: under partial averaging, True: coordinates not averaged this round keep their
+            old value.
     """
 
 
@@ -134,7 +140,8 @@ class Scratch(PerClient):
 
 
 class ServerState(State):
-    """Kept by the server: ``self.name`` → tensor, assigned or changed in place only in hooks that take ``server``.
+    """Kept by the server: ``self.name`` → tensor, assigned or changed in place only in hooks that
+    take ``server``.
 
     Args:
         initial: as for :class:`ClientState`.
@@ -158,19 +165,23 @@ class ServerState(State):
     @overload
     def __get__(self, callback: Owner, owner: type) -> Tensor: ...
     def __get__(self, callback: Owner | None, owner: type) -> Self | Tensor:
-        return self if callback is None else callback._ledger.server_state(self.key(callback), self)
+        if callback is None:
+            return self
+        return callback._ledger.server_state(self.key(callback), self)
 
     def __set__(self, callback: Owner, value: Tensor) -> None:
         callback._ledger.set_server_state(self.key(callback), self, value)
 
 
 class Upload(Declaration):
-    """Given by each participant in ``on_local_end``, ``self.name[clients] = …``; the server reads sums of it.
+    """Given by each participant in ``on_local_end``, ``self.name[clients] = …``; the server reads
+    sums of it.
 
     Args:
-        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0} and K_i, so it is
-            counted only where clients start elsewhere than at w and do not send the displacement itself.
-            ``"derived from x"``: from x_{i,K} and w, so counted only where they send something else. False: never.
+        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0}
+            and K_i, so it is counted only where clients start elsewhere than at w and do not send
+            the displacement itself. ``"derived from x"``: from x_{i,K} and w, so counted only where
+            they send something else. False: never.
     """
 
     def __init__(
@@ -196,10 +207,13 @@ class Upload(Declaration):
 
 
 class StateRows:
-    """``self.name`` of a :class:`ClientState` or :class:`Scratch`: ``[clients]`` gives and takes their rows."""
+    """``self.name`` of a :class:`ClientState` or :class:`Scratch`: ``[clients]`` gives and takes
+    their rows.
+    """
 
     def __init__(self, callback: Owner, declaration: PerClient) -> None:
-        self._callback, self._declaration = callback, declaration
+        self._callback = callback
+        self._declaration = declaration
 
     def __getitem__(self, clients: Group) -> Tensor:
         return clients.rows(self._declaration.key(self._callback), self._declaration)
@@ -208,26 +222,34 @@ class StateRows:
         clients.write(self._declaration.key(self._callback), self._declaration, value)
 
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
-        """In ``on_round_end``: ``(ids, rows)`` written this round, ascending by client, the same in every process."""
+        """In ``on_round_end``: ``(ids, rows)`` written this round, ascending by client, the same in
+        every process.
+        """
         return server.staged(self._declaration.key(self._callback))
 
     def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
-        """In hooks that take ``server``: committed rows ``(k, …)`` of these clients, the same in every process.
+        """In hooks that take ``server``: committed rows ``(k, …)`` of these clients, the same in
+        every process.
 
-        A client without a row has what it would read first. What this round writes is not in them; see :meth:`staged`.
+        A client without a row has what it would read first. What this round writes is not in them;
+        see :meth:`staged`.
         """
         if not isinstance(self._declaration, ClientState):
             raise TypeError(
-                f"{self._declaration.name} lives for one round; only a ClientState has committed rows"
+                f"{self._declaration.name} lives for one round; only a ClientState has committed "
+                "rows"
             )
         return server.committed(self._declaration.key(self._callback), self._declaration, ids)
 
 
 class UploadSums:
-    """``self.name`` of an :class:`Upload`: clients assign to ``[clients]``, the server reads a mean or sum."""
+    """``self.name`` of an :class:`Upload`: clients assign to ``[clients]``, the server reads a mean
+    or sum.
+    """
 
     def __init__(self, callback: Owner, declaration: Upload) -> None:
-        self._callback, self._declaration = callback, declaration
+        self._callback = callback
+        self._declaration = declaration
 
     def __setitem__(self, clients: Group, value: Tensor) -> None:
         clients.upload(self._declaration.key(self._callback), self._declaration, value)
@@ -254,16 +276,20 @@ class UploadSums:
 
 
 class Coefficient:
-    """A number of a method, or a :class:`~fl_lightning.schedules.Schedule`: ``mu = Coefficient()`` in the class body.
+    """A number of a method, or a :class:`~fl_lightning.schedules.Schedule`: ``mu = Coefficient()``
+    in the class body.
 
-    Reading it gives this round's value. Anything but a finite number or a schedule is refused by name.
+    Reading it gives this round's value. Anything but a finite number or a schedule is refused by
+    name.
 
     Args:
-        above, below: the value has to lie strictly between; a schedule's value is checked in each round.
+        above, below: the value has to lie strictly between; a schedule's value is checked in each
+            round.
     """
 
     def __init__(self, above: float | None = None, below: float | None = None) -> None:
-        self.above, self.below = above, below
+        self.above = above
+        self.below = below
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -284,15 +310,16 @@ class Coefficient:
         )
         if not number and not isinstance(value, Schedule):
             raise UserError(
-                f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are a finite number or a "
-                f"schedule, for example {self.name}=0.1 or Exponential(0.99)."
+                f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are "
+                f"a finite number or a schedule, for example {self.name}=0.1 or Exponential(0.99)."
             )
         if not isinstance(value, Schedule):
             self._check(callback, value, repr(value))
         callback.__dict__[self.name] = value
 
     def _check(self, callback: object, value: float, shown: str) -> None:
-        low, high = self.above, self.below
+        low = self.above
+        high = self.below
         if (low is None or value > low) and (high is None or value < high) and math.isfinite(value):
             return
         bounds = [
@@ -301,5 +328,6 @@ class Coefficient:
         ]
         accepted = " and ".join(filter(None, bounds)) or "finite"
         raise UserError(
-            f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be {accepted}."
+            f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be "
+            f"{accepted}."
         )

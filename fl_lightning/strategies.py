@@ -19,7 +19,8 @@ from fl_lightning.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
 # seconds for the others to say that they are there; after a closed connection
-_ANSWER, _ANSWER_CLOSED = 10.0, 2.0
+_ANSWER = 10.0
+_ANSWER_CLOSED = 2.0
 _BROKEN = (
     "gloo",
     "timed out",
@@ -32,15 +33,17 @@ _BROKEN = (
 
 
 class FederatedStrategy(DDPStrategy):
-    """``Trainer(strategy="federated", devices=2)``: launchers, torchrun, SLURM and backends are Lightning's own.
+    """``Trainer(strategy="federated", devices=2)``: launchers, torchrun, SLURM and backends are
+    Lightning's own.
 
-    The module is not wrapped in DistributedDataParallel: clients' gradients stay with the client; what is summed over
-    processes is summed by the round, in a fixed order.
+    The module is not wrapped in DistributedDataParallel: clients' gradients stay with the client;
+    what is summed over processes is summed by the round, in a fixed order.
 
     Args:
-        timeout: how long a process waits for another before the run ends, a timedelta or seconds. None: ten minutes
-            beyond the longest round so far. Half an hour at least before round 0, with its downloads and trials; with
-            torch before 2.14 all along, as its gloo may keep the timeout that it began with.
+        timeout: how long a process waits for another before the run ends, a timedelta or seconds.
+            None: ten minutes beyond the longest round so far. Half an hour at least before round 0,
+            with its downloads and trials; with torch before 2.14 all along, as its gloo may keep
+            the timeout that it began with.
         **kwargs: of Lightning's DDPStrategy.
     """
 
@@ -67,12 +70,15 @@ class FederatedStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning splits no loader: every process reads the round's token, and evaluation splits its own data."""
+        """Lightning splits no loader: every process reads the round's token, and evaluation splits
+        its own data.
+        """
         return {"num_replicas": 1, "rank": 0}
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        self._began, self._longest = None, 0.0
+        self._began = None
+        self._longest = 0.0
         set_timeout(max(self.given_timeout or default_timeout(), default_timeout()))
         store = dist.distributed_c10d._get_default_store()
         store.set(f"fl/who/{self.global_rank}", f"process {os.getpid()} on {socket.gethostname()}")
@@ -106,7 +112,8 @@ class FederatedStrategy(DDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         if self._lost is not None:
-            (text, cause), self._lost = self._lost, None
+            (text, cause) = self._lost
+            self._lost = None
             kill = getattr(self.launcher, "kill", None)
             if kill is not None:  # processes that this one started: without it they can do nothing
                 kill(signal.SIGKILL)
@@ -115,7 +122,8 @@ class FederatedStrategy(DDPStrategy):
     def _silent(self, seconds: float) -> list[int]:
         """The ranks that do not say, within a few seconds, that they are there."""
         others = [rank for rank in range(self.world_size) if rank != self.global_rank]
-        silent, deadline = set(others), time.monotonic() + seconds
+        silent = set(others)
+        deadline = time.monotonic() + seconds
 
         def ask() -> None:
             store = dist.distributed_c10d._get_default_store()
@@ -139,16 +147,21 @@ class FederatedStrategy(DDPStrategy):
     def _paragraph(self, lost: list[int]) -> str:
         named = " and ".join(f"rank {rank} ({self._who[rank]})" for rank in lost)
         own = f"rank {self.global_rank} ({self._who[self.global_rank]})"
-        what = (
-            f"{named} does not answer, so {own} ends the run: it was stopped or has ended, or its machine is lost"
-            if lost
-            else f"{own} lost the other processes, which ended the run: it was stopped, or too slow"
-        )
+        if lost:
+            what = (
+                f"{named} does not answer, so {own} ends the run: it was stopped or has ended, "
+                "or its machine is lost"
+            )
+        else:
+            what = (
+                f"{own} lost the other processes, which ended the run: it was stopped, or too slow"
+            )
         seconds = processes.timeout().total_seconds()
         return (
-            f"{what}. The run goes on from its last checkpoint, on any number of processes: --ckpt_path last. Where a "
-            f"process only needs longer than {seconds:g} s, give FederatedStrategy(timeout=…) more seconds, "
-            "--trainer.strategy.timeout at the command line."
+            f"{what}. The run goes on from its last checkpoint, on any number of processes: "
+            f"--ckpt_path last. Where a process only needs longer than {seconds:g} s, give "
+            "FederatedStrategy(timeout=…) more seconds, --trainer.strategy.timeout at the "
+            "command line."
         )
 
 

@@ -1,4 +1,5 @@
-"""For those who write a method: ``check_method(factory)`` holds it to its contracts, ``tiny_run`` tries it out.
+"""For those who write a method: ``check_method(factory)`` holds it to its contracts, ``tiny_run``
+tries it out.
 
 >>> from fl_lightning.callbacks import SharpnessAwareMinimization
 >>> check_method(SharpnessAwareMinimization).ok
@@ -42,11 +43,12 @@ INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
 
 
 def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
-    """Put a method through every contract: some forty runs of three rounds of a tiny model, a few seconds.
+    """Put a method through every contract: some forty runs of three rounds of a tiny model, a few
+    seconds.
 
     Args:
-        factory: makes a new callback at each call: a class, or for example ``partial(OwnAnchor, mu=0.1)``. The class's
-            ``neutral`` is passed to it by keyword, if it takes it.
+        factory: makes a new callback at each call: a class, or for example ``partial(OwnAnchor,
+            mu=0.1)``. The class's ``neutral`` is passed to it by keyword, if it takes it.
 
     Returns:
         ``.ok``, ``.checks``, and a table by ``print(report)`` with reason and hint for what fails.
@@ -69,18 +71,20 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
 def tiny_run(
     *callbacks: FederatedCallback, rounds: int = ROUNDS, **arguments: Any
 ) -> FederatedModule:
-    """Run methods and loggers on the tiny federation of the contracts: a tenth of a second, always the same bits.
+    """Run methods and loggers on the tiny federation of the contracts: a tenth of a second, always
+    the same bits.
 
-    Six clients of 1 to 12 samples, three of them a round, two local epochs of SGD at 0.2 × 0.9^t with weight decay
-    0.01, a model of 31 parameters.
+    Six clients of 1 to 12 samples, three of them a round, two local epochs of SGD at 0.2 × 0.9^t
+    with weight decay 0.01, a model of 31 parameters.
 
     Args:
         callbacks: methods and loggers.
         arguments: of :class:`~fl_lightning.module.FederatedModule`, in place of those above.
 
     Returns:
-        the trained module: ``global_vector`` is w, ``server_states[key]`` and ``client_rows.read(key, i)`` are what
-        methods keep, ``trainer.callback_metrics`` is what was logged last.
+        the trained module: ``global_vector`` is w, ``server_states[key]`` and
+        ``client_rows.read(key, i)`` are what methods keep, ``trainer.callback_metrics`` is what was
+        logged last.
 
     >>> tiny_run(participation="all").global_vector.shape
     torch.Size([31])

@@ -1,4 +1,6 @@
-"""What clients contribute: updates, uploads, buffers and logs go into the round's ordered sum, rows are staged."""
+"""What clients contribute: updates, uploads, buffers and logs go into the round's ordered sum, rows
+are staged.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,20 @@ FINISHED = "personal.round"
 
 
 class Contributions:
-    """Adds one client at a time, from any thread and in any order; the total does not depend on either.
+    """Adds one client at a time, from any thread and in any order; the total does not depend on
+    either.
 
     Args:
         leaves: number of clients that this process trains.
         policy: which of the clients' buffers the server averages.
 
-    ``changed``: buffers that stay the server's although clients changed them, which nobody was told.
+    ``changed``: buffers that stay the server's although clients changed them, which nobody was
+        told.
     """
 
     def __init__(self, ledger: Ledger, methods: Methods, leaves: int, policy: BufferPolicy) -> None:
-        self.ledger, self.methods = ledger, methods
+        self.ledger = ledger
+        self.methods = methods
         buffers = ledger.round.buffers
         self.averaged = [name for name, value in buffers.items() if policy.averages(name, value)]
         self.untold = [name for name, value in buffers.items() if policy.untold(name, value)]
@@ -56,9 +61,10 @@ class Contributions:
         values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
-        buffers = (
-            self._buffers(clients.buffers, round.weights[client]) if all_finite(update) else None
-        )
+        if all_finite(update):
+            buffers = self._buffers(clients.buffers, round.weights[client])
+        else:
+            buffers = None
         finished = buffers is not None
         if buffers is not None:
             lent = self._finish(values, clients, client, update, counts)
@@ -78,15 +84,18 @@ class Contributions:
             # of several the same one, whoever comes first
             self.ledger.mean_gradient_read = max(read)
             if transmitted is not None:
-                self.ledger.updates[client] = (
-                    transmitted.clone() if "update" in lent else transmitted
-                )
+                if "update" in lent:
+                    self.ledger.updates[client] = transmitted.clone()
+                else:
+                    self.ledger.updates[client] = transmitted
             for key, row in rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
             self._sum.add(leaf, values, lent)
 
     def total(self) -> tuple[Leaf, list[int]]:
-        """The sum over all clients that finished, of all processes, and who diverged; the same everywhere."""
+        """The sum over all clients that finished, of all processes, and who diverged; the same
+        everywhere.
+        """
         everyone = gathered((self.diverged, self.ledger.metrics, self.changed))
         diverged = sorted(client for each, _, _ in everyone for client in each)
         self.ledger.metrics = {
@@ -98,8 +107,11 @@ class Contributions:
     def _finish(
         self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]
     ) -> set[str]:
-        """Put what a client that finished gives into ``values``; the names of those that a method may still hold."""
-        round, weight = self.ledger.round, self.ledger.round.weights[client]
+        """Put what a client that finished gives into ``values``; the names of those that a method
+        may still hold.
+        """
+        round = self.ledger.round
+        weight = self.ledger.round.weights[client]
         lent: set[str] = set()
         values["weight"] = torch.tensor(float(weight), dtype=torch.float64)
         if round.parts is not None:
@@ -122,8 +134,11 @@ class Contributions:
         return lent
 
     def _own(self, clients: Clients) -> dict[str, Tensor]:
-        """What else a client keeps: its buffers, where they are its own; its latest round, for its personal model."""
-        round, rows = self.ledger.round, {}
+        """What else a client keeps: its buffers, where they are its own; its latest round, for its
+        personal model.
+        """
+        round = self.ledger.round
+        rows = {}
         if self.methods.owner("personal") is not None:
             rows[FINISHED] = torch.tensor(round.t)
         own = {name: value for name, value in clients.buffers.items() if name in round.own_buffers}
@@ -133,7 +148,9 @@ class Contributions:
         return rows
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
-        """Changes of floating-point and complex buffers, values of other ones; None if a change is not finite."""
+        """Changes of floating-point and complex buffers, values of other ones; None if a change is
+        not finite.
+        """
         values: Leaf = {}
         before = self.ledger.round.buffers
         unlike = (n for n in self.untold if n in trained and not same_bits(trained[n], before[n]))
@@ -141,12 +158,13 @@ class Contributions:
         for name in self.averaged:
             if name not in trained:
                 continue
-            own, held = trained[name], before[name]
+            own = trained[name]
+            held = before[name]
             if own.shape != held.shape:
                 raise UserError(
-                    f"buffers='average': the buffer {name} has shape {tuple(held.shape)} at the server and "
-                    f"{tuple(own.shape)} after a client's steps, so there is no average. Keep its shape, or use "
-                    "buffers='keep'."
+                    f"buffers='average': the buffer {name} has shape {tuple(held.shape)} at the "
+                    f"server and {tuple(own.shape)} after a client's steps, so there is no "
+                    "average. Keep its shape, or use buffers='keep'."
                 )
             own = own.to(held.dtype)
             if held.is_floating_point() or held.is_complex():
@@ -165,10 +183,14 @@ class Contributions:
 
     def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
         """A row, uniformly and by weight (where these differ); ``key`` "": the update."""
-        uniform, weighted = ("sum:" + key, "weighted:" + key) if key else ("update", "weighted")
+        if key:
+            uniform, weighted = ("sum:" + key, "weighted:" + key)
+        else:
+            uniform, weighted = ("update", "weighted")
         if self.gathers and not key:
             values[uniform] = row
         elif self.uniform:
             values[uniform if key else weighted] = row
         else:
-            values[uniform], values[weighted] = row, row * weight
+            values[uniform] = row
+            values[weighted] = row * weight

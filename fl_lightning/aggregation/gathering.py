@@ -1,4 +1,6 @@
-"""All updates of a round at the server, where a method asks for them: the same rows, and sums of them, everywhere."""
+"""All updates of a round at the server, where a method asks for them: the same rows, and sums of
+them, everywhere.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from fl_lightning.round.ledger import Ledger
 
 
 def gather(ledger: Ledger) -> Tensor:
-    """What each client that finished transmitted, ``(n, D)``, ascending by client, in every process."""
-    round, world = ledger.round, world_size()
+    """What each client that finished transmitted, ``(n, D)``, ascending by client, in every
+    process.
+    """
+    round = ledger.round
+    world = world_size()
     rows = round.w.new_empty(len(ledger.finished), round.w.numel(), dtype=round.wide)
     leaf = {client: j for j, client in enumerate(round.ids)}
     for row, client in zip(rows, ledger.finished, strict=True):
@@ -25,7 +30,9 @@ def gather(ledger: Ledger) -> Tensor:
 
 
 def total(ledger: Ledger, rows: Tensor) -> dict[str, Tensor]:
-    """Σ of the rows, and Σ p_i where weights differ: by the tree of the clients' sum, so with its bits."""
+    """Σ of the rows, and Σ p_i where weights differ: by the tree of the clients' sum, so with its
+    bits.
+    """
     round = ledger.round
     uniform = all(weight == 1 for weight in round.weights.values())
     of = dict(zip(ledger.finished, rows, strict=True))
@@ -54,6 +61,6 @@ def memory(who: str, most: int, w: Tensor) -> str:
         (f"{size / factor:.3g} {unit}" for factor, unit in units if size >= factor), f"{size} bytes"
     )
     return (
-        f"{who}: the updates of all participants are held at once, {most:,} × {w.numel():,} numbers, {shown} of memory "
-        "in each process"
+        f"{who}: the updates of all participants are held at once, {most:,} × {w.numel():,} "
+        f"numbers, {shown} of memory in each process"
     )

@@ -1,6 +1,8 @@
-"""The learner's torchmetrics over a round: clients' states merged as torchmetrics merges those of processes.
+"""The learner's torchmetrics over a round: clients' states merged as torchmetrics merges those of
+processes.
 
-So a metric that is updated in ``training_step`` has, after the round, seen the samples of all clients that finished.
+So a metric that is updated in ``training_step`` has, after the round, seen the samples of all
+clients that finished.
 """
 
 from __future__ import annotations
@@ -115,16 +117,19 @@ def check_reset(learner: nn.Module, metric: Metric, name: str, before: dict[str,
     if not alike(before[name], outside(metric).get(name)):
         kind = type(metric).__name__
         raise UserError(
-            f"learner {type(learner).__name__}: its metric {kind} counts in {name}, which is no state of it "
-            f"(add_state) and which {kind}.reset() leaves as it is, so it would go on from client to client. Declare "
-            f"it with self.add_state({name!r}, default=torch.tensor(0), dist_reduce_fx='sum')."
+            f"learner {type(learner).__name__}: its metric {kind} counts in {name}, which is no "
+            f"state of it (add_state) and which {kind}.reset() leaves as it is, so it would go on "
+            f"from client to client. Declare it with self.add_state({name!r}, "
+            "default=torch.tensor(0), dist_reduce_fx='sum')."
         )
 
 
 def taken(
     learner: nn.Module, metrics: list[Metric], names: dict[str, int], before: list[dict[str, Any]]
 ) -> MetricStates:
-    """Copies of the states of those that were updated; ``before``: what each kept beside them at first."""
+    """Copies of the states of those that were updated; ``before``: what each kept beside them at
+    first.
+    """
     for module in learner.modules():
         # of metrics with alike states only the first is updated
         if isinstance(module, MetricCollection):
@@ -150,11 +155,9 @@ def copied(metric: Metric, device: str | None = None) -> Values:
     def by_value(value: Any) -> Any:
         if isinstance(value, list):
             return [by_value(v) for v in value]
-        return (
-            value.detach().clone().to(device or value.device)
-            if isinstance(value, Tensor)
-            else value
-        )
+        if isinstance(value, Tensor):
+            return value.detach().clone().to(device or value.device)
+        return value
 
     return {name: by_value(getattr(metric, name)) for name in metric._defaults}
 
@@ -170,23 +173,30 @@ def kept(metrics: list[Metric]) -> Iterator[None]:
         yield
     finally:
         for metric, count, computed, latest, values in before:
-            metric._update_count, metric._computed, metric._forward_cache = count, computed, latest
+            metric._update_count = count
+            metric._computed = computed
+            metric._forward_cache = latest
             for name, value in values.items():
                 setattr(metric, name, value)
 
 
 def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict[str, float]:
-    """Put all clients' states into the learner's metrics; gives the values of those that were logged.
+    """Put all clients' states into the learner's metrics; gives the values of those that were
+    logged.
 
     Args:
-        of_clients: by client; merged in ascending order, so that neither engine nor processes decide the sum's order.
+        of_clients: by client; merged in ascending order, so that neither engine nor processes
+            decide the sum's order.
     """
-    metrics, names, together = metrics_of(learner), dict[str, int](), world_size() > 1
+    metrics = metrics_of(learner)
+    names = dict[str, int]()
+    together = world_size() > 1
     for j, metric in enumerate(metrics):
         given = [own.states[j] for _, own in sorted(of_clients.items()) if j in own.states]
         if not given:
             continue
-        metric._update_count, metric._computed = sum(count for count, _ in given), None
+        metric._update_count = sum(count for count, _ in given)
+        metric._computed = None
         for name in metric._defaults:
             values = [(count, on_device(values[name], metric.device)) for count, values in given]
             setattr(metric, name, merged(metric._reductions[name], values))
@@ -204,7 +214,9 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
 
 
 def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
-    """One state of several clients, given with the number of their updates, by the metric's own reduction."""
+    """One state of several clients, given with the number of their updates, by the metric's own
+    reduction.
+    """
     states = [value for _, value in values]
     if isinstance(states[0], list):
         flat = [item for state in states for item in state]
@@ -224,7 +236,8 @@ def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
 
 def value_of(metric: Metric) -> Any:
     """What a metric says of its own states alone."""
-    together, metric._to_sync = metric._to_sync, False
+    together = metric._to_sync
+    metric._to_sync = False
     try:
         return metric.compute()
     finally:

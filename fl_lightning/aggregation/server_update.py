@@ -1,4 +1,6 @@
-"""The server's part of a round: the aggregated update, the optimizer's step, what is evaluated, and buffers."""
+"""The server's part of a round: the aggregated update, the optimizer's step, what is evaluated, and
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ from fl_lightning.round.server import Server
 
 
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
-    """``(D,)``: the weighted mean of what was transmitted, or the result of ``aggregate``, where a method has it."""
-    round, total = ledger.round, ledger.total
+    """``(D,)``: the weighted mean of what was transmitted, or the result of ``aggregate``, where a
+    method has it.
+    """
+    round = ledger.round
+    total = ledger.total
     if methods.gathering:
         ledger.gathered = gathering.gather(ledger)
         if ledger.finished:
@@ -42,11 +47,10 @@ def masked(server: Server) -> Tensor:
     Raises:
         Diverged: it is not finite.
     """
-    update = (
-        server.update
-        if server.averaged is None
-        else torch.where(server.averaged, server.update, 0.0)
-    )
+    if server.averaged is None:
+        update = server.update
+    else:
+        update = torch.where(server.averaged, server.update, 0.0)
     if not all_finite(update):
         raise Diverged(diverged_text(server.round, "the server's update"))
     return update
@@ -62,7 +66,9 @@ class ServerStep:
     """
 
     def __init__(self, optimizer: Any, rates: list[float], progress: Any) -> None:
-        self.lightning_optimizer, self.rates, self.progress = optimizer, rates, progress
+        self.lightning_optimizer = optimizer
+        self.rates = rates
+        self.progress = progress
         self.optimizer: Optimizer = optimizer.optimizer
 
     def begin(self, factor: float) -> None:
@@ -71,7 +77,9 @@ class ServerStep:
             group["lr"] = rate * factor
 
     def step(self, w: Tensor, update: Tensor, keep: Tensor | None) -> None:
-        """One step with gradient ``-update``; w and (D,)-shaped state stay where ``keep`` ``(D,)`` is False."""
+        """One step with gradient ``-update``; w and (D,)-shaped state stay where ``keep`` ``(D,)``
+        is False.
+        """
         before = {}
         if keep is not None:
             held = {k: v.clone() for k, v in self._state(w).items() if isinstance(v, Tensor)}
@@ -95,7 +103,9 @@ class ServerStep:
         return state
 
     def undoing(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
-        """w^t ``(D,)``, a copy; and what takes w, and all that goes with it, back to how the round found them."""
+        """w^t ``(D,)``, a copy; and what takes w, and all that goes with it, back to how the round
+        found them.
+        """
         found = model.committed()
         w = found.w.clone()
         state = {
@@ -130,14 +140,13 @@ def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
     if found is None:
         return
     evaluated = found.w if found.evaluated is None else found.evaluated
-    # WeightAveraging saves its averages as the state_dict, and beside them what they are averages of
+    # WeightAveraging saves its averages as the state_dict, and beside them what they are averages
+    # of
     present = "current_model_state" if "current_model_state" in saved else "state_dict"
     saved[present] = model.export(model=(evaluated, found.buffers)).state_dict()
     if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
-        saved["optimizer_states"], saved["global_step"] = (
-            [found.optimizer],
-            found.steps["total"]["completed"],
-        )
+        saved["optimizer_states"] = [found.optimizer]
+        saved["global_step"] = found.steps["total"]["completed"]
         saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"] = (
             found.steps
         )
@@ -148,7 +157,8 @@ def _copied(value: Any) -> Any:
 
 
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
-    """What to evaluate where it is not w: w, with the clients' mean on the parts not averaged; None where it is w.
+    """What to evaluate where it is not w: w, with the clients' mean on the parts not averaged; None
+    where it is w.
 
     Where nobody finished, such parts stay as they were evaluated last.
     """
@@ -177,6 +187,6 @@ def averaged_buffers(round: Round, total: dict[str, Tensor]) -> dict[str, Tensor
 
 def diverged_text(t: int, what: str) -> str:
     return (
-        f"the run diverged: {what} in round {t} is not finite. Lower the client learning rate, set clip_norm (10 is "
-        "common), or leave such clients out with on_nonfinite='skip'."
+        f"the run diverged: {what} in round {t} is not finite. Lower the client learning rate, "
+        "set clip_norm (10 is common), or leave such clients out with on_nonfinite='skip'."
     )

@@ -15,10 +15,13 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = ran
 
 
 def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
-    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers, its gradients."""
+    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers, its
+    gradients.
+    """
     counts = [0] * 6
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
-    counts[DOWN_PARAMETERS], counts[CLIENTS] = clients.layout.size - kept, 1
+    counts[DOWN_PARAMETERS] = clients.layout.size - kept
+    counts[CLIENTS] = 1
     counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
     sent = (b for name, b in buffers.items() if name not in clients._round.own_buffers)
     counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in sent)
@@ -26,7 +29,9 @@ def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
 
 
 def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload]) -> None:
-    """Add what a client sends in the end: its update, where it is averaged, and the uploads that are counted."""
+    """Add what a client sends in the end: its update, where it is averaged, and the uploads that
+    are counted.
+    """
     averaged = clients._round.averaged
     size = clients.x.element_size()
     everywhere = clients.layout.size if averaged is None else int(averaged.sum())
@@ -36,8 +41,10 @@ def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload
     for key, value in clients.uploads.items():
         if key in counted:
             count = everywhere if counted[key].shape is None else value[0].numel()
-            up, up_bytes = up + count, up_bytes + count * value.element_size()
-    counts[UP_PARAMETERS], counts[UP_BYTES] = round(up), round(up_bytes)
+            up = up + count
+            up_bytes = up_bytes + count * value.element_size()
+    counts[UP_PARAMETERS] = round(up)
+    counts[UP_BYTES] = round(up_bytes)
 
 
 def gradients(ledger: Ledger) -> int:
@@ -47,7 +54,8 @@ def gradients(ledger: Ledger) -> int:
 
 
 def kept_vectors(ledger: Ledger) -> float:
-    """What a participant keeps until its next round, in vectors of D numbers, without what loggers let it keep.
+    """What a participant keeps until its next round, in vectors of D numbers, without what loggers
+    let it keep.
 
     Counted at the first that this process has trained; 0 where it has none.
     """
@@ -70,18 +78,18 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
             ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0
         )
     count = [int(c) for c in counts]
-    down, down_bytes = (
-        count[DOWN_PARAMETERS],
-        count[DOWN_PARAMETERS] * ledger.round.w.element_size(),
-    )
+    down = count[DOWN_PARAMETERS]
+    down_bytes = count[DOWN_PARAMETERS] * ledger.round.w.element_size()
     for key, declared in methods.sent_to_clients().items():
         value = ledger.server.get(key, ledger.round.server_states.get(key))
         if value is None:  # never written: nothing to send
             continue
-        numbers = (
-            count[DOWN_PARAMETERS] if declared.shape is None else count[CLIENTS] * value.numel()
-        )
-        down, down_bytes = down + numbers, down_bytes + numbers * value.element_size()
+        if declared.shape is None:
+            numbers = count[DOWN_PARAMETERS]
+        else:
+            numbers = count[CLIENTS] * value.numel()
+        down = down + numbers
+        down_bytes = down_bytes + numbers * value.element_size()
     return {
         "down_parameters": down,
         "down_bytes": down_bytes,

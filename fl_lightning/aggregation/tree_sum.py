@@ -1,7 +1,9 @@
-"""A sum over clients that does not depend on who computed it, in what order, or in how many processes.
+"""A sum over clients that does not depend on who computed it, in what order, or in how many
+processes.
 
-Client j of the round's ascending list is leaf j of a fixed binary tree: even j are summed with even ones, odd with odd
-ones, and so on by the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod 2^k), which are one subtree.
+Client j of the round's ascending list is leaf j of a fixed binary tree: even j are summed with even
+ones, odd with odd ones, and so on by the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod
+2^k), which are one subtree.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def visiting_order(n: int) -> list[int]:
 
 
 class TreeSum:
-    """Σ of dictionaries of tensors over leaves 0…n-1, added in any order; keys starting with ``max:`` take maxima.
+    """Σ of dictionaries of tensors over leaves 0…n-1, added in any order; keys starting with
+    ``max:`` take maxima.
 
     ``None`` is a leaf that takes no part.
     """
@@ -42,7 +45,9 @@ class TreeSum:
         self.total: Leaf | None = None
 
     def add(self, leaf: int, values: Leaf | None, lent: Collection[str] = ()) -> None:
-        """Take a leaf; its tensors are the sum's from now on, but for those under ``lent``, of which it keeps none."""
+        """Take a leaf; its tensors are the sum's from now on, but for those under ``lent``, of
+        which it keeps none.
+        """
         stride = 1
         while leaf >= stride or leaf + stride < self.n:
             stride *= 2
@@ -54,8 +59,10 @@ class TreeSum:
                 if (sibling, stride) not in self._waiting:
                     self._waiting[residue, stride] = _kept(values, lent)
                     return
-                values, lent = _merge(self._waiting.pop((sibling, stride)), values, lent), ()
-            residue, stride = residue % half, half
+                values = _merge(self._waiting.pop((sibling, stride)), values, lent)
+                lent = ()
+            residue = residue % half
+            stride = half
         self.total = _kept(values, lent)
 
 

@@ -1,4 +1,6 @@
-"""Callbacks that look at a batch before its step, and may change it: they get the clients', not the round's token."""
+"""Callbacks that look at a batch before its step, and may change it: they get the clients', not the
+round's token.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ from fl_lightning.errors import UserError
 
 OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # whose callbacks know what they get
 BASES = {"Callback", "LambdaCallback", "FederatedCallback"}  # what others make their own from
-START, END = "on_train_batch_start", "on_train_batch_end"
+START = "on_train_batch_start"
+END = "on_train_batch_end"
 BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}  # which argument it is, behind self
 LOGS = ("log", "log_dict")  # which Lightning lends to callbacks
 Change = Callable[[Any, Any], Any]
 
 
 def looks(callback: Any, hook: str) -> bool:
-    """Whether a callback has this hook and reads the batch in it, past giving it to the hook of its base class.
+    """Whether a callback has this hook and reads the batch in it, past giving it to the hook of its
+    base class.
 
-    Those of Lightning and ours do not count, nor do classes made from one of these, such as a progress bar.
+    Those of Lightning and ours do not count, nor do classes made from one of these, such as a
+    progress bar.
     """
     called = getattr(callback, hook, None)
     made_from = {
@@ -47,7 +52,9 @@ def looks(callback: Any, hook: str) -> bool:
 
 
 def reads(called: Any, place: int, hook: str) -> tuple[bool, bool]:
-    """Whether a function reads its argument at ``place``, and whether it only gives it to ``super().hook``."""
+    """Whether a function reads its argument at ``place``, and whether it only gives it to
+    ``super().hook``.
+    """
     if (getattr(called, "__module__", None) or "").split(".")[0] in OWN:
         return False, False
     function = inspect.unwrap(called)
@@ -85,7 +92,10 @@ def only_passed_on(function: Any, name: str, hook: str) -> bool:
 def calls_super(node: Any, hook: str) -> bool:
     """Whether it is a call of ``super().hook(…)``."""
     method = node.func if isinstance(node, ast.Call) else None
-    base = method.value if isinstance(method, ast.Attribute) and method.attr == hook else None
+    if isinstance(method, ast.Attribute) and method.attr == hook:
+        base = method.value
+    else:
+        base = None
     return (
         isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
     )
@@ -96,7 +106,8 @@ def original(callback: Any) -> Any:
 
 
 def take_over(trainer: Any) -> None:
-    """Keep the round's token from callbacks that look at their batch: :func:`changed` calls them with the clients'.
+    """Keep the round's token from callbacks that look at their batch: :func:`changed` calls them
+    with the clients'.
 
     Raises:
         UserError: a callback looks at a batch where it cannot be had.
@@ -105,14 +116,16 @@ def take_over(trainer: Any) -> None:
         name = type(callback).__name__
         if looks(callback, END):
             raise UserError(
-                f"callback {name} looks at the batch in on_train_batch_end, which in a federated run is called once a "
-                "round and has no batch of a client's. Look at it in on_train_batch_start, which is called with each "
-                "client's batches, or in the learner's own on_train_batch_end."
+                f"callback {name} looks at the batch in on_train_batch_end, which in a federated "
+                "run is called once a round and has no batch of a client's. Look at it in "
+                "on_train_batch_start, which is called with each client's batches, or in the "
+                "learner's own on_train_batch_end."
             )
         if isinstance(callback, FederatedCallback) and looks(callback, START):
             raise UserError(
-                f"callback {name} looks at the batch in on_train_batch_start, where a FederatedCallback has none: "
-                "override local_batch(client, batch), which gives the batch that the client trains on."
+                f"callback {name} looks at the batch in on_train_batch_start, where a "
+                "FederatedCallback has none: override local_batch(client, batch), which gives "
+                "the batch that the client trains on."
             )
     trainer.callbacks = [
         View(c, **{START: partial(elsewhere, c)}) if looks(c, START) else c
@@ -126,7 +139,9 @@ def give_back(trainer: Any) -> None:
 
 
 def elsewhere(callback: Any) -> Callable[..., None]:
-    """The hook where the Trainer goes on to train something else, after a fit that ended with an exception."""
+    """The hook where the Trainer goes on to train something else, after a fit that ended with an
+    exception.
+    """
 
     def called(trainer: Any, pl_module: Any, *rest: Any) -> None:
         if not hasattr(pl_module, "global_model"):
@@ -145,13 +160,16 @@ def looking(trainer: Any, hook: str = START) -> list[Any]:
 
 
 def changed(trainer: Any, hook: str = START) -> Change | None:
-    """``(learner, batch) -> batch`` as these callbacks leave it, the one given untouched; None without any."""
+    """``(learner, batch) -> batch`` as these callbacks leave it, the one given untouched; None
+    without any.
+    """
     callbacks = looking(trainer, hook)
     if not callbacks:
         return None
 
     def change(learner: Any, batch: Any) -> Any:
-        batch, now = copy.deepcopy(batch), learner._trainer or trainer
+        batch = copy.deepcopy(batch)
+        now = learner._trainer or trainer
         for callback in callbacks:
             with logging_for(learner, callback):
                 getattr(callback, hook)(now, learner, batch, now.fit_loop.batch_idx)

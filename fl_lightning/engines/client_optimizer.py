@@ -1,4 +1,6 @@
-"""The optimizer of the local steps: any torch optimizer, on the flat vector where it works elementwise."""
+"""The optimizer of the local steps: any torch optimizer, on the flat vector where it works
+elementwise.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,16 @@ ELEMENTWISE = [
 class ClientOptimizer:
     """Steps ``x`` ``(1, D)`` with a gradient of that shape, whatever optimizer the user chose.
 
-    Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat vector, all others (and
-    those with several parameter groups) on the parameters' views. State is fresh every round unless loaded.
+    Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat
+    vector, all others (and those with several parameter groups) on the parameters' views. State is
+    fresh every round unless loaded.
     """
 
     def __init__(
         self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout
     ) -> None:
-        self.x, self.gradient = x, gradient
+        self.x = x
+        self.gradient = gradient
         self.by_step = False  # whether rates change within a client's round
         self.shown: Optimizer | None = None
         self._of_groups = list(range(len(optimizer.param_groups)))  # which of them are stepped
@@ -67,7 +71,9 @@ class ClientOptimizer:
             names = {id(p): name for name, p in trainable(learner)}
             views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
             gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
-            groups, self._of_groups, self._fresh = [], [], {}
+            groups = []
+            self._of_groups = []
+            self._fresh = {}
             for j, g in enumerate(optimizer.param_groups):
                 mine = []
                 for p in g["params"]:
@@ -82,14 +88,17 @@ class ClientOptimizer:
                     groups.append({**g, "params": mine})
                     self._of_groups.append(j)
             self.optimizer = copy.copy(optimizer)
-            self.optimizer.param_groups, self.optimizer.state = groups, type(optimizer.state)(dict)
+            self.optimizer.param_groups = groups
+            self.optimizer.state = type(optimizer.state)(dict)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
         self._options = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
 
     def show(self, optimizer: Optimizer, learner: nn.Module, copy_of_it: nn.Module) -> Optimizer:
-        """The clients' optimizer over the parameters of a copy, for its hooks to look at; rates as they are now."""
+        """The clients' optimizer over the parameters of a copy, for its hooks to look at; rates as
+        they are now.
+        """
         names = {id(p): name for name, p in learner.named_parameters()}
         own = dict(copy_of_it.named_parameters())
         self.shown = copy.copy(optimizer)
@@ -103,7 +112,8 @@ class ClientOptimizer:
 
     def begin(self, rates: ClientRates, state: dict[str, Tensor] | None) -> None:
         """Start a client at the round's learning rates; state fresh, or the client's own."""
-        self._rates, self.by_step = rates, rates.by_step
+        self._rates = rates
+        self.by_step = rates.by_step
         if self.plain:
             self.rates = [base * rates.factor for base in self.base]
         else:
@@ -148,12 +158,16 @@ class ClientOptimizer:
         self.optimizer.step()
 
     def step_each(self, gradients: tuple[Tensor, ...]) -> None:
-        """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without the copy into g."""
+        """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without
+        the copy into g.
+        """
         dense = [g.to_dense() if g.is_sparse else g.contiguous() for g in gradients]
         self._fused(self._views_of_x, dense)
 
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
-        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel; x and g lie in memory in the same order."""
+        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel; x and g lie in memory in
+        the same order.
+        """
         half = x[0].device.type == "cpu" and x[0].dtype in (torch.bfloat16, torch.float16)
         # before torch 2.14 that kernel skips most of such a tensor
         now = [each.float() for each in x] if half else x
@@ -180,8 +194,9 @@ class ClientOptimizer:
                     )
                 elif value is not None:
                     raise UserError(
-                        f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s state {name!r}, a "
-                        f"{type(value).__name__}; tensors and numbers can be kept. Set it to False, or use another."
+                        f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s "
+                        f"state {name!r}, a {type(value).__name__}; tensors and numbers can be "
+                        "kept. Set it to False, or use another."
                     )
         return rows
 
@@ -233,7 +248,9 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 
 
 def weight_decays(optimizer: Optimizer) -> list[float]:
-    """λ of each parameter group where it is part of the gradient; 0 where the optimizer decouples it (AdamW)."""
+    """λ of each parameter group where it is part of the gradient; 0 where the optimizer decouples
+    it (AdamW).
+    """
     return [
         0.0
         if isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay")

@@ -1,7 +1,9 @@
-"""The Trainer as a learner finds it in a client's local steps: with the client's own numbers of batches and samples.
+"""The Trainer as a learner finds it in a client's local steps: with the client's own numbers of
+batches and samples.
 
-Lightning's training batch is the round's token. What a learner reads of it in a step, such as ``num_training_batches``
-for the weight of a KL term, is the client's own here; all else is the run's Trainer.
+Lightning's training batch is the round's token. What a learner reads of it in a step, such as
+``num_training_batches`` for the weight of a KL term, is the client's own here; all else is the
+run's Trainer.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from fl_lightning.errors import UserError
 
 
 class View:
-    """An object, but for some attributes, each given by a function; what is assigned goes to the object."""
+    """An object, but for some attributes, each given by a function; what is assigned goes to the
+    object.
+    """
 
     def __init__(self, of: Any, **own: Callable[[], Any]) -> None:
         vars(self).update(_of=of, _own=own)
@@ -44,9 +48,10 @@ class View:
 def nobody() -> NoReturn:
     """In place of a client, where several are trained or measured at once."""
     raise UserError(
-        "training_step reads how many batches its client has (trainer.num_training_batches, train_dataloader, "
-        "is_last_batch), and several clients are trained or measured at once here: a number of one's own has each "
-        "client under engine='sequential' or 'concurrent' alone, and where clients are measured one by one"
+        "training_step reads how many batches its client has (trainer.num_training_batches, "
+        "train_dataloader, is_last_batch), and several clients are trained or measured at once "
+        "here: a number of one's own has each client under engine='sequential' or 'concurrent' "
+        "alone, and where clients are measured one by one"
     )
 
 
@@ -67,7 +72,10 @@ class Present:
     view: View | None = None
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
-        self.data, self.who, self.steps, self.index = data, who, steps, 0
+        self.data = data
+        self.who = who
+        self.steps = steps
+        self.index = 0
 
     def __deepcopy__(self, memo: Any) -> Present:
         return Present()  # a copy of the learner is in no step, and has no share in the data
@@ -91,7 +99,8 @@ class Present:
             trainer = trainer._of
         if trainer is None:
             return None
-        epoch, index = trainer.fit_loop.epoch_loop, partial(getattr, self, "index")
+        epoch = trainer.fit_loop.epoch_loop
+        index = partial(getattr, self, "index")
         progress = View(epoch.batch_progress, is_last_batch=self.is_last)
         epoch = View(epoch, batch_idx=index, batch_progress=lambda: progress)
         loop = View(
@@ -111,10 +120,13 @@ class Present:
 
 
 class ClientLoader:
-    """A client's samples as its learner finds them: ``dataset``, ``batch_size``, ``len``, and its batches in order."""
+    """A client's samples as its learner finds them: ``dataset``, ``batch_size``, ``len``, and its
+    batches in order.
+    """
 
     def __init__(self, data: Any, client: int) -> None:
-        self._data, self._client = data, client
+        self._data = data
+        self._client = client
 
     def __len__(self) -> int:
         return int(self._data.batches_per_epoch(self._client))

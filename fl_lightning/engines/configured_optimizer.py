@@ -1,4 +1,6 @@
-"""The optimizer that a run is given for its clients, or that the learner configures, at the rates it was made with."""
+"""The optimizer that a run is given for its clients, or that the learner configures, at the rates
+it was made with.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentu
 def of_clients(
     factory: OptimizerFactory | None, learner: Any, unit: str, note: Callable[[str], None]
 ) -> tuple[Optimizer, ClientSchedule | None]:
-    """The optimizer of the local steps, over the learner's parameters, at the rates that it was made with.
+    """The optimizer of the local steps, over the learner's parameters, at the rates that it was
+    made with.
 
     Args:
         unit: ``client_scheduler``.
 
     Raises:
-        UserError: it takes more than one gradient a step; or the learner gives none, or several, or no scheduler.
+        UserError: it takes more than one gradient a step; or the learner gives none, or several, or
+            no scheduler.
     """
     schedulers: list[tuple[Any, int]] = []
     given: list[dict[str, Any]] = []
@@ -38,8 +42,9 @@ def of_clients(
         optimizer, schedulers, given = from_learner(learner)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
-            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step does not. "
-            "Use an optimizer that takes one gradient, such as torch.optim.SGD or torch.optim.Adam."
+            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step "
+            "does not. Use an optimizer that takes one gradient, such as torch.optim.SGD or "
+            "torch.optim.Adam."
         )
     if unit != "ignore":
         check_scheduler(learner, factory, schedulers, unit)
@@ -47,8 +52,9 @@ def of_clients(
     if schedulers:
         optimizer.param_groups = given
         note(
-            "the learner's lr scheduler is ignored: clients keep the rates that its optimizer was made with, times "
-            "lr_decay by the round; client_scheduler='rounds' or 'local_steps' steps it"
+            "the learner's lr scheduler is ignored: clients keep the rates that its optimizer "
+            "was made with, times lr_decay by the round; client_scheduler='rounds' or "
+            "'local_steps' steps it"
         )
     return optimizer, None
 
@@ -57,34 +63,36 @@ def check_scheduler(
     learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str
 ) -> None:
     """Refuse a scheduler that cannot be stepped as it was asked for."""
-    name, option = type(learner).__name__, f"client_scheduler={unit!r}"
+    name = type(learner).__name__
+    option = f"client_scheduler={unit!r}"
     metered = [
         s for s, _ in schedulers if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau)
     ]
     if factory is not None:
         raise UserError(
-            f"{option} steps the lr scheduler of the learner's configure_optimizers, and client_optimizer takes that "
-            "one's place. Leave out one of the two."
+            f"{option} steps the lr scheduler of the learner's configure_optimizers, and "
+            "client_optimizer takes that one's place. Leave out one of the two."
         )
     if not schedulers:
         raise UserError(
-            f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one beside the optimizer, "
-            "or leave the option out; lr_decay decays by the round."
+            f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one "
+            "beside the optimizer, or leave the option out; lr_decay decays by the round."
         )
     if metered:
         raise UserError(
-            f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. Use a scheduler that "
-            "counts, or client_scheduler='ignore' with lr_decay."
+            f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. "
+            "Use a scheduler that counts, or client_scheduler='ignore' with lr_decay."
         )
     if overrides(learner, "lr_scheduler_step"):
         raise UserError(
-            f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by what only plain training "
-            "knows. Remove that hook, or use client_scheduler='ignore'."
+            f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by what "
+            "only plain training knows. Remove that hook, or use client_scheduler='ignore'."
         )
 
 
 def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[dict[str, Any]]]:
-    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups as they were before these.
+    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups as they were
+    before these.
 
     Of each scheduler: how many epochs or steps of plain training pass between its steps.
 
@@ -94,7 +102,8 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     with groups_made() as made:
         found = learner.configure_optimizers()
     if isinstance(found, Sequence) and len(found) == 2 and isinstance(found[0], Sequence):
-        optimizers, schedulers = list(found[0]), list(found[1])
+        optimizers = list(found[0])
+        schedulers = list(found[1])
     else:
         entries = list(found) if isinstance(found, Sequence) else [found]
         optimizers = [entry["optimizer"] if isinstance(entry, dict) else entry for entry in entries]
@@ -109,7 +118,9 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
 
 @contextmanager
 def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Within, parameter groups and copies of them as they are made: building a scheduler changes them at once."""
+    """Within, parameter groups and copies of them as they are made: building a scheduler changes
+    them at once.
+    """
     made: list[tuple[dict[str, Any], dict[str, Any]]] = []
     add = Optimizer.add_param_group
 
@@ -117,7 +128,8 @@ def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         add(self, param_group)
         made.append((self.param_groups[-1], dict(self.param_groups[-1])))
 
-    Optimizer.add_param_group = noting  # type: ignore[method-assign]  # torch has no hook that tells
+    # Torch has no hook that tells of a new group, so its method is replaced for a moment.
+    Optimizer.add_param_group = noting  # type: ignore[method-assign]
     try:
         yield made
     finally:

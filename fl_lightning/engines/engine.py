@@ -24,11 +24,13 @@ class Engine(Protocol):
         collect: Collect,
         tell: Callable[[], None],
     ) -> None:
-        """Train the clients of ``leaves`` (position in the sum, client), each from the round's model and buffers.
+        """Train the clients of ``leaves`` (position in the sum, client), each from the round's
+        model and buffers.
 
         Args:
-            collect: takes each trained client, as a group of one after ``on_local_end``, with its ``buffers``, and
-                ``metrics`` and ``optimizer_rows`` where it has any; called in any thread, before its memory is reused.
+            collect: takes each trained client, as a group of one after ``on_local_end``, with its
+                ``buffers``, and ``metrics`` and ``optimizer_rows`` where it has any; called in any
+                thread, before its memory is reused.
             tell: called in the caller's thread after each client.
         """
 

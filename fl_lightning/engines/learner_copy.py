@@ -1,4 +1,6 @@
-"""A learner whose trainable parameters are views into one client's vector, and the gradient of its loss."""
+"""A learner whose trainable parameters are views into one client's vector, and the gradient of its
+loss.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,15 @@ Convert = Callable[[Any, Any], Any]
 
 
 class LearnerCopy:
-    """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and what the learner logs meanwhile.
+    """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and what the learner logs
+    meanwhile.
 
     Args:
-        learner: any LightningModule; its parameters are tied to ``x`` by :meth:`tied` or :meth:`attach`.
+        learner: any LightningModule; its parameters are tied to ``x`` by :meth:`tied` or
+            :meth:`attach`.
         forward_context: around each forward pass: gradients on, and autocast where asked for.
-        convert: ``(learner, batch) -> batch``, by the learner's transfer hooks and the precision; None: unchanged.
+        convert: ``(learner, batch) -> batch``, by the learner's transfer hooks and the precision;
+            None: unchanged.
     """
 
     def __init__(
@@ -56,7 +61,9 @@ class LearnerCopy:
         forward_context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
         convert: Convert | None = None,
     ) -> None:
-        self.learner, self.layout, self.x = learner, layout, x
+        self.learner = learner
+        self.layout = layout
+        self.x = x
         self.g = torch.zeros_like(x)
         self._views_of_g = layout.views(self.g.view(-1))
         self._views = layout.views(x.view(-1))
@@ -67,14 +74,16 @@ class LearnerCopy:
         self.slots_of_parameters = slots_of_parameters(learner)
         # frozen parameters, and where they lie
         self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        self.forward_context, self.convert = forward_context, convert
+        self.forward_context = forward_context
+        self.convert = convert
         self.step: Callable[..., Any] = learner.training_step
         accepted = inspect.signature(self.step).parameters
         self.takes_index = "batch_idx" in accepted or len(accepted) > 1
         self.logging = self.keeps_loss = False
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
-        self.sums, self.numbers = self.logs.totals, self.logs.numbers
+        self.sums = self.logs.totals
+        self.numbers = self.logs.numbers
         # whether what is logged by step and by epoch gets names of its own, as in training
         self.forks = True
         self.per_parameter = self.gradients
@@ -107,7 +116,9 @@ class LearnerCopy:
         return self._written.keys()
 
     def treat_as_buffers(self, names: Iterable[str]) -> None:
-        """From here on these frozen parameters, which the learner's steps write, are its buffers too."""
+        """From here on these frozen parameters, which the learner's steps write, are its buffers
+        too.
+        """
         named = dict(self.learner.named_parameters())
         self._written = {name: (named[name], named[name].data) for name in names}
 
@@ -158,14 +169,18 @@ class LearnerCopy:
                 object.__setattr__(part, name, shim)
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
-        """From here on the learner finds this client's numbers at its Trainer; see :class:`Present`."""
+        """From here on the learner finds this client's numbers at its Trainer; see
+        :class:`Present`.
+        """
         self.present.begin(data, who, steps)
         for part in self._parts:
             object.__setattr__(part, "_trainer", self.present.trainer(part._trainer))
 
     @contextmanager
     def shifted(self, e: Tensor) -> Iterator[None]:
-        """Within, the learner's parameters are at x + e, in the storage of g, and gradients go elsewhere."""
+        """Within, the learner's parameters are at x + e, in the storage of g, and gradients go
+        elsewhere.
+        """
         if self._second is None:
             second = torch.empty_like(self.g)
             self._second = second, self.layout.views(second.view(-1))
@@ -181,13 +196,17 @@ class LearnerCopy:
 
     @contextmanager
     def at(self, point: Tensor) -> Iterator[None]:
-        """Within, the learner is at ``point``, and gradients go elsewhere; both in memory of their own."""
+        """Within, the learner is at ``point``, and gradients go elsewhere; both in memory of their
+        own.
+        """
         if self._third is None:
             self._third = torch.empty_like(self.x), torch.empty_like(self.g)
-        (x, g), held = self._third, (self.g, self._views_of_g)
+        (x, g) = self._third
+        held = (self.g, self._views_of_g)
         x.copy_(point)
         tie(self.parameters, self.layout.views(x.view(-1)))
-        self.g, self._views_of_g = g, self.layout.views(g.view(-1))
+        self.g = g
+        self._views_of_g = self.layout.views(g.view(-1))
         try:
             yield
         finally:
@@ -216,14 +235,17 @@ class LearnerCopy:
 
     def reset(self) -> None:
         """Forget what was logged and what the learner's metrics gathered."""
-        self.logged, self._logged_metrics = {}, {}
+        self.logged = {}
+        self._logged_metrics = {}
         self.logs.clear()
         for metric in self.metrics:
             metric.reset()
         self._outside = [outside(metric) for metric in self._own_metrics]
 
     def follow(self, learner: nn.Module) -> None:
-        """Take over attributes, modes and frozen parameters that the learner's hooks may have changed since."""
+        """Take over attributes, modes and frozen parameters that the learner's hooks may have
+        changed since.
+        """
         check_trainable(learner, self.layout)
         written = {id(parameter) for parameter, _ in self._written.values()}
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
@@ -231,7 +253,10 @@ class LearnerCopy:
                 continue
             for name, value in theirs.__dict__.items():
                 if name == "_trainer" or (name not in IN_STEPS and _carries_over(value)):
-                    own.__dict__[name] = value if name == "_trainer" else copy.deepcopy(value)
+                    if name == "_trainer":
+                        own.__dict__[name] = value
+                    else:
+                        own.__dict__[name] = copy.deepcopy(value)
                 elif isinstance(value, Tensor):
                     own.__dict__[name] = value.detach()
             for name, parameter in theirs._parameters.items():
@@ -255,14 +280,16 @@ class LearnerCopy:
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; it has to return the "
-                "loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: where there is nothing to "
-                "learn from, return a zero loss (0 * loss)"
+                f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; "
+                "it has to return the loss, a scalar tensor, or a dict with 'loss'. A step "
+                "cannot be skipped: where there is nothing to learn from, return a zero loss (0 "
+                "* loss)"
             )
         return output, loss
 
     def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
-        self.logging, self.present.index = log, step
+        self.logging = log
+        self.present.index = step
         if self.convert is not None:
             batch = self.convert(self.learner, batch)
         if log and self.hooks is not None:
@@ -291,7 +318,9 @@ class LearnerCopy:
         return self.g
 
     def take_metrics(self) -> MetricStates | None:
-        """What the steps since the last reset left in the learner's metrics; None where it has none."""
+        """What the steps since the last reset left in the learner's metrics; None where it has
+        none.
+        """
         if not self._own_metrics:
             return None
         return metric_states.taken(
@@ -301,7 +330,8 @@ class LearnerCopy:
     def take_logs(self) -> dict[str, Tensor]:
         """Numbers over the steps since the last call, float64 scalars; metrics are apart."""
         self._flush()  # of hooks after the last gradient
-        self.logged, self._logged_metrics = {}, {}
+        self.logged = {}
+        self._logged_metrics = {}
         return self.logs.take()
 
     def load(self, round: Round, client: int) -> None:
@@ -310,9 +340,12 @@ class LearnerCopy:
         self.load_buffers(round.buffers_of(client))
 
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the buffer tensors that the learner had at first, and put those back in their places."""
+        """Copy values into the buffer tensors that the learner had at first, and put those back in
+        their places.
+        """
         for name, places in self._slots.items():
-            own, value = self._own_buffers[name], values.get(name)
+            own = self._own_buffers[name]
+            value = values.get(name)
             # a hook replaced it between rounds
             if own is None or value is None or own.shape != value.shape:
                 own = None if value is None else value.clone()
@@ -346,7 +379,10 @@ class LearnerCopy:
                 if forked and value._forward_cache is not None:
                     self._put(name + "_step", value._forward_cache, LAST)
                 return
-            value = value.compute() if value._forward_cache is None else value._forward_cache
+            if value._forward_cache is None:
+                value = value.compute()
+            else:
+                value = value._forward_cache
         self._put(name, value, reduce_fx)
         if forked:
             self._put(name + "_epoch", value, reduce_fx)
@@ -359,18 +395,15 @@ class LearnerCopy:
         self.logged.setdefault(name, []).append(value.detach())
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return (
-            LightningOptimizer(self.optimizer)
-            if use_pl_optimizer and self.optimizer is not None
-            else self.optimizer
-        )
+        if use_pl_optimizer and self.optimizer is not None:
+            return LightningOptimizer(self.optimizer)
+        return self.optimizer
 
     def _log_dict(self, dictionary: Any, *args: Any, **flags: Any) -> None:
-        items = (
-            dictionary.items(keep_base=False)
-            if isinstance(dictionary, MetricCollection)
-            else dictionary.items()
-        )
+        if isinstance(dictionary, MetricCollection):
+            items = dictionary.items(keep_base=False)
+        else:
+            items = dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **flags)
 

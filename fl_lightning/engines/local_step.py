@@ -27,7 +27,8 @@ class Work:
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
         evaluate: behind ``clients.evaluate``.
-        draws: whether learner or data may draw from the process's generators, which are then seeded for each client.
+        draws: whether learner or data may draw from the process's generators, which are then seeded
+            for each client.
     """
 
     data: Any
@@ -47,14 +48,14 @@ class Work:
         return batches if change is None else (change(client, batch) for batch in batches)
 
     def full_batches(self, client: int, device: torch.device) -> Iterator[tuple[Any, int]]:
-        """All of a client's samples in batches, each with its number of samples, as a method lets it see them."""
+        """All of a client's samples in batches, each with its number of samples, as a method lets
+        it see them.
+        """
         batches: Iterator[tuple[Any, int]] = self.data.full_batches(client, device=device)
         change = self.methods.owner("local_batch")
-        return (
-            batches
-            if change is None
-            else ((change(client, batch), number) for batch, number in batches)
-        )
+        if change is None:
+            return batches
+        return ((change(client, batch), number) for batch, number in batches)
 
 
 class Model(Protocol):
@@ -93,13 +94,16 @@ class LocalStep:
         self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer
     ) -> None:
         methods = work.methods
-        self.model, self.clients, self.optimizer, self.methods = model, clients, optimizer, methods
-        self.draws, self.hooks = work.draws, model.hooks
-        self.perturb, self.mix = methods.owner("perturbation"), methods.owner("on_loss_gradient")
-        self.corrections, self.step_ends = (
-            methods["on_local_gradient"],
-            methods["on_local_step_end"],
-        )
+        self.model = model
+        self.clients = clients
+        self.optimizer = optimizer
+        self.methods = methods
+        self.draws = work.draws
+        self.hooks = model.hooks
+        self.perturb = methods.owner("perturbation")
+        self.mix = methods.owner("on_loss_gradient")
+        self.corrections = methods["on_local_gradient"]
+        self.step_ends = methods["on_local_step_end"]
         self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
         if self.limit is not None:
             clients.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
@@ -111,20 +115,23 @@ class LocalStep:
             self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
         )
         # what gradient_at needs: of the first step, then where used
-        self.first, self.remembers = True, bool(hooked)
+        self.first = True
+        self.remembers = bool(hooked)
         self.before: RandomState | None = None
         # of a stack, all the same
         self.buffers: Mapping[str, Tensor] = clients._round.buffers_of(clients._ids[0])
         self.batch: Any = None
         self.index: Any = 0
-        clients.local_step, clients.gradients_a_step = self, 1 + (self.perturb is not None)
+        clients.local_step = self
+        clients.gradients_a_step = 1 + (self.perturb is not None)
 
     @property
     def clipped(self) -> Tensor | None:
         return None if self.limit is None else self.clients.clipped
 
     def __call__(self, batch: Any, index: Any) -> None:
-        self.batch, self.index = batch, index
+        self.batch = batch
+        self.index = index
         if self.optimizer.by_step:
             self.optimizer.at(index)
         if self.remembers:
@@ -148,7 +155,8 @@ class LocalStep:
             self.hooks.batch_end()
         self.clients.step_done()
         if self.first:
-            self.first, self.remembers = False, self.clients.gradients_a_step > 1
+            self.first = False
+            self.remembers = self.clients.gradients_a_step > 1
 
     def remember(self) -> None:
         """What the present step begins with, for gradients at other points."""
@@ -158,12 +166,17 @@ class LocalStep:
             self.buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
 
     def gradient_at(self, x: Tensor) -> Tensor:
-        """∇ℓ(x; the present batch) ``(n, D)``; what was drawn, logged and changed in buffers so far stays."""
+        """∇ℓ(x; the present batch) ``(n, D)``; what was drawn, logged and changed in buffers so far
+        stays.
+        """
         if not self.remembers:
             raise RuntimeError(
                 "clients.gradient_at is called from a client's first local step on, or not at all"
             )
-        now = None if self.before is None else RandomState(self.model.x, self.before.torch_alone)
+        if self.before is None:
+            now = None
+        else:
+            now = RandomState(self.model.x, self.before.torch_alone)
         after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         if self.before is not None:
             self.before.restore()
@@ -180,7 +193,9 @@ class LocalStep:
         return gradient
 
     def loss_gradient(self, batch: Any, index: Any) -> Any:
-        """∇ℓ at x, or at the perturbed point: same batch, same random numbers; without weight decay."""
+        """∇ℓ at x, or at the perturbed point: same batch, same random numbers; without weight
+        decay.
+        """
         gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
         if self.perturb is None:
             return gradient_of(batch, index)
@@ -196,7 +211,9 @@ class LocalStep:
     def perturbed(
         self, perturb: Callable[..., Any], batch: Any, index: Any, before: RandomState | None
     ) -> Iterator[None]:
-        """Within, gradients are at x + e, with the first pass's random numbers; afterwards its buffers are back."""
+        """Within, gradients are at x + e, with the first pass's random numbers; afterwards its
+        buffers are back.
+        """
         first = self.model.gradient(batch, index)
         after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         e = checked_rows(perturb, perturb(self.clients, first), first)

@@ -1,4 +1,6 @@
-"""The process's random generators: seeding them for a client or a round, restoring them, seeing what was drawn."""
+"""The process's random generators: seeding them for a client or a round, restoring them, seeing
+what was drawn.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from fl_lightning.sampling import generator
 
 
 class RandomState:
-    """The process's generators as they are now: torch's (the CPU's, and that of x's device), NumPy's, Python's.
+    """The process's generators as they are now: torch's (the CPU's, and that of x's device),
+    NumPy's, Python's.
 
     ``torch_alone``: without NumPy's and Python's, which are slow to read.
     """
 
     def __init__(self, x: Tensor | None = None, torch_alone: bool = False) -> None:
-        self.torch, self.torch_alone = torch.get_rng_state(), torch_alone
+        self.torch = torch.get_rng_state()
+        self.torch_alone = torch_alone
         self.numpy: Any = None if torch_alone else np.random.get_state()
         self.python: Any = None if torch_alone else random.getstate()
         self.device = x.device if x is not None and x.is_cuda else None

@@ -11,10 +11,13 @@ from fl_lightning.round.context import Round
 
 
 class Sequential:
-    """Trains in the learner itself, tied to one client's vector during a round, on ``threads`` intra-op threads."""
+    """Trains in the learner itself, tied to one client's vector during a round, on ``threads``
+    intra-op threads.
+    """
 
     def __init__(self, worker: Worker, threads: int) -> None:
-        self.worker, self.threads = worker, threads
+        self.worker = worker
+        self.threads = threads
 
     def train(
         self,

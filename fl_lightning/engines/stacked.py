@@ -1,7 +1,8 @@
 """Several clients as one batch of models by ``torch.func``: for small networks, above all on a GPU.
 
-Clients with fewer steps than the rest of their group neither move nor change a row once they have finished. Batches
-of unequal size are grouped by size. Results agree with the other engines up to rounding.
+Clients with fewer steps than the rest of their group neither move nor change a row once they have
+finished. Batches of unequal size are grouped by size. Results agree with the other engines up to
+rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Group = tuple[list[int], list[Tensor], TreeSpec]
 
 
 class _Step(nn.Module):
-    """A learner's ``training_step`` as a ``forward``, so that ``functional_call`` can replace its parameters."""
+    """A learner's ``training_step`` as a ``forward``, so that ``functional_call`` can replace its
+    parameters.
+    """
 
     def __init__(self, learner: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
@@ -50,7 +53,9 @@ class _Step(nn.Module):
 
 
 class Stack:
-    """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`LearnerCopy` in local steps."""
+    """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`LearnerCopy` in
+    local steps.
+    """
 
     per_parameter = None
     hooks = None
@@ -66,7 +71,8 @@ class Stack:
 
     def gradient(self, groups: list[Group], step: int, log: bool = True) -> Tensor:
         """∇ℓ at each client's x ``(n, D)``; zeros for clients without a batch."""
-        self.copy.logging, self.copy.present.index = log, step
+        self.copy.logging = log
+        self.copy.present.index = step
         n = len(self.x)
         for rows, leaves, spec in groups:
             everyone = len(rows) == n
@@ -108,7 +114,8 @@ class Stack:
             with self.copy.forward_context():
                 arguments = (batch, step) if self.copy.takes_index else (batch,)
                 output = functional_call(self._caller, parameters, arguments)
-            logged, self.copy.logged = self.copy.logged, {}
+            logged = self.copy.logged
+            self.copy.logged = {}
             value = output["loss"] if isinstance(output, dict) else output
             if self.copy.keeps_loss:
                 logged[LOSS] = [value.detach()]
@@ -130,7 +137,8 @@ class Stack:
 
     def take_logs(self) -> tuple[dict[str, Tensor], dict[str, list[bool]]]:
         """Numbers over each client's steps, ``(n,)`` float64, and which clients logged."""
-        logged, self.logged = self.logged, {}
+        logged = self.logged
+        self.logged = {}
         kinds = self.copy.logs.kinds
         means = {
             name: of_steps(total, number, kinds.get(name))
@@ -141,7 +149,8 @@ class Stack:
     @contextmanager
     def shifted(self, e: Tensor) -> Iterator[None]:
         """Within, gradients are taken at x + e; x stays as it is."""
-        x, self.x = self.x, self.x + e
+        x = self.x
+        self.x = self.x + e
         try:
             yield
         finally:
@@ -151,7 +160,8 @@ class Stack:
     def at(self, point: Tensor) -> Iterator[None]:
         """Within, gradients are taken at ``point``, into memory of their own."""
         held = self.x, self.g
-        self.x, self.g = point.expand_as(self.x), torch.empty_like(self.g)
+        self.x = point.expand_as(self.x)
+        self.g = torch.empty_like(self.g)
         try:
             yield
         finally:
@@ -181,7 +191,8 @@ class Stacked:
     """Trains ``at_once`` clients of a round together.
 
     Args:
-        worker: the one that trains in the learner itself, for gradients of one client's whole objective.
+        worker: the one that trains in the learner itself, for gradients of one client's whole
+            objective.
         optimizer_of: makes the client optimizer of a stack.
         warn: called with a text when a group does not fit into memory and is halved.
     """
@@ -193,8 +204,12 @@ class Stacked:
         at_once: int,
         warn: Callable[[str], None],
     ) -> None:
-        self.worker, self.work, self.copy = worker, worker.work, worker.copy
-        self._optimizer_of, self.at_once, self._warn = optimizer_of, at_once, warn
+        self.worker = worker
+        self.work = worker.work
+        self.copy = worker.copy
+        self._optimizer_of = optimizer_of
+        self.at_once = at_once
+        self._warn = warn
 
     def train(
         self,
@@ -227,8 +242,11 @@ class Stacked:
                     tell()
 
     def train_group(self, round: Round, ids: list[int]) -> list[Clients]:
-        """A group's round, from the server's model to ``on_local_end``; gives each client as a group of one."""
-        work, stack = self.work, Stack(self.copy, len(ids))
+        """A group's round, from the server's model to ``on_local_end``; gives each client as a
+        group of one.
+        """
+        work = self.work
+        stack = Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
         clients = Clients(round, ids, stack.x, self._full_gradient, work.evaluate)
         optimizer = self._optimizer_of(stack.x, stack.g)
@@ -261,11 +279,13 @@ class Stacked:
     def _batches(
         self, stack: Stack, clients: Clients, limit: Tensor | None
     ) -> Iterator[list[Group]]:
-        """One step's batches at a time; after each step, clients that had none are put back to where they were.
+        """One step's batches at a time; after each step, clients that had none are put back to
+        where they were.
 
         Their clipping ``limit`` ``(n, 1)`` is lifted, so that they do not count as clipped.
         """
-        round, device = clients._round, stack.x.device
+        round = clients._round
+        device = stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
         sources = [
             iter(self.work.client_batches(i, round.t, k, device))
@@ -294,10 +314,13 @@ class Stacked:
 
 
 class Kept:
-    """Copies of what finished clients have before the rest takes a step: models, declared rows, uploads, logs."""
+    """Copies of what finished clients have before the rest takes a step: models, declared rows,
+    uploads, logs.
+    """
 
     def __init__(self, clients: Clients, finished: list[int]) -> None:
-        self.clients, self.finished = clients, finished
+        self.clients = clients
+        self.finished = finished
         self.x = clients.x[finished]
         self.rows = {key: (rows._version, rows[finished]) for key, rows in clients._rows.items()}
         self.given = [(given, dict(given)) for given in (clients.uploads, clients.logs)]
@@ -322,14 +345,17 @@ class Kept:
 
 def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
     """One client of a group as a group of one, as views; without what its learner did not log."""
-    own, part = copy.copy(clients), slice(row, row + 1)
+    own = copy.copy(clients)
+    part = slice(row, row + 1)
     for name, attribute in vars(Clients).items():
         if isinstance(attribute, cached_property):
             own.__dict__.pop(name, None)
-    own._ids, own._x = [clients.client_ids[row]], clients.x[part]
+    own._ids = [clients.client_ids[row]]
+    own._x = clients.x[part]
     own._columns = {}
     own._rows = {key: rows[part] for key, rows in clients._rows.items()}
-    own._versions, own._declared = dict(clients._versions), dict(clients._declared)
+    own._versions = dict(clients._versions)
+    own._declared = dict(clients._declared)
     own.uploads = {key: value[part] for key, value in clients.uploads.items()}
     own.logs = {
         key: value[part]

@@ -1,4 +1,6 @@
-"""The learner's own hooks of a local step, run on the copy that trains, with what it would find there alone."""
+"""The learner's own hooks of a local step, run on the copy that trains, with what it would find
+there alone.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ OF_GRADIENTS = (
 
 
 class StepHooks:
-    """Those that a learner has, called in Lightning's order; ``.grad`` is there for them, and read back.
+    """Those that a learner has, called in Lightning's order; ``.grad`` is there for them, and read
+    back.
 
-    The hooks of the backward see each gradient of the loss, those before the optimizer's step the gradient at which
-    the step is taken, before methods correct and ``clip_norm`` limits it.
+    The hooks of the backward see each gradient of the loss, those before the optimizer's step the
+    gradient at which the step is taken, before methods correct and ``clip_norm`` limits it.
 
     Args:
         names: the hooks that it overrides.
@@ -43,7 +46,10 @@ class StepHooks:
         layout: Layout,
         optimizer: Callable[[], Optimizer | None],
     ) -> None:
-        self.learner, self.names, self.parameters, self.layout = learner, names, parameters, layout
+        self.learner = learner
+        self.names = names
+        self.parameters = parameters
+        self.layout = layout
         self.optimizer = optimizer
         self.of_gradients = [name for name in names if name in OF_GRADIENTS]
         self.before_step = [name for name in names if name in OF_GRADIENTS[-2:]]
@@ -61,14 +67,16 @@ class StepHooks:
             and self.learner.on_train_batch_start(batch, index) == -1
         ):
             raise UserError(
-                f"learner {type(self.learner).__name__}: on_train_batch_start returned -1, which ends an epoch of "
-                "plain training; a client's number of local steps is fixed before the round. Set local_steps or "
-                "local_epochs instead."
+                f"learner {type(self.learner).__name__}: on_train_batch_start returned -1, which "
+                "ends an epoch of plain training; a client's number of local steps is fixed "
+                "before the round. Set local_steps or local_epochs instead."
             )
 
     def backward(self, loss: Tensor, first: bool) -> Sequence[Tensor]:
         """∇ℓ, one tensor a parameter, as the hooks leave it; ``first``: of this step."""
-        has, learner, parameters = self.names.__contains__, self.learner, self.parameters
+        has = self.names.__contains__
+        learner = self.learner
+        parameters = self.parameters
         if first and has("on_before_zero_grad"):
             learner.on_before_zero_grad(self.optimizer())
         if not self.of_gradients:
@@ -113,16 +121,16 @@ class StepHooks:
     def batch_done(self, outputs: Any, loss: Tensor, batch: Any, index: Any) -> None:
         """Remember what ``on_train_batch_end`` is called with, after the optimizer's step."""
         if "on_train_batch_end" in self.names:
-            extra = (
-                {k: v for k, v in outputs.items() if k != "loss"}
-                if isinstance(outputs, dict)
-                else {}
-            )
+            if isinstance(outputs, dict):
+                extra = {k: v for k, v in outputs.items() if k != "loss"}
+            else:
+                extra = {}
             self._batch = {"loss": loss.detach().clone(), **extra}, batch, index
 
     def batch_end(self) -> None:
         if self._batch is not None:
-            (*arguments,), self._batch = self._batch, None
+            (*arguments,) = self._batch
+            self._batch = None
             self.learner.on_train_batch_end(*arguments)
 
 

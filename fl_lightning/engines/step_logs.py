@@ -1,4 +1,6 @@
-"""What a learner logs in its local steps, reduced over a client's steps as Lightning reduces an epoch's."""
+"""What a learner logs in its local steps, reduced over a client's steps as Lightning reduces an
+epoch's.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ FUNCTIONS |= {sum: "sum", max: "max", min: "min"}
 
 
 class StepLogs:
-    """Numbers by name over a client's steps: always the same tensors, which a recorded step adds to.
+    """Numbers by name over a client's steps: always the same tensors, which a recorded step adds
+    to.
 
     ``kinds``: how each is reduced.
     """
 
     def __init__(self, learner: Any, device: torch.device) -> None:
-        self.learner, self.device = type(learner).__name__, device
+        self.learner = type(learner).__name__
+        self.device = device
         self.totals: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
         self.kinds: dict[str, str] = {}
@@ -39,13 +43,15 @@ class StepLogs:
         kind = WORDS.get(word) or FUNCTIONS.get(reduce_fx)
         if kind is None:
             raise UserError(
-                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}) is not accepted; as in plain "
-                "Lightning it is 'mean', 'sum', 'max' or 'min'. For another reduction log a metric of torchmetrics."
+                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}) is not "
+                "accepted; as in plain Lightning it is 'mean', 'sum', 'max' or 'min'. For "
+                "another reduction log a metric of torchmetrics."
             )
         if self.kinds.setdefault(name, kind) != kind:
             raise UserError(
-                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}), and elsewhere "
-                f"reduce_fx={self.kinds[name]!r}: one name has one reduction. Log it under two names."
+                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}), and "
+                f"elsewhere reduce_fx={self.kinds[name]!r}: one name has one reduction. Log it "
+                "under two names."
             )
 
     def add(self, name: str, values: list[Tensor]) -> None:
@@ -98,4 +104,8 @@ def in_one_step(values: list[Tensor], kind: str | None) -> Tensor:
     together = torch.stack([value.reshape(()) for value in values]).double()
     if kind in (None, "mean", "sum"):
         return together.sum()
-    return together[-1] if kind == LAST else together.amax() if kind == "max" else together.amin()
+    if kind == LAST:
+        return together[-1]
+    if kind == "max":
+        return together.amax()
+    return together.amin()

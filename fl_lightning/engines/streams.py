@@ -1,7 +1,9 @@
-"""``concurrent`` on a GPU: several clients side by side, each on a stream of its own, its local step one CUDA graph.
+"""``concurrent`` on a GPU: several clients side by side, each on a stream of its own, its local
+step one CUDA graph.
 
-The clients are started one after the other, each in a copy of the learner, and then collected; on the device they
-overlap. Each runs the kernels that it would run alone, so that results do not depend on how many there are.
+The clients are started one after the other, each in a copy of the learner, and then collected; on
+the device they overlap. Each runs the kernels that it would run alone, so that results do not
+depend on how many there are.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ class Streams:
     """A stream for each worker; the learner itself stays at the global model.
 
     Args:
-        workers: with ``draws=False``: numbers drawn on several streams would depend on how these are interleaved.
+        workers: with ``draws=False``: numbers drawn on several streams would depend on how these
+            are interleaved.
         learner: the original; the workers' copies follow what its hooks change between rounds.
     """
 
     def __init__(self, workers: list[Worker], learner: Any) -> None:
-        self.workers, self.learner = workers, learner
+        self.workers = workers
+        self.learner = learner
 
     def train(
         self,
@@ -45,7 +49,8 @@ class Streams:
         collect: Collect,
         tell: Callable[[], None],
     ) -> None:
-        free, busy = deque(self.workers), deque[tuple[Worker, int, Clients]]()
+        free = deque(self.workers)
+        busy = deque[tuple[Worker, int, Clients]]()
 
         def finish() -> None:
             worker, leaf, clients = busy.popleft()

@@ -1,7 +1,8 @@
 """``concurrent`` on a CPU: several clients side by side in one process, each worker a thread.
 
-A client is trained on one intra-op thread whatever the number of workers, and the sum over clients does not depend on
-who finished when: the same bits for any number of workers, and as from the sequential engine on one thread.
+A client is trained on one intra-op thread whatever the number of workers, and the sum over clients
+does not depend on who finished when: the same bits for any number of workers, and as from the
+sequential engine on one thread.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ class Threads:
     """A thread for each worker; the learner itself stays at the global model.
 
     Args:
-        workers: with ``draws=False``: the process has one random generator of each kind, which threads would race for.
+        workers: with ``draws=False``: the process has one random generator of each kind, which
+            threads would race for.
         learner: the original; the workers' copies follow what its hooks change between rounds.
         warn: called with a text when something drew random numbers nevertheless.
     """
 
     def __init__(self, workers: list[Worker], learner: Any, warn: Callable[[str], None]) -> None:
-        self.workers, self.learner, self._warn = workers, learner, warn
+        self.workers = workers
+        self.learner = learner
+        self._warn = warn
         self._free = deque(workers)
         self.pool = ThreadPoolExecutor(
             len(workers), "client", initializer=torch.set_num_threads, initargs=(1,)
@@ -84,8 +88,9 @@ class Threads:
                 worker.copy.reset()
         if before.drawn_since():
             self._warn(
-                "something drew from a global random generator during a round of engine='concurrent', where the order "
-                "of draws is left to chance, so the run cannot be repeated exactly; engine='sequential' can"
+                "something drew from a global random generator during a round of "
+                "engine='concurrent', where the order of draws is left to chance, so the run "
+                "cannot be repeated exactly; engine='sequential' can"
             )
 
     def close(self) -> None:

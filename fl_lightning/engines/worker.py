@@ -1,4 +1,6 @@
-"""A worker trains one client at a time: a copy of the learner, its optimizer, and on a GPU a stream of its own."""
+"""A worker trains one client at a time: a copy of the learner, its optimizer, and on a GPU a stream
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,26 @@ class Worker:
         recorder: Capture | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.work, self.copy, self.optimizer = work, copy, optimizer
-        self.recorder, self.stream = recorder, stream
+        self.work = work
+        self.copy = copy
+        self.optimizer = optimizer
+        self.recorder = recorder
+        self.stream = stream
 
     def train(
         self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True
     ) -> Clients:
-        """One client's round, up to ``on_local_end``; what is returned is valid until the next client begins.
+        """One client's round, up to ``on_local_end``; what is returned is valid until the next
+        client begins.
 
         Raises:
             Stopped: ``stop`` was set meanwhile.
-            Exception: from the learner, the data or a method, with a note that names round, client and step.
+            Exception: from the learner, the data or a method, with a note that names round, client
+                and step.
         """
-        work, copy, optimizer = self.work, self.copy, self.optimizer
+        work = self.work
+        copy = self.copy
+        optimizer = self.optimizer
         clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
         batches = NumberedBatches(
             work.client_batches(client, round.t, round.steps[client], copy.x.device), stop
@@ -81,7 +90,8 @@ class Worker:
         except Exception as error:
             tell_where(
                 error,
-                f"in round {round.t}, client {client}, local step {batches.step} (all counted from 0)",
+                f"in round {round.t}, client {client}, local step {batches.step} (all counted "
+                "from 0)",
             )
             raise
         clients.buffers = copy.buffers
@@ -89,13 +99,21 @@ class Worker:
         return clients
 
     def full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
-        """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers and randomness stay."""
+        """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers and
+        randomness stay.
+        """
         (client,) = clients.client_ids
-        work, copy, at = self.work, self.copy, at.view(1, -1)
+        work = self.work
+        copy = self.copy
+        at = at.view(1, -1)
         buffers = {name: buffer.clone() for name, buffer in copy.buffers.items()}
-        point, held = copy.x.clone(), copy.g.clone()
-        total, present = torch.zeros_like(copy.x), copy.present
-        index, who, steps = present.index, present.who, present.steps
+        point = copy.x.clone()
+        held = copy.g.clone()
+        total = torch.zeros_like(copy.x)
+        present = copy.present
+        index = present.index
+        who = present.who
+        steps = present.steps
         copy.begin(work.data, lambda: clients.client_ids[0])
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
@@ -156,10 +174,14 @@ class Stopped(Exception):
 
 
 class NumberedBatches:
-    """Batches, with the present one's number in ``step``; raises :class:`Stopped` once ``stop`` is set."""
+    """Batches, with the present one's number in ``step``; raises :class:`Stopped` once ``stop`` is
+    set.
+    """
 
     def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:
-        self.batches, self.stop, self.step = batches, stop, 0
+        self.batches = batches
+        self.stop = stop
+        self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
         for self.step, batch in enumerate(self.batches):  # noqa: B020

@@ -1,7 +1,9 @@
-"""The Hessian of clients' mean loss: its largest eigenvalue by Lanczos' method, its trace by Hutchinson's.
+"""The Hessian of clients' mean loss: its largest eigenvalue by Lanczos' method, its trace by
+Hutchinson's.
 
-G. H. Golub, C. F. Van Loan: Matrix Computations, ch. 10. M. F. Hutchinson: A stochastic estimator of the trace of the
-influence matrix for Laplacian smoothing splines (1990). Products with the Hessian come from differentiating twice.
+G. H. Golub, C. F. Van Loan: Matrix Computations, ch. 10. M. F. Hutchinson: A stochastic estimator
+of the trace of the influence matrix for Laplacian smoothing splines (1990). Products with the
+Hessian come from differentiating twice.
 """
 
 from __future__ import annotations
@@ -59,14 +61,18 @@ class Hessian:
     """
 
     def __init__(self, evaluator: Evaluator, x: Tensor, samples: Samples) -> None:
-        self.evaluator, self.x, self.size = evaluator, x.detach(), x.numel()
+        self.evaluator = evaluator
+        self.x = x.detach()
+        self.size = x.numel()
         number = sum(map(len, samples.values()))
         most = evaluator.size(x, samples, GRAPH_BYTES // 4)  # two more passes over the same graph
         self._shares = evaluator.shares(samples, most, keep=True)
-        self._number, self.products = max(1, number), 0
+        self._number = max(1, number)
+        self.products = 0
 
     def __call__(self, v: Vector) -> Vector:
-        copy, self.products = self.evaluator.copy, self.products + 1
+        copy = self.evaluator.copy
+        self.products = self.products + 1
         direction = torch.as_tensor(v.reshape(-1)).to(copy.x)
         directions = copy.layout.views(direction)
 
@@ -103,10 +109,12 @@ class Hessian:
             ):
                 raise
             raise UserError(
-                f"learner {type(copy.learner).__name__}: its loss cannot be differentiated twice, which curvature "
-                f"needs ({' '.join(str(error).split())[:200]})."
+                f"learner {type(copy.learner).__name__}: its loss cannot be differentiated twice, "
+                f"which curvature needs ({' '.join(str(error).split())[:200]})."
             ) from error
-        return (total["product"] / self._number).cpu().numpy() if total else np.zeros(self.size)
+        if total:
+            return (total["product"] / self._number).cpu().numpy()
+        return np.zeros(self.size)
 
 
 def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:
@@ -121,9 +129,10 @@ def measure_with_vector(
     vector = np.zeros(hessian.size)
     try:
         value, vector = top(hessian, tolerance, seed)
-        residual = (
-            float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value) if value else 0.0
-        )
+        if value:
+            residual = float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value)
+        else:
+            residual = 0.0
         mean, error = trace(hessian, probes, seed, vector)
     except FloatingPointError:
         value = residual = mean = error = math.nan
@@ -132,10 +141,11 @@ def measure_with_vector(
 
 
 def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
-    """The largest eigenvalue, algebraically, and its eigenvector of length 1, to ‖Hv - λv‖ ≤ ``tolerance`` |λ|.
+    """The largest eigenvalue, algebraically, and its eigenvector of length 1, to ‖Hv - λv‖ ≤
+    ``tolerance`` |λ|.
 
-    By ARPACK's restarted Lanczos iteration. Where its restarts do not suffice the tolerance is loosened: the residual
-    tells.
+    By ARPACK's restarted Lanczos iteration. Where its restarts do not suffice the tolerance is
+    loosened: the residual tells.
 
     Raises:
         FloatingPointError: a product is not finite.
@@ -158,7 +168,12 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
     start /= np.linalg.norm(start)
     if not product(start).any():
         return 0.0, start
-    operator = LinearOperator((n, n), matvec=product, dtype=np.float64)  # type: ignore[call-arg,unused-ignore]  # as SciPy's types have it by version
+    # SciPy's types differ by version.
+    operator = LinearOperator(
+        (n, n),
+        matvec=product,
+        dtype=np.float64,  # type: ignore[call-arg,unused-ignore]
+    )
     kept = 20 if n <= 10**6 else 10  # vectors
     for allowed in (tolerance, 10 * tolerance, 100 * tolerance, 1.0):
         try:
@@ -174,11 +189,13 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
 
 
 def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[float, float]:
-    """An estimate of the trace, and its standard error over so many probes z of ±1, rounding included.
+    """An estimate of the trace, and its standard error over so many probes z of ±1, rounding
+    included.
 
-    tr H = tr Q'HQ + tr PHP with P = I - QQ': the first part is taken exactly, z'PHPz estimates the second. Q holds
-    ``along``, best the first eigenvector, and up to ``probes`` / 2 more directions in which H is large, H times random
-    vectors, so that the error is that of what is small (R. A. Meyer et al.: Hutch++, 2021).
+    tr H = tr Q'HQ + tr PHP with P = I - QQ': the first part is taken exactly, z'PHPz estimates the
+    second. Q holds ``along``, best the first eigenvector, and up to ``probes`` / 2 more directions
+    in which H is large, H times random vectors, so that the error is that of what is small (R. A.
+    Meyer et al.: Hutch++, 2021).
     """
     n = hessian.size
     more = min(probes // 2, n // 2, SKETCH // n)
@@ -198,7 +215,8 @@ def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[floa
 
 def _differentiable_once(node: Any) -> bool:
     """Whether a part of a gradient's graph is such that another gradient would silently miss it."""
-    seen, waiting = set(), [node]
+    seen = set()
+    waiting = [node]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -1,4 +1,6 @@
-"""The loss of clients' samples at any vector: on a copy of the learner, in evaluation mode, without augmentation."""
+"""The loss of clients' samples at any vector: on a copy of the learner, in evaluation mode, without
+augmentation.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Share = Callable[[], list[Counted]]
 Term = Callable[[Any, int, int], Leaf]
 VALIDATION = "on_validation_batch_start"
 # of a batch: samples, memory, and what its backward pass needs
-MOST, BATCH_BYTES, GRAPH_BYTES = 1000, 2**26, 2**28
+MOST = 1000
+BATCH_BYTES = 2**26
+GRAPH_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,21 @@ class Measured:
 
 
 class Evaluator:
-    """Evaluates clients' samples on a copy of the learner as it is when this is made, buffers included.
+    """Evaluates clients' samples on a copy of the learner as it is when this is made, buffers
+    included.
 
-    The run sees nothing of it: neither its learner, nor random state, metrics or logs. The loss is what
-    ``training_step`` gives in evaluation mode, each batch weighted by its samples; what a step draws is a function of
-    the seed and the batch. Sums are in float64, over batches that do not depend on who computes them: processes share
-    the work, and 1, 2, 4, … of them have the same bits. All of them have to call :meth:`mean` and :meth:`each`.
+    The run sees nothing of it: neither its learner, nor random state, metrics or logs. The loss is
+    what ``training_step`` gives in evaluation mode, each batch weighted by its samples; what a step
+    draws is a function of the seed and the batch. Sums are in float64, over batches that do not
+    depend on who computes them: processes share the work, and 1, 2, 4, … of them have the same
+    bits. All of them have to call :meth:`mean` and :meth:`each`.
     ``buffers``: what each batch starts from, the learner's at first.
 
     Args:
         learner: any LightningModule; ``layout``: of its trainable parameters.
         data: a federated data module.
-        context: around each forward pass; ``convert``: ``(learner, batch) -> batch``, None: as it is.
+        context: around each forward pass; ``convert``: ``(learner, batch) -> batch``, None: as it
+            is.
 
     Example:
         >>> from fl_lightning.evaluation.samples import samples_of
@@ -95,18 +102,24 @@ class Evaluator:
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 # a sparse gradient cannot be differentiated, and the values are the same
                 part.sparse = False
-        self.data, self.seed = data, seed
+        self.data = data
+        self.seed = seed
         self.buffers: Mapping[str, Tensor] = {
             name: buffer.clone() for name, buffer in self.copy.buffers.items()
         }
-        self._forward, self.copy.forward_context = self.copy.forward_context, self._context
+        self._forward = self.copy.forward_context
+        self.copy.forward_context = self._context
         # for the present loss; whether none can be had without
         self._graph = self._builds_graph = False
 
     @classmethod
     def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:
-        """Of a FederatedRun and its Trainer, with the batches that clients get; ``exact``: without autocast."""
-        model, data, device = run.model, trainer.datamodule, trainer.strategy.root_device
+        """Of a FederatedRun and its Trainer, with the batches that clients get; ``exact``: without
+        autocast.
+        """
+        model = run.model
+        data = trainer.datamodule
+        device = trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
         made = cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
@@ -130,7 +143,8 @@ class Evaluator:
 
         Args:
             gradient: whether to give that of the loss too.
-            step: whose logs are wanted, ``training_step``'s or ``validation_step``'s; the loss is the former's.
+            step: whose logs are wanted, ``training_step``'s or ``validation_step``'s; the loss is
+                the former's.
         """
         size = self.size(x, samples, GRAPH_BYTES) if gradient else self.size(x, samples)
         return self.mean_of(x, self.shares(samples, size), gradient, step)
@@ -154,11 +168,13 @@ class Evaluator:
         )
 
     def each(self, x: Tensor, samples: Samples, step: str = "training_step") -> dict[str, Tensor]:
-        """Each client's means ``(n,)``, float64, in the order of ``samples``: ``samples``, ``loss`` and the logs.
+        """Each client's means ``(n,)``, float64, in the order of ``samples``: ``samples``, ``loss``
+        and the logs.
 
         Args:
             x: ``(D,)``, or one a client ``(n, D)``.
-            step: as in :meth:`mean`. NaN for clients without samples, or for which the learner logged nothing.
+            step: as in :meth:`mean`. NaN for clients without samples, or for which the learner
+                logged nothing.
         """
         world, rank = place()
         own = {
@@ -178,7 +194,9 @@ class Evaluator:
     def client(
         self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
     ) -> dict[str, float]:
-        """One client's means at x ``(D,)``, in this process alone: ``samples``, ``loss`` and what it logs."""
+        """One client's means at x ``(D,)``, in this process alone: ``samples``, ``loss`` and what
+        it logs.
+        """
         samples = {client: indices}
         self.copy.begin(self.data, lambda: client)
         shares = self.shares(samples, self.size(x, samples), alone=True)
@@ -186,7 +204,10 @@ class Evaluator:
         self.copy.begin(self.data)
         number = int(total["samples"]) if total else 0
         loss = float(total["loss"] / number) if number else math.nan
-        logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])} if number else {}
+        if number:
+            logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])}
+        else:
+            logged = {}
         return {"samples": number, "loss": loss, **logged}
 
     # ---- sums over samples
@@ -194,9 +215,11 @@ class Evaluator:
     def shares(
         self, samples: Samples, size: int, alone: bool = False, keep: bool = False
     ) -> list[Share]:
-        """This process's batches of up to ``size`` samples, each read when it is called for; ``alone``: all of them.
+        """This process's batches of up to ``size`` samples, each read when it is called for;
+        ``alone``: all of them.
 
-        A batch takes the next samples in the order of the clients: small clients share one where tensors allow it.
+        A batch takes the next samples in the order of the clients: small clients share one where
+        tensors allow it.
         ``keep``: read now, for many passes over the same samples.
         """
         world, rank = (1, 0) if alone else place()
@@ -206,7 +229,9 @@ class Evaluator:
         return [partial(copies, share()) for share in shares] if keep else shares
 
     def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
-        """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one); empty without any."""
+        """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one);
+        empty without any.
+        """
         world, rank = (1, 0) if alone else place()
         tree = TreeSum(len(shares))
         with self._at(x):
@@ -219,7 +244,8 @@ class Evaluator:
         return (tree.total if alone else sum_over_processes(tree.total)) or {}
 
     def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
-        """How many samples fit into a batch; ``graph_bytes``: memory for what a backward pass keeps; 0: there is none.
+        """How many samples fit into a batch; ``graph_bytes``: memory for what a backward pass
+        keeps; 0: there is none.
 
         It is measured on the first two samples, so it is the same in every process.
         """
@@ -255,7 +281,8 @@ class Evaluator:
         except RuntimeError as error:  # a step that takes gradients itself
             if self._graph or "does not require grad" not in str(error):
                 raise
-        self._builds_graph, self.copy.logged = True, {}
+        self._builds_graph = True
+        self.copy.logged = {}
         return self.loss(batch, index, graph)
 
     @contextmanager
@@ -291,7 +318,8 @@ class Evaluator:
         return term
 
     def _validation(self, batch: Any, index: int) -> None:
-        self._graph, step = False, self.copy.learner.validation_step
+        self._graph = False
+        step = self.copy.learner.validation_step
         if self.convert_validation is not None:
             batch = self.convert_validation(self.copy.learner, self._given)
         with self._context():

@@ -33,7 +33,8 @@ class OwnMetrics(dict[str, Tensor]):
 
 
 class ClientEvaluation:
-    """Evaluates clients' own samples, a group at a time, on one copy of the learner, made when it is first asked for.
+    """Evaluates clients' own samples, a group at a time, on one copy of the learner, made when it
+    is first asked for.
 
     Args:
         run: that trains, a FederatedRun; ``trainer``: the Trainer that fits it.
@@ -41,7 +42,9 @@ class ClientEvaluation:
 
     def __init__(self, run: Any, trainer: Any) -> None:
         # of engines with threads
-        self._run, self._trainer, self._lock = run, trainer, threading.Lock()
+        self._run = run
+        self._trainer = trainer
+        self._lock = threading.Lock()
         self._evaluator: Evaluator | None = None
         self._round: Round | None = None
 
@@ -51,19 +54,22 @@ class ClientEvaluation:
             raise ValueError(
                 f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'"
             )
-        data, learner = self._trainer.datamodule, self._run.model.learner
+        data = self._trainer.datamodule
+        learner = self._run.model.learner
         indices = data.client_indices if what == "train" else data.client_test_indices
-        step = "validation_step" if overrides(learner, "validation_step") else "training_step"
+        if overrides(learner, "validation_step"):
+            step = "validation_step"
+        else:
+            step = "training_step"
         found: list[dict[str, float]] = []
         with self._lock:
             evaluator = self._of_round(clients._round)
             for row, client in enumerate(clients.client_ids):
                 own = evaluator.client(x if x.ndim == 1 else x[row], client, indices(client), step)
-                logged = (
-                    {without_prefix(name): value for name, value in own.items()}
-                    if step[0] == "v"
-                    else {}
-                )
+                if step[0] == "v":
+                    logged = {without_prefix(name): value for name, value in own.items()}
+                else:
+                    logged = {}
                 found.append({**logged, "loss": own["loss"], "samples": own["samples"]})
         empty = not any(own.pop("samples") for own in found)
         names = dict.fromkeys(name for own in found for name in own)
@@ -77,7 +83,9 @@ class ClientEvaluation:
         return OwnMetrics(columns, empty)
 
     def _of_round(self, round: Round) -> Evaluator:
-        """The evaluator, with the round's buffers and what the learner's hooks changed since the last one."""
+        """The evaluator, with the round's buffers and what the learner's hooks changed since the
+        last one.
+        """
         learner = self._run.model.learner
         if self._evaluator is None:
             with _shims_put_aside(learner):

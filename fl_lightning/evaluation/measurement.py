@@ -1,4 +1,6 @@
-"""What is measured of the model after a round, outside of the round: it neither changes nor times it."""
+"""What is measured of the model after a round, outside of the round: it neither changes nor times
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from fl_lightning.processes import gathered
 
 
 class Measurement(FederatedCallback):
-    """Base class of loggers that measure the evaluated model after every ``every_n_rounds``-th round and the last.
+    """Base class of loggers that measure the evaluated model after every ``every_n_rounds``-th
+    round and the last.
 
-    That is where (t + 1) mod ``every_n_rounds`` = 0; None: after the last round alone. A run that a signal stops has
-    no last round: it will be resumed.
+    That is where (t + 1) mod ``every_n_rounds`` = 0; None: after the last round alone. A run that a
+    signal stops has no last round: it will be resumed.
 
     Raises:
         UserError: ``every_n_rounds`` is neither None nor an integer above 0.
@@ -52,5 +55,6 @@ class Measurement(FederatedCallback):
             self._measure(trainer)
 
     def _measure(self, trainer: Any) -> None:
-        self._measured, module = self._ended, trainer.lightning_module
+        self._measured = self._ended
+        module = trainer.lightning_module
         module.run.report(self.measure(module), self._measured)

@@ -1,4 +1,6 @@
-"""What a client uses itself: its personal model after a round, how well it does on the client's own test samples."""
+"""What a client uses itself: its personal model after a round, how well it does on the client's own
+test samples.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,12 @@ class Sizes(dict[int, int]):
 
 @dataclass(frozen=True)
 class PersonalModels:
-    """The clients' personal models as the rounds so far left them: by the hook ``personal``, else w with kept parts.
+    """The clients' personal models as the rounds so far left them: by the hook ``personal``, else w
+    with kept parts.
 
     Args:
-        round: the facts of the round that was committed last, w and buffers as they are after it; ``read`` gives the
-            committed rows of the clients that are asked for.
+        round: the facts of the round that was committed last, w and buffers as they are after it;
+            ``read`` gives the committed rows of the clients that are asked for.
     """
 
     round: Round
@@ -70,10 +73,13 @@ class PersonalModels:
 
 
 def of_run(run: Any) -> PersonalModels:
-    """Those of a FederatedRun after its rounds so far; each process has them for the clients whose rows live there."""
+    """Those of a FederatedRun after its rounds so far; each process has them for the clients whose
+    rows live there.
+    """
     if run.loop is None:
         raise UserError(
-            "personal models are there once a run has begun: after trainer.fit, or in its callbacks."
+            "personal models are there once a run has begun: after trainer.fit, or in its "
+            "callbacks."
         )
     facts = run.loop.facts(max(run.state.rounds - 1, 0))
     return PersonalModels(replace(facts, sizes=Sizes(run.loop.cohort.data)), run.methods)
@@ -82,16 +88,21 @@ def of_run(run: Any) -> PersonalModels:
 def of_checkpoint(
     saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str
 ) -> PersonalModels:
-    """Those of a checkpoint, whose weights by name the learner of ``model`` has already; sets w and the buffers.
+    """Those of a checkpoint, whose weights by name the learner of ``model`` has already; sets w and
+    the buffers.
 
     Args:
-        methods: the run's, as its config has them; ``data``: its data module, from which sizes are read where a method
-            asks for them; ``path``: of the checkpoint, beside which client rows lie.
+        methods: the run's, as its config has them; ``data``: its data module, from which sizes are
+            read where a method asks for them; ``path``: of the checkpoint, beside which client rows
+            lie.
     """
-    held, rows = federated_part(saved), ClientRows(ClientStore())
+    held = federated_part(saved)
+    rows = ClientRows(ClientStore())
     model.written = tuple((held.get("engine") or {}).get("written", ()))
     state = restored(held, rows, model, path)
-    w, buffers, layout = model.w.detach(), model.buffers(), model.layout
+    w = model.w.detach()
+    buffers = model.buffers()
+    layout = model.layout
     parts = methods.parts(layout)
     owned = {name.removeprefix(BUFFER) for name in rows.store.names() if name.startswith(BUFFER)}
     round = Round(
@@ -123,25 +134,30 @@ def of_client(run: Any, client: int) -> Model:
 def measured(
     run: Any, trainer: Any, ids: Sequence[int], finetune_epochs: float = 0
 ) -> dict[int, dict[str, dict[str, float]]]:
-    """By client, what each one's personal model does on its own test samples; called in every process.
+    """By client, what each one's personal model does on its own test samples; called in every
+    process.
 
     Args:
         run: a FederatedRun; ``trainer``: the Trainer that fits it.
         finetune_epochs: local epochs of fine-tuning before a second measurement.
 
     Returns:
-        ``{client: {"": values, "_finetuned": values}}``: ``samples``, ``loss`` (of ``training_step`` in evaluation
-        mode) and what ``validation_step`` logs, under its names; of a client without test samples, empty. The second
-        is there where ``finetune_epochs`` is above 0.
+        ``{client: {"": values, "_finetuned": values}}``: ``samples``, ``loss`` (of
+        ``training_step`` in evaluation mode) and what ``validation_step`` logs, under its names; of
+        a client without test samples, empty. The second is there where ``finetune_epochs`` is above
+        0.
     """
-    data, (world, rank) = trainer.datamodule, place()
-    models, evaluator = of_run(run), Evaluator.of_run(run, trainer)
+    data = trainer.datamodule
+    (world, rank) = place()
+    models = of_run(run)
+    evaluator = Evaluator.of_run(run, trainer)
     tuned = FineTuning(run, trainer, finetune_epochs) if finetune_epochs else None
     own: dict[int, dict[str, dict[str, float]]] = {}
     for client in ids:
         if client % world != rank:
             continue
-        indices, own[client] = data.client_test_indices(client), {}
+        indices = data.client_test_indices(client)
+        own[client] = {}
         if not len(indices):
             continue
         weights, evaluator.buffers = models.of(client)
@@ -156,19 +172,21 @@ def measured(
 
 
 class FineTuning:
-    """Trains a client's model for some more local epochs, on a copy of the learner: nothing of it is kept.
+    """Trains a client's model for some more local epochs, on a copy of the learner: nothing of it
+    is kept.
 
-    With the client optimizer at the rate of the round that was committed last, all parameters, without methods and
-    clipping. Batches, and what a step draws, are functions of (seed, round, client), others than the round's.
+    With the client optimizer at the rate of the round that was committed last, all parameters,
+    without methods and clipping. Batches, and what a step draws, are functions of (seed, round,
+    client), others than the round's.
     """
 
     def __init__(self, run: Any, trainer: Any, epochs: float) -> None:
-        self.epochs, self.settings, self.loop = epochs, run.settings, run.loop
+        self.epochs = epochs
+        self.settings = run.settings
+        self.loop = run.loop
         self.cohort = run.cohort(trainer)
-        data, seed = (
-            OtherBatches(trainer.datamodule),
-            int(generator(self.cohort.seed, "finetune").integers(2**63)),
-        )
+        data = OtherBatches(trainer.datamodule)
+        seed = int(generator(self.cohort.seed, "finetune").integers(2**63))
         work = Work(data, Methods([]), seed)
         setting = setting_of(
             trainer, run.settings, run.model, run.clients, run.schedule, work, self.cohort

@@ -1,4 +1,6 @@
-"""Which of the clients' samples, and in which batches: of one client after the other, small clients together."""
+"""Which of the clients' samples, and in which batches: of one client after the other, small clients
+together.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def samples_of(data: Any) -> Samples:
 
 
 def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
-    """That many of all clients' samples, drawn without replacement among what they hold; None, or no fewer: all.
+    """That many of all clients' samples, drawn without replacement among what they hold; None, or
+    no fewer: all.
 
-    A sample that several clients hold can come several times. The draw is a function of (seed, purpose).
+    A sample that several clients hold can come several times. The draw is a function of (seed,
+    purpose).
     """
     sizes = data.client_sizes()
     total = int(sizes.sum())
@@ -52,7 +56,8 @@ def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64
                 room = size
             piece = indices[start : start + room]
             batches[-1].append((client, piece))
-            start, room = start + len(piece), room - len(piece)
+            start = start + len(piece)
+            room = room - len(piece)
     return batches
 
 

@@ -1,4 +1,6 @@
-"""The learner's lr scheduler as a table, so that every engine, process and resumed run reads the same rates from it."""
+"""The learner's lr scheduler as a table, so that every engine, process and resumed run reads the
+same rates from it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ class ClientSchedule:
     """What the optimizer's parameter groups are set to, by round or by local step.
 
     Args:
-        optimizer: with parameter groups as the schedulers left them; it gets ``given`` in their place.
+        optimizer: with parameter groups as the schedulers left them; it gets ``given`` in their
+            place.
         schedulers: each with how many rounds or steps pass between its steps.
-        unit: ``"rounds"``: entry t holds in round t; ``"local_steps"``: entry k in step k of each client's round.
+        unit: ``"rounds"``: entry t holds in round t; ``"local_steps"``: entry k in step k of each
+            client's round.
         given: parameter groups as the user made them.
 
     ``account``: unit, classes and arguments as text, to compare with a checkpoint's.
@@ -33,8 +37,10 @@ class ClientSchedule:
         unit: str,
         given: list[dict[str, Any]],
     ) -> None:
-        self.unit, self.schedulers = unit, schedulers
-        self._optimizer, self._groups = optimizer, optimizer.param_groups
+        self.unit = unit
+        self.schedulers = schedulers
+        self._optimizer = optimizer
+        self._groups = optimizer.param_groups
         self.account = (
             f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
         )
@@ -56,7 +62,8 @@ class ClientSchedule:
         Raises:
             UserError: the schedulers end before, or give a rate that is negative or not finite.
         """
-        optimizer, given = self._optimizer, self._optimizer.param_groups
+        optimizer = self._optimizer
+        given = self._optimizer.param_groups
         optimizer.param_groups = self._groups
         try:
             with warnings.catch_warnings():
@@ -71,8 +78,9 @@ class ClientSchedule:
         except Exception as error:
             what = "rounds" if self.unit == "rounds" else "local steps of a client"
             raise UserError(
-                f"client_scheduler={self.unit!r}: {self.name} cannot be stepped to {entries} {what}, at "
-                f"{len(self._table)} it says: {error}. Give it as many as there are, or client_scheduler='ignore'."
+                f"client_scheduler={self.unit!r}: {self.name} cannot be stepped to {entries} "
+                f"{what}, at {len(self._table)} it says: {error}. Give it as many as there are, "
+                "or client_scheduler='ignore'."
             ) from error
         finally:
             optimizer.param_groups = given
@@ -93,17 +101,20 @@ class ClientSchedule:
         for group in now:
             if not 0 <= group["lr"] < math.inf:
                 raise UserError(
-                    f"client_scheduler={self.unit!r}: {self.name} gives the rate {group['lr']!r}; it has to be a "
-                    "finite number from 0."
+                    f"client_scheduler={self.unit!r}: {self.name} gives the rate {group['lr']!r}; "
+                    "it has to be a finite number from 0."
                 )
         return now
 
 
 class ShownScheduler:
-    """What the learner's ``self.lr_schedulers()`` gives: its own scheduler, at the rates of the client's optimizer."""
+    """What the learner's ``self.lr_schedulers()`` gives: its own scheduler, at the rates of the
+    client's optimizer.
+    """
 
     def __init__(self, schedule: ClientSchedule, optimizer: Optimizer) -> None:
-        self._scheduler, self._shown = schedule.schedulers[0][0], optimizer
+        self._scheduler = schedule.schedulers[0][0]
+        self._shown = optimizer
 
     def get_last_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self._shown.param_groups]
@@ -114,7 +125,9 @@ class ShownScheduler:
 
 def plain(value: Any) -> Any:
     """A setting of an optimizer by value."""
-    return tuple(float(v) for v in value) if isinstance(value, (tuple, list)) else float(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(float(v) for v in value)
+    return float(value)
 
 
 def written(scheduler: Any) -> dict[str, Any]:

@@ -20,11 +20,13 @@ LOSS = "the loss of local steps"
 
 
 class Clients:
-    """``n`` clients that train together, as local hooks see them; per-client scalars are columns ``(n, 1)``.
+    """``n`` clients that train together, as local hooks see them; per-client scalars are columns
+    ``(n, 1)``.
 
     Args:
         x: their models ``(n, D)``.
-        full_gradient, evaluate: what stands behind the methods of these names; given by whoever trains them.
+        full_gradient, evaluate: what stands behind the methods of these names; given by whoever
+            trains them.
     """
 
     def __init__(
@@ -35,10 +37,13 @@ class Clients:
         full_gradient: Callable[[Clients, Tensor], Tensor] | None = None,
         evaluate: Evaluate | None = None,
     ) -> None:
-        self._round, self._x = round, x
+        self._round = round
+        self._x = x
         self._ids = ids
-        self._full_gradient, self._evaluate = full_gradient, evaluate
-        self.looked_up, self.mean_gradient_read = False, ""
+        self._full_gradient = full_gradient
+        self._evaluate = evaluate
+        self.looked_up = False
+        self.mean_gradient_read = ""
         # the learner's after training, of a client that stands alone
         self.buffers: dict[str, Tensor] = {}
         self.metrics: object = None  # what its steps left in the learner's
@@ -56,7 +61,9 @@ class Clients:
         self.clipped: Tensor
         self.local_step: InStep | None = None
         self.gradients_a_step = 1  # which their first step shows, as all do the same
-        self.full_gradients, self.full_gradients_a_step = 0, 0  # outside of steps, and in one
+        # outside of steps, and in one
+        self.full_gradients = 0
+        self.full_gradients_a_step = 0
         self._step: Tensor | None = None
         self._columns: dict[str, Tensor] = {}
 
@@ -133,7 +140,9 @@ class Clients:
 
     @property
     def weight_decay(self) -> float:
-        """λ of the client optimizer where it is part of the gradient; 0 where it is decoupled (AdamW)."""
+        """λ of the client optimizer where it is part of the gradient; 0 where it is decoupled
+        (AdamW).
+        """
         self._round.rates.require_one()
         return self._round.rates.weight_decay
 
@@ -143,7 +152,9 @@ class Clients:
         return self._column(self._round.steps)
 
     def steps_of(self, epochs: float) -> Tensor:
-        """Local steps of so many epochs ``(n, 1)``, whatever K_i is; taken exactly from their decimal form."""
+        """Local steps of so many epochs ``(n, 1)``, whatever K_i is; taken exactly from their
+        decimal form.
+        """
         name = f"steps of {epochs}"
         if name not in self._columns:
             assert self._round.steps_of is not None
@@ -160,18 +171,20 @@ class Clients:
         return self._step
 
     def gradient_at(self, x: Tensor) -> Tensor:
-        """Gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``, without weight decay.
+        """Gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``, without
+        weight decay.
 
-        In the hooks of a step, from the first step on: same batch, same random numbers, from the buffers with which
-        the step began. x, buffers and logs stay; what is returned has memory of its own. It costs what the loss
-        gradient does, which ``cost/gradients`` shows.
+        In the hooks of a step, from the first step on: same batch, same random numbers, from the
+        buffers with which the step began. x, buffers and logs stay; what is returned has memory of
+        its own. It costs what the loss gradient does, which ``cost/gradients`` shows.
         """
         return self._in_step("clients.gradient_at").gradient_at(x)
 
     def _in_step(self, what: str) -> InStep:
         if self.local_step is None:
             raise RuntimeError(
-                f"{what} is there in the hooks of a local step, not before or after a client's steps"
+                f"{what} is there in the hooks of a local step, not before or after a client's "
+                "steps"
             )
         return self.local_step
 
@@ -181,12 +194,15 @@ class Clients:
             self._step += 1
 
     def gradients(self, client: int) -> int:
-        """How many gradients of a batch's loss were evaluated for a client, its whole objective's by their batches."""
+        """How many gradients of a batch's loss were evaluated for a client, its whole objective's
+        by their batches.
+        """
         steps = self._round.steps[client]
         whole = self.full_gradients + steps * self.full_gradients_a_step
-        batches = (
-            self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0
-        )
+        if whole and self._round.steps_of is not None:
+            batches = self._round.steps_of(client, 1)
+        else:
+            batches = 0
         return steps * self.gradients_a_step + whole * batches
 
     @cached_property
@@ -201,7 +217,9 @@ class Clients:
 
     @property
     def origin(self) -> Tensor:
-        """Where the clients' present displacement began ``(n, D)``: ``start``, except on parts kept since."""
+        """Where the clients' present displacement began ``(n, D)``: ``start``, except on parts kept
+        since.
+        """
         return self.start if self.kept_origin is None else self.kept_origin
 
     @property
@@ -226,10 +244,13 @@ class Clients:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``; of methods with ``reads_loss = True``."""
+        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``; of methods with
+        ``reads_loss = True``.
+        """
         if LOSS not in self.logs:
             raise RuntimeError(
-                "clients.loss is there in on_local_end, where a method's class says reads_loss = True"
+                "clients.loss is there in on_local_end, where a method's class says reads_loss = "
+                "True"
             )
         return self.logs[LOSS].reshape(-1, 1)
 
@@ -239,24 +260,30 @@ class Clients:
         return norm
 
     def full_gradient(self, x: Tensor) -> Tensor:
-        """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight decay included."""
+        """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight
+        decay included.
+        """
         assert self._full_gradient is not None
         self.full_gradients += self.local_step is None
         self.full_gradients_a_step += self.local_step is not None and self.local_step.first
         return self._full_gradient(self, x)
 
     def evaluate(self, x: Tensor, what: Literal["train", "test"] = "train") -> dict[str, Tensor]:
-        """Columns ``(n, 1)`` of the clients' own samples at x ``(D,)`` or ``(n, D)``; NaN of a client without samples.
+        """Columns ``(n, 1)`` of the clients' own samples at x ``(D,)`` or ``(n, D)``; NaN of a
+        client without samples.
 
-        ``"loss"``, and what ``validation_step`` logs, without ``val/``: in evaluation mode, with the server's buffers.
-        ``what``: the samples that they train on, or those that ``client_test_fraction`` holds out. It reads values, so
-        a local step that asks for it is not captured.
+        ``"loss"``, and what ``validation_step`` logs, without ``val/``: in evaluation mode, with
+        the server's buffers.
+        ``what``: the samples that they train on, or those that ``client_test_fraction`` holds out.
+        It reads values, so a local step that asks for it is not captured.
         """
         assert self._evaluate is not None
         return self._evaluate(self, x, what)
 
     def log(self, name: str, values: Tensor) -> None:
-        """Log one value per client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under ``name``."""
+        """Log one value per client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under
+        ``name``.
+        """
         self.logs[name] = values.detach().reshape(len(self._ids))
 
     def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
@@ -272,12 +299,20 @@ class Clients:
         return self._rows[key]
 
     def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
-        self._declared[key], self._rows[key], self._versions[key] = declaration, rows, rows._version
+        self._declared[key] = declaration
+        self._rows[key] = rows
+        self._versions[key] = rows._version
 
     def _load(self, key: str, declaration: PerClient, client: int) -> Tensor:
-        row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
+        if isinstance(declaration, ClientState):
+            row = self._round.read(key, client)
+        else:
+            row = None
         if row is None and declaration.initial == "zeros":
-            like = self._x[0] if declaration.shape is None else self._x.new_empty(declaration.shape)
+            if declaration.shape is None:
+                like = self._x[0]
+            else:
+                like = self._x.new_empty(declaration.shape)
             return torch.zeros(
                 (), dtype=declaration.dtype or like.dtype, device=like.device
             ).expand_as(like)
@@ -296,12 +331,17 @@ class Clients:
         self._versions[key] = -1
 
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
-        shape = self._x.shape[1:] if declaration.shape is None else torch.Size(declaration.shape)
+        if declaration.shape is None:
+            shape = self._x.shape[1:]
+        else:
+            shape = torch.Size(declaration.shape)
         kind = self._x.dtype if declaration.dtype is None else declaration.dtype
         self.uploads[key] = torch.as_tensor(value).to(kind).expand(len(self._ids), *shape)
 
     def step_tensors(self) -> dict[str, Tensor]:
-        """What a local step may read or change besides x, by name: columns, starts and rows of states."""
+        """What a local step may read or change besides x, by name: columns, starts and rows of
+        states.
+        """
         own = {
             name: value
             for name, value in vars(self).items()
@@ -314,7 +354,9 @@ class Clients:
         return [*self.logs.values(), *self.uploads.values()]
 
     def take_kept_parts(self) -> None:
-        """Put the clients' own copies of parts into ``x``, where newer than the last average; note since when."""
+        """Put the clients' own copies of parts into ``x``, where newer than the last average; note
+        since when.
+        """
         round = self._round
         if round.parts is not None:
             taken = round.parts.taken(round.t, round.read, self.client_ids, self._x, round.wide)
@@ -334,7 +376,9 @@ class Clients:
         }
 
     def begin(self, own_starts: bool) -> None:
-        """The starts are final: remember them; ``own_starts``: a method may have moved them away from w."""
+        """The starts are final: remember them; ``own_starts``: a method may have moved them away
+        from w.
+        """
         own = own_starts or self.kept_mask is not None
         self._start = self._x.clone() if own else self._round.w.expand_as(self._x)
         if self.kept_mask is not None and self.kept_origin is not None:

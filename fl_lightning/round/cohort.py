@@ -1,4 +1,6 @@
-"""Who takes part in a round, and how many steps each client takes: functions of (seed, round), known beforehand."""
+"""Who takes part in a round, and how many steps each client takes: functions of (seed, round),
+known beforehand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Cohort:
         data: the run's: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
         seed: the run's.
         coins: what decides who takes part is drawn from this; None: the seed.
-        quick: the Trainer's ``fast_dev_run``: one client takes part, with so many of its batches; 0: all that is asked.
+        quick: the Trainer's ``fast_dev_run``: one client takes part, with so many of its batches;
+            0: all that is asked.
 
     The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
@@ -36,10 +39,14 @@ class Cohort:
         coins: Key | None = None,
         quick: int = 0,
     ) -> None:
-        self.data, self.seed, self.quick = data, seed, quick
+        self.data = data
+        self.seed = seed
+        self.quick = quick
         self.coins: Key = seed if coins is None else coins
-        self.participation, self.sampling = participation, sampling
-        self.local_epochs, self.local_steps = local_epochs, local_steps
+        self.participation = participation
+        self.sampling = sampling
+        self.local_epochs = local_epochs
+        self.local_steps = local_steps
 
     @property
     def n(self) -> int:
@@ -68,14 +75,14 @@ class Cohort:
             return tuple(range(m))
         draw = drawn_from(self.coins, "participants", t)
         n = self._number(draw)
-        return (
-            tuple(range(m))
-            if n == m
-            else tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
-        )
+        if n == m:
+            return tuple(range(m))
+        return tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
 
     def tried(self, t: int) -> tuple[int, ...]:
-        """Clients to try the steps of round t on, before the first: those that are sampled, but never nobody."""
+        """Clients to try the steps of round t on, before the first: those that are sampled, but
+        never nobody.
+        """
         return self.participants(t) or (0,)
 
     def number(self, t: int) -> int:
@@ -83,7 +90,8 @@ class Cohort:
         return 1 if self.quick else self._number(drawn_from(self.coins, "participants", t))
 
     def _number(self, draw: Generator) -> int:
-        n, m = self.n, self.m
+        n = self.n
+        m = self.m
         if self.sampling == "uniform":
             return n
         heads = int(
@@ -99,13 +107,17 @@ class Cohort:
         return min(steps, self.quick) if self.quick else steps
 
     def steps_of(self, i: int, local_epochs: float) -> int:
-        """Steps of so many local epochs of client i, taken exactly from their decimal form: a started batch counts."""
+        """Steps of so many local epochs of client i, taken exactly from their decimal form: a
+        started batch counts.
+        """
         epochs = Fraction(str(local_epochs))
-        batches, whole = int(self.data.batches_per_epoch(i)), int(epochs)
+        batches = int(self.data.batches_per_epoch(i))
+        whole = int(epochs)
         return whole * batches + -int(-((epochs - whole) * batches) // 1)
 
     def smallest_batch(self, clients: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """Samples of the smallest batch of these clients (None: of all), and the first such client: O(m), no draw.
+        """Samples of the smallest batch of these clients (None: of all), and the first such client:
+        O(m), no draw.
 
         None where the data do not tell.
         """
@@ -130,9 +142,8 @@ class Cohort:
         """Such as ``10 of 100 clients · 5 epochs``."""
         if self.quick:
             return f"1 of {self.m} clients · {self.quick} steps at most (fast_dev_run)"
-        work = (
-            f"{self.local_steps} steps"
-            if self.local_steps
-            else f"{self.local_epochs or 5:g} epochs"
-        )
+        if self.local_steps:
+            work = f"{self.local_steps} steps"
+        else:
+            work = f"{self.local_epochs or 5:g} epochs"
         return f"{self.n} of {self.m} clients · {work}"

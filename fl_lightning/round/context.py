@@ -50,7 +50,9 @@ class ClientRates:
         return self.schedule is not None and self.schedule.by_step
 
     def in_round(self, t: int, factor: float, steps: int) -> ClientRates:
-        """With learning rates × ``factor``, and where a schedule has them in round t, of at most so many steps."""
+        """With learning rates × ``factor``, and where a schedule has them in round t, of at most so
+        many steps.
+        """
         schedule = self.schedule
         if schedule is None or schedule.by_step:
             if schedule is not None:
@@ -65,7 +67,9 @@ class ClientRates:
         )
 
     def groups(self, step: int) -> Groups | None:
-        """What each parameter group is set to at a local step, before ``factor``; None: what it was made with."""
+        """What each parameter group is set to at a local step, before ``factor``; None: what it was
+        made with.
+        """
         if self.schedule is None:
             return None
         return self.schedule[step if self.schedule.by_step else self.entry]
@@ -78,23 +82,28 @@ class ClientRates:
         return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
     def require_one(self) -> None:
-        """Refuse a method that takes one learning rate and weight decay for all parameters where there are several."""
+        """Refuse a method that takes one learning rate and weight decay for all parameters where
+        there are several.
+        """
         if self.several:
             raise UserError(
-                f"the client optimizer has parameter groups with several values of {self.several}, and {asking()} "
-                "takes one learning rate and one weight decay for all parameters. Use one group, or another method."
+                "the client optimizer has parameter groups with several values of "
+                f"{self.several}, and {asking()} takes one learning rate and one weight decay for "
+                "all parameters. Use one group, or another method."
             )
 
     def require_constant(self) -> None:
-        """Refuse a method that takes one learning rate for a client's whole round where it changes from step to step.
+        """Refuse a method that takes one learning rate for a client's whole round where it changes
+        from step to step.
 
         ``clients.elapsed`` and ``clients.mean_gradient`` add up the steps' own.
         """
         self.require_one()
         if self.by_step:
             raise UserError(
-                f"client_scheduler='local_steps' changes the learning rate in each local step, and {asking()} takes "
-                "one for the whole round. Use client_scheduler='rounds' or 'ignore', or another method."
+                "client_scheduler='local_steps' changes the learning rate in each local step, "
+                f"and {asking()} takes one for the whole round. Use client_scheduler='rounds' or "
+                "'ignore', or another method."
             )
 
 
@@ -139,7 +148,8 @@ class Round:
         ids: the participants, ascending.
         steps, sizes, weights: K_i, N_i and the aggregation weights (not normalised), by client.
         num_clients: registered clients m.
-        w, w0, evaluated: w^t, w^0 (where a method needs it) and what was evaluated last, each ``(D,)``.
+        w, w0, evaluated: w^t, w^0 (where a method needs it) and what was evaluated last, each
+            ``(D,)``.
         buffers: the server's, by name.
         read: ``(key, client)`` → a committed row, or None.
         server_states: committed, by key.
@@ -148,9 +158,11 @@ class Round:
         seed: the run's.
         all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
-        home: ``(key, client)`` → a committed row of a client whose rows live with this process, or None.
+        home: ``(key, client)`` → a committed row of a client whose rows live with this process, or
+            None.
         own_buffers: those that each client keeps as its own, by name.
-        noise: what a method draws noise from that nobody may compute; None: there is no such method.
+        noise: what a method draws noise from that nobody may compute; None: there is no such
+            method.
     """
 
     t: int
@@ -177,7 +189,9 @@ class Round:
     noise: Key | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
-        """What a client's buffers start from: the server's, or its own where it keeps them and has some."""
+        """What a client's buffers start from: the server's, or its own where it keeps them and has
+        some.
+        """
         if not self.own_buffers:
             return self.buffers
         kept = {
@@ -208,11 +222,10 @@ class Round:
         kind = self.w.dtype if dtype is None else dtype
         if initial == "zeros":
             return torch.zeros(size, dtype=kind, device=self.w.device)
-        value = (
-            initial(self.w)
-            if callable(initial)
-            else self.w0
-            if initial == "initial_model"
-            else self.w
-        )
+        if callable(initial):
+            value = initial(self.w)
+        elif initial == "initial_model":
+            value = self.w0
+        else:
+            value = self.w
         return torch.as_tensor(value, device=self.w.device).to(kind).expand(size)

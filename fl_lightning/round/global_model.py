@@ -55,7 +55,8 @@ class GlobalModel:
 
     ``written``: frozen parameters that the learner's steps write, which are buffers to the run.
     ``found``: how the present round found it; None between rounds.
-    ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own hyper-parameters.
+    ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own
+    hyper-parameters.
     """
 
     def __init__(self, learner: Any) -> None:
@@ -97,7 +98,9 @@ class GlobalModel:
         return self.found or Found(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
-        """Lay the learner's parameters out in one vector and tie them to it; ``again``: they may lie elsewhere now."""
+        """Lay the learner's parameters out in one vector and tie them to it; ``again``: they may
+        lie elsewhere now.
+        """
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
@@ -105,7 +108,9 @@ class GlobalModel:
             p.shape for p in parameters
         ]:
             check_learner_parameters(self.learner)
-            self._layout, self._w, self._evaluated = Layout(self.learner), None, None
+            self._layout = Layout(self.learner)
+            self._w = None
+            self._evaluated = None
         first = parameters[0]
         views = [] if self._w is None else self._layout.views(self.evaluated.detach())
         tied = bool(views) and all(
@@ -124,9 +129,11 @@ class GlobalModel:
                 and torch.equal(flat, self._evaluated.to(flat))
             ):
                 # moved, to a GPU or from it
-                self._w.data, self._evaluated = self._w.detach().to(flat), flat
+                self._w.data = self._w.detach().to(flat)
+                self._evaluated = flat
             elif self._w is not None:
-                self._w.data, self._evaluated = flat, None
+                self._w.data = flat
+                self._evaluated = None
             else:
                 self._w = flat.clone().requires_grad_(True)
         self._slots = slots_of_parameters(self.learner)
@@ -155,16 +162,17 @@ class GlobalModel:
         self.set_buffers(buffers)
 
     def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
-        """What ``load_from_checkpoint`` gives to the learner's class, under Lightning's keys of a checkpoint."""
+        """What ``load_from_checkpoint`` gives to the learner's class, under Lightning's keys of a
+        checkpoint.
+        """
         learner = self.learner if learner is None else learner
         if self.config:
             return {"hyper_parameters": dict(self.config)}
         hparams = learner.hparams
-        kept = (
-            {"hyper_parameters": dict(hparams)}
-            if isinstance(hparams, dict)
-            else _of_omegaconf(hparams)
-        )
+        if isinstance(hparams, dict):
+            kept = {"hyper_parameters": dict(hparams)}
+        else:
+            kept = _of_omegaconf(hparams)
         name = getattr(learner, "_hparams_name", None)
         return kept if name is None else {"hparams_name": name, **kept}
 
@@ -174,7 +182,8 @@ class GlobalModel:
         trainer: Any = None,
         model: tuple[Tensor, Mapping[str, Tensor]] | None = None,
     ) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a checkpoint.
+        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a
+        checkpoint.
 
         Args:
             trainer: what the learner's ``on_save_checkpoint`` finds as its own.
@@ -188,11 +197,10 @@ class GlobalModel:
         )
         set_buffers(learner, buffers, self.written)
         if path is not None:
-            done = (
-                {}
-                if trainer is None
-                else {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-            )
+            if trainer is None:
+                done = {}
+            else:
+                done = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
             saved = {
                 **done,
                 "pytorch-lightning_version": version("pytorch-lightning"),
@@ -244,7 +252,9 @@ class GlobalModel:
 
 
 def set_buffers(learner: Any, values: Mapping[str, Tensor], written: tuple[str, ...]) -> None:
-    """Copy values into a learner's buffers of these names, and into the parameters ``written`` by its steps."""
+    """Copy values into a learner's buffers of these names, and into the parameters ``written`` by
+    its steps.
+    """
     for name, buffer in learner.named_buffers():
         if name in values:
             buffer.copy_(values[name])

@@ -19,12 +19,14 @@ def refuse_outsiders(what: str) -> None:
     while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
         frame = frame.f_back
     if not _module(frame).startswith("fl_lightning."):
-        owner = (
-            type(frame.f_locals["self"]).__name__ if "self" in frame.f_locals else _module(frame)
-        )
+        if "self" in frame.f_locals:
+            owner = type(frame.f_locals["self"]).__name__
+        else:
+            owner = _module(frame)
         raise UserError(
-            f"method: {owner} reads {what} in a private run (DifferentialPrivacy), and what comes of it would reach "
-            "others without noise. server.update and server.w have their noise: use these, or keep one of the two."
+            f"method: {owner} reads {what} in a private run (DifferentialPrivacy), and what comes "
+            "of it would reach others without noise. server.update and server.w have their "
+            "noise: use these, or keep one of the two."
         )
 
 

@@ -1,4 +1,6 @@
-"""What a round stages: client rows, server states, sums. None of it is the run's state before the commit."""
+"""What a round stages: client rows, server states, sums. None of it is the run's state before the
+commit.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from fl_lightning.storage.rows import Rows
 
 
 class Ledger:
-    """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who ``finished``.
+    """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who
+    ``finished``.
 
     ``metrics``: what the steps of each that finished left in the learner's metrics.
-    ``logs``, ``notes``: what server hooks logged, and have to say. ``gathered``: all updates ``(n, D)``, or None.
-    ``mean_gradient_read``: the method that took a client's displacement for its mean gradient; empty: none did.
+    ``logs``, ``notes``: what server hooks logged, and have to say. ``gathered``: all updates ``(n,
+    D)``, or None.
+    ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
+    empty: none did.
     """
 
     def __init__(self, round: Round) -> None:
@@ -44,7 +49,9 @@ class Ledger:
 
     @contextmanager
     def server_hooks(self) -> Iterator[None]:
-        """Within, server states are copies that may be changed; outside they are what the round began with."""
+        """Within, server states are copies that may be changed; outside they are what the round
+        began with.
+        """
         self._at_server = True
         try:
             yield
@@ -52,7 +59,9 @@ class Ledger:
             self._at_server = False
 
     def server_state(self, key: str, declaration: ServerState) -> Tensor:
-        """The present value; in server hooks a copy that becomes the state when the round is committed."""
+        """The present value; in server hooks a copy that becomes the state when the round is
+        committed.
+        """
         if key in self.server:
             return self.server[key]
         if key in self._copies:
@@ -69,7 +78,8 @@ class Ledger:
     def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None:
         if not self._at_server:
             raise RuntimeError(
-                f"{key} was assigned in a hook that takes clients; the server's state changes in others"
+                f"{key} was assigned in a hook that takes clients; the server's state changes in "
+                "others"
             )
         current = self.server_state(key, declaration)
         if value is not current:
@@ -92,12 +102,15 @@ class Ledger:
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
-        """The server states to commit; synchronised ones keep their value where a part is not averaged."""
+        """The server states to commit; synchronised ones keep their value where a part is not
+        averaged.
+        """
         for key, copy in self._copies.items():
             # changed in place, without an assignment
             if key not in self.server and copy._version > 0:
                 self.server[key] = copy
-        averaged, settled = self.round.averaged, dict(self.server)
+        averaged = self.round.averaged
+        settled = dict(self.server)
         for key, value in self.server.items():
             declaration = declared[key]
             assert isinstance(declaration, ServerState)
@@ -109,7 +122,9 @@ class Ledger:
         return settled
 
     def settled_rows(self, declared: Mapping[str, Declaration]) -> Rows:
-        """The client rows to commit, those of methods and the framework's own; as in :meth:`settled_server`."""
+        """The client rows to commit, those of methods and the framework's own; as in
+        :meth:`settled_server`.
+        """
         averaged = self.round.averaged
         mask = None if averaged is None else averaged.cpu()
         settled: Rows = {}

@@ -1,7 +1,8 @@
-"""Parts of the model with averaging periods of their own (FedALS, Gholami & Seferoglu 2024; FedPer: never).
+"""Parts of the model with averaging periods of their own (FedALS, Gholami & Seferoglu 2024; FedPer:
+never).
 
-A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise each client keeps its own copy,
-and starts from it if it was written since the part was last averaged.
+A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise each client
+keeps its own copy, and starts from it if it was written since the part was last averaged.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 
-COPY, ORIGIN, ELAPSED, WRITTEN = "parts.x", "parts.origin", "parts.elapsed", "parts.round"
+COPY = "parts.x"
+ORIGIN = "parts.origin"
+ELAPSED = "parts.elapsed"
+WRITTEN = "parts.round"
 
 
 class Parts:
-    """The run's parts: ``masks`` ``(D,)`` bool, disjoint, each with its period in rounds (None: never).
+    """The run's parts: ``masks`` ``(D,)`` bool, disjoint, each with its period in rounds (None:
+    never).
 
     Raises:
         UserError: a period below 1, or masks that overlap or have another shape.
@@ -35,7 +40,8 @@ class Parts:
                 isinstance(period, bool) or int(period) != period or period < 1
             ):
                 raise UserError(
-                    f"periods: {period!r} is no number of rounds; accepted are integers from 1, or 'never'."
+                    f"periods: {period!r} is no number of rounds; accepted are integers from 1, "
+                    "or 'never'."
                 )
             if (
                 mask.shape != (size,)
@@ -65,7 +71,9 @@ class Parts:
         return averaged
 
     def valid(self, t: int, written: int | None, period: int | None) -> bool:
-        """Whether a copy written at the end of round ``written`` was made since the part was last averaged."""
+        """Whether a copy written at the end of round ``written`` was made since the part was last
+        averaged.
+        """
         if written is None:
             return False
         last_averaged = -1 if period is None else t // period * period - 1
@@ -82,9 +90,11 @@ class Parts:
         """Put the clients' own copies into ``x`` ``(n, D)``, where newer than the last average.
 
         Returns:
-            where their displacement began, Σ η K since, and on which coordinates that is so, each ``(n, D)``.
+            where their displacement began, Σ η K since, and on which coordinates that is so, each
+            ``(n, D)``.
         """
-        origin, mask = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        origin = torch.zeros_like(x)
+        mask = torch.zeros_like(x, dtype=torch.bool)
         elapsed = torch.zeros(x.shape, dtype=wide, device=x.device)
         for row, client in enumerate(ids):
             written = read(WRITTEN, client)

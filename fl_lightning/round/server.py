@@ -22,12 +22,14 @@ from fl_lightning.storage.secret import drawn_from
 class Server:
     """The server's side of a round. Means and sums are over the clients that finished.
 
-    ``w`` is w^t until the server optimizer's step, w^{t+1} in ``on_round_end``; ``w_before`` is w^t; ``evaluated`` is
-    what will be evaluated, w except under partial averaging; ``update`` is the aggregated update; each ``(D,)``.
+    ``w`` is w^t until the server optimizer's step, w^{t+1} in ``on_round_end``; ``w_before`` is
+    w^t; ``evaluated`` is what will be evaluated, w except under partial averaging; ``update`` is
+    the aggregated update; each ``(D,)``.
     """
 
     def __init__(self, round: Round, ledger: Ledger) -> None:
-        self._round, self._ledger = round, ledger
+        self._round = round
+        self._ledger = ledger
         self.w = self.w_before = self.update = self.evaluated = round.w
         self.communication: dict[str, int] = {}
         self.kept_vectors = 0.0
@@ -69,15 +71,16 @@ class Server:
 
     @property
     def updates(self) -> Tensor:
-        """What each participant that finished transmitted ``(n, D)``, in the order of ``ids``; from ``on_updates`` on.
+        """What each participant that finished transmitted ``(n, D)``, in the order of ``ids``; from
+        ``on_updates`` on.
 
         Raises:
             RuntimeError: no method of the run gathers updates, or no client has finished yet.
         """
         if self._ledger.gathered is None:
             raise RuntimeError(
-                "server.updates is there from on_updates on, where a callback of the run has that hook, or says "
-                "gathers = True"
+                "server.updates is there from on_updates on, where a callback of the run has "
+                "that hook, or says gathers = True"
             )
         return self._ledger.gathered
 
@@ -101,7 +104,8 @@ class Server:
         return total.get("update", total["weighted"]) / max(self.n, 1)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
-        """Random numbers keyed by (seed, purpose, round, counters): the same in every process and after a resume.
+        """Random numbers keyed by (seed, purpose, round, counters): the same in every process and
+        after a resume.
 
         Another call with the same arguments begins them anew.
 
@@ -112,10 +116,12 @@ class Server:
         return generator(self._round.seed, "method: " + purpose, self.round, *counters)
 
     def private_generator(self, purpose: str, onto: Tensor) -> np.random.Generator:
-        """Random numbers that nobody may compute, for noise: keyed by (secret, purpose, round, digest of ``onto``).
+        """Random numbers that nobody may compute, for noise: keyed by (secret, purpose, round,
+        digest of ``onto``).
 
-        So what comes onto something else is never the same. They are the same in every process and after a resume.
-        Where the method draws from a seed, they are keyed by (that seed, purpose, round).
+        So what comes onto something else is never the same. They are the same in every process and
+        after a resume. Where the method draws from a seed, they are keyed by (that seed, purpose,
+        round).
 
         Args:
             purpose: what is drawn.
@@ -148,7 +154,9 @@ class Server:
         self.logs[name] = value
 
     def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
-        """The rows ``(k, …)`` of a state as the round found them, of these clients, in every process."""
+        """The rows ``(k, …)`` of a state as the round found them, of these clients, in every
+        process.
+        """
         self._guard(f"the rows of {key} at the server")
         wanted = [int(i) for i in ids]
         home = self._round.home or self._round.read

@@ -1,4 +1,6 @@
-"""What ``weights_only=True`` cannot read lies in a checkpoint as bytes, which become an object only where asked."""
+"""What ``weights_only=True`` cannot read lies in a checkpoint as bytes, which become an object only
+where asked.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ _CANNOT_PICKLE = (
 class Apart:
     """One object as the bytes of ``torch.save``.
 
-    In a checkpoint it is a call of torch's own reader of bytes. So ``torch.load(weights_only=False)``, and Lightning's
-    ``load_from_checkpoint(weights_only=False)``, find the object itself; :func:`read_plain` finds these bytes.
+    In a checkpoint it is a call of torch's own reader of bytes. So
+    ``torch.load(weights_only=False)``, and Lightning's
+    ``load_from_checkpoint(weights_only=False)``, find the object itself; :func:`read_plain` finds
+    these bytes.
     """
 
     def __init__(self, saved: bytes) -> None:
@@ -69,7 +73,8 @@ class CannotPickle(Exception):
 
 
 def set_apart(value: Any, where: str, moved: list[str]) -> Any:
-    """``value`` with all in it that ``weights_only=True`` refuses as :class:`Apart`; itself where there is none.
+    """``value`` with all in it that ``weights_only=True`` refuses as :class:`Apart`; itself where
+    there is none.
 
     Args:
         where: its place, for a reader.
@@ -86,7 +91,9 @@ def set_apart(value: Any, where: str, moved: list[str]) -> Any:
         return value if all(new[k] is value[k] for k in value) else kind(new)
     if kind in (list, tuple):
         items = [set_apart(v, f"{where}[{i}]", moved) for i, v in enumerate(value)]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return kind(items)
     if _readable(value):
         return value
     try:

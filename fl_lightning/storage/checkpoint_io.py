@@ -29,10 +29,11 @@ HYPER_PARAMETERS = (
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files on a local disk, written aside and renamed; damage is found on loading.
+    """Lightning's checkpoint files on a local disk, written aside and renamed; damage is found on
+    loading.
 
-    Use it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's own writer goes through /tmp and does not
-    fsync; its reader loads flipped bits silently.
+    Use it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's own writer goes through /tmp
+    and does not fsync; its reader loads flipped bits silently.
     """
 
     _told = False
@@ -43,7 +44,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write ``checkpoint``, with what is no plain data apart (:mod:`fl_lightning.storage.apart`).
+        """Write ``checkpoint``, with what is no plain data apart
+        (:mod:`fl_lightning.storage.apart`).
 
         Raises UserError where the folder cannot be written, or something cannot be pickled.
         """
@@ -63,11 +65,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint; what lies apart in it stays bytes, unless ``weights_only=False`` is asked for.
+        """The checkpoint; what lies apart in it stays bytes, unless ``weights_only=False`` is asked
+        for.
 
         Raises:
-            UserError: the file is missing, damaged (each of its checksums is verified) or not a Lightning checkpoint of
-                plain data.
+            UserError: the file is missing, damaged (each of its checksums is verified) or not a
+                Lightning checkpoint of plain data.
         """
         source = Path(path)
         if not source.is_file():
@@ -97,7 +100,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
             raise _error(
                 source,
-                f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, and no version",
+                f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, and no "
+                "version",
             )
         return checkpoint
 
@@ -113,15 +117,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                     parts[key] = set_apart(part, f"checkpoint[{key!r}]", moved)
             except CannotPickle as error:
                 raise UserError(
-                    f"The checkpoint cannot be written: {error}. Keep it out of what on_save_checkpoint and state_dict "
-                    "give."
+                    f"The checkpoint cannot be written: {error}. Keep it out of what "
+                    "on_save_checkpoint and state_dict give."
                 ) from error
         if moved and not self._told:
             self._told = True
             rank_zero_warn(
-                f"{moved[0]}, which cannot be read without running code that the file names: where it has to be "
-                "restored, give trainer.fit(…, weights_only=False), at the command line --weights_only false. Tensors, "
-                "numbers, text, lists and dicts need no such trust (a NumPy scalar as float(value))."
+                f"{moved[0]}, which cannot be read without running code that the file names: "
+                "where it has to be restored, give trainer.fit(…, weights_only=False), at the "
+                "command line --weights_only false. Tensors, numbers, text, lists and dicts need "
+                "no such trust (a NumPy scalar as float(value))."
             )
         return parts
 
@@ -141,7 +146,9 @@ def _hyper_parameters(key: str, given: Any) -> Any:
 
 
 def _verify(path: Path) -> None:
-    """Read every byte and compare with the checksums of the file; raises an error that says what is wrong."""
+    """Read every byte and compare with the checksums of the file; raises an error that says what is
+    wrong.
+    """
     if path.stat().st_size == 0:
         raise EOFError("the file is empty")
     if not zipfile.is_zipfile(path):
@@ -160,13 +167,16 @@ def _error(path: Path, what: str) -> UserError:
         (p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.is_file()),
         key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime),
     )
-    way_out = (
-        f"Another one is there: --ckpt_path {others[0]}." if others else "No other lies beside it."
-    )
+    if others:
+        way_out = f"Another one is there: --ckpt_path {others[0]}."
+    else:
+        way_out = "No other lies beside it."
     return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
 
 
 def use_atomic_checkpoints(trainer: Any) -> None:
-    """Write the Trainer's checkpoints aside and rename them, unless the user chose another CheckpointIO."""
+    """Write the Trainer's checkpoints aside and rename them, unless the user chose another
+    CheckpointIO.
+    """
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()

@@ -15,7 +15,9 @@ from fl_lightning.storage import lock
 
 
 class _Remembering(io.FileIO):
-    """A file that knows why it could not be written: torch.save says of a full disk ``unexpected pos``."""
+    """A file that knows why it could not be written: torch.save says of a full disk ``unexpected
+    pos``.
+    """
 
     failed: OSError | None = None
 
@@ -29,15 +31,17 @@ class _Remembering(io.FileIO):
 
 @contextmanager
 def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that becomes ``path``, whole and at once, when the block ends; after an error nothing has changed.
+    """A file that becomes ``path``, whole and at once, when the block ends; after an error nothing
+    has changed.
 
     ``mode``: who may read and write it, less what the process's umask takes away.
 
-    A link stays, and what it leads to is written. What a killed process leaves behind is ``.<name>.tmp``, which the
-    next write of the same name replaces.
+    A link stays, and what it leads to is written. What a killed process leaves behind is
+    ``.<name>.tmp``, which the next write of the same name replaces.
 
     Raises:
-        UserError: the folder cannot be written to, or has become another process's; a device or pipe has that name.
+        UserError: the folder cannot be written to, or has become another process's; a device or
+            pipe has that name.
     """
     path = writable_as_file(path)
     lock.check(path)
@@ -62,11 +66,10 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
-        failed = (
-            error
-            if isinstance(error, OSError) or not isinstance(error, Exception)
-            else raw and raw.failed
-        )
+        failed: object = error
+        # torch wraps the system's error in one of its own, which hides the reason
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            failed = raw and raw.failed
         if isinstance(failed, OSError):
             why = failed.strerror or failed
             raise UserError(

@@ -1,4 +1,6 @@
-"""What a checkpoint has to look like inside, before anything is restored from it: the first place that is otherwise."""
+"""What a checkpoint has to look like inside, before anything is restored from it: the first place
+that is otherwise.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def _rows(value: Any) -> bool:
     for of in value.values():
         if not {"clients", "segments"} <= of.keys() or len(of["clients"]) != len(of["segments"]):
             return False
-    # The four rows of a client that keeps parts of the model are written together, by round/clients.py.
+    # The four rows of a client that keeps parts of the model are written together, by
+    # round/clients.py.
     parts = [of["clients"].sort().values for key, of in value.items() if key.startswith("parts.")]
     return len(parts) in (0, 4) and all(torch.equal(ids, parts[0]) for ids in parts)
 
@@ -122,7 +125,8 @@ def kind(tensor: Tensor) -> tuple[bool, bool, bool]:
 
 
 def version_of(held: Any, default: int) -> int:
-    """Of the format of the federated part, which decides how the rest is read; ``default``: where it does not say.
+    """Of the format of the federated part, which decides how the rest is read; ``default``: where
+    it does not say.
 
     Raises:
         UserError: it is no version.
@@ -136,16 +140,18 @@ def version_of(held: Any, default: int) -> int:
 
 
 def check_callbacks(held: Any, callbacks: Sequence[Any]) -> None:
-    """Refuse states that callbacks of Lightning or of this package cannot take; others' say themselves.
+    """Refuse states that callbacks of Lightning or of this package cannot take; others' say
+    themselves.
 
     Raises:
         UserError: with the callback's name.
     """
     for callback in callbacks:
         home = type(callback).__module__.split(".")[0]
-        state = (
-            held.get(getattr(callback, "state_key", None)) if isinstance(held, Mapping) else None
-        )
+        if isinstance(held, Mapping):
+            state = held.get(getattr(callback, "state_key", None))
+        else:
+            state = None
         if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
             continue
         try:
@@ -157,24 +163,25 @@ def check_callbacks(held: Any, callbacks: Sequence[Any]) -> None:
 
 
 def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
-    """Refuse a checkpoint in which somebody who is restored from it needs an object that lies apart.
+    """Refuse a checkpoint in which somebody who is restored from it needs an object that lies
+    apart.
 
     Raises:
         UserError: with its place, and how to have it read.
     """
     base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
     own = type(learner).on_load_checkpoint is not base.on_load_checkpoint
-    restored = (
-        ("callbacks", type(trainer.datamodule).__qualname__) if trainer.state.fn == "fit" else ()
-    )
+    restored: tuple[str, ...] = ()
+    if trainer.state.fn == "fit":
+        restored = ("callbacks", type(trainer.datamodule).__qualname__)
     for key, part in saved.items():
         needed = key in restored or (own and key not in HYPER_PARAMETERS)
         place = next(places(part, f"checkpoint[{key!r}]"), None) if needed else None
         if place is not None:
             raise UserError(
-                f"ckpt_path: {place} is an object, which cannot be read without running code that the file names. If "
-                "you trust the checkpoint, give trainer.fit(…, weights_only=False), at the command line "
-                "--weights_only false."
+                f"ckpt_path: {place} is an object, which cannot be read without running code that "
+                "the file names. If you trust the checkpoint, give trainer.fit(…, "
+                "weights_only=False), at the command line --weights_only false."
             )
 
 
@@ -210,7 +217,8 @@ def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Ten
 
 
 def check_lightning_s(saved: Mapping[str, Any], loops: Mapping[str, Any]) -> None:
-    """Refuse what Lightning could not restore; ``loops``: what the Trainer's loops would save now, by name.
+    """Refuse what Lightning could not restore; ``loops``: what the Trainer's loops would save now,
+    by name.
 
     Raises:
         UserError: with its place.
@@ -240,7 +248,8 @@ def check_optimizer(held: Any, optimizer: Optimizer) -> None:
     place = "optimizer_states"
     if not isinstance(held, list) or len(held) != 1 or not isinstance(held[0], Mapping):
         raise _damaged(place)
-    state, groups = held[0].get("state"), held[0].get("param_groups")
+    state = held[0].get("state")
+    groups = held[0].get("param_groups")
     if not isinstance(state, Mapping) or not all(
         isinstance(each, Mapping) for each in state.values()
     ):
@@ -273,11 +282,9 @@ def _as_loops(held: Any, own: Any) -> bool:
 def _as_options(held: Any, own: Any) -> bool:
     """A number may be one of another kind."""
     number = type(own) in (int, float)
-    return (
-        (_number(held) and abs(held) < 2**63) or _tensor(held)
-        if number
-        else type(held) is type(own)
-    )
+    if number:
+        return (_number(held) and abs(held) < 2**63) or _tensor(held)
+    return type(held) is type(own)
 
 
 def _like(held: Any, own: Any, place: str, fits: Callable[[Any, Any], bool]) -> None:
@@ -300,6 +307,6 @@ def _like(held: Any, own: Any, place: str, fits: Callable[[Any, Any], bool]) -> 
 
 def _damaged(place: str) -> UserError:
     return UserError(
-        f"ckpt_path: the checkpoint is damaged: {place} in it is not what a run puts there. Take another checkpoint "
-        "(such as checkpoints/best.ckpt of the same run), or start anew."
+        f"ckpt_path: the checkpoint is damaged: {place} in it is not what a run puts there. Take "
+        "another checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
     )

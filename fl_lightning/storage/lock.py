@@ -1,8 +1,9 @@
 """One run at a time writes in a folder.
 
-The kernel's lock on ``.lock`` goes with the process that holds it, however it dies. Beside it the file has a mark of
-who wrote it last, which is compared before every write: a process that was frozen while another took its run up (the
-lock file was removed, or the file system knows no locks) finds another mark, and leaves the folder alone.
+The kernel's lock on ``.lock`` goes with the process that holds it, however it dies. Beside it the
+file has a mark of who wrote it last, which is compared before every write: a process that was
+frozen while another took its run up (the lock file was removed, or the file system knows no locks)
+finds another mark, and leaves the folder alone.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class RunLock:
     def __init__(
         self, folder: Path, descriptor: int | None, mark: str, before: bytes | None
     ) -> None:
-        self.folder, self.mark = folder, mark
-        self._descriptor, self._before = descriptor, before
+        self.folder = folder
+        self.mark = mark
+        self._descriptor = descriptor
+        self._before = before
         self.used = descriptor is None
 
     def use(self) -> None:
@@ -61,8 +64,9 @@ class RunLock:
             return
         if self.mark.encode() not in written:
             raise TakenUp(
-                f"{self.folder}: {_who(written)} has taken this run up meanwhile, so process {os.getpid()} stops here "
-                "and writes nothing more. The run is in that folder; nothing is left to do."
+                f"{self.folder}: {_who(written)} has taken this run up meanwhile, so process "
+                f"{os.getpid()} stops here and writes nothing more. The run is in that folder; "
+                "nothing is left to do."
             )
 
     def release(self) -> None:
@@ -111,7 +115,9 @@ def join(folder: Path, mark: str) -> RunLock:
 
 
 def check(path: Path) -> None:
-    """Before anything is written to ``path``: raises TakenUp where it lies in a folder that is no longer ours."""
+    """Before anything is written to ``path``: raises TakenUp where it lies in a folder that is no
+    longer ours.
+    """
     for folder, lock in list(_held.items()):
         place = path.resolve()
         if place == folder or folder in place.parents:
@@ -181,8 +187,9 @@ def _refusal(folder: Path, written: bytes) -> str:
         if about.get("host") == socket.gethostname() and state == "T":
             frozen = f" That process is stopped: kill -CONT {about['pid']} lets it go on, kill -KILL ends it."
     return (
-        f"{folder}: {_who(written)} is writing a run in this folder, and two at once would spoil it.{frozen} Wait for "
-        "it or end it, then go on with its run by --ckpt_path last; or give another folder."
+        f"{folder}: {_who(written)} is writing a run in this folder, and two at once would spoil "
+        f"it.{frozen} Wait for it or end it, then go on with its run by --ckpt_path last; or give "
+        "another folder."
     )
 
 
@@ -203,7 +210,8 @@ def held_by_all(folder: Path, trainer: Any) -> RunLock:
     Raises:
         UserError: in all of them, where another run holds it.
     """
-    held, told = None, ("", "")
+    held = None
+    told = ("", "")
     if trainer.is_global_zero:
         try:
             held = hold(folder)

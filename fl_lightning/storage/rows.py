@@ -1,4 +1,6 @@
-"""Rows of client state over processes: client i's rows live with process i mod W and travel to whoever trains it."""
+"""Rows of client state over processes: client i's rows live with process i mod W and travel to
+whoever trains it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
 
 
 class ClientRows:
-    """The store of this process, and the rows it fetched from other processes for the present round."""
+    """The store of this process, and the rows it fetched from other processes for the present
+    round.
+    """
 
     def __init__(self, store: ClientStore, rank: int = 0, world: int = 1) -> None:
-        self.store, self.rank, self.world = store, rank, world
+        self.store = store
+        self.rank = rank
+        self.world = world
         self._fetched: Rows = {}
         self._group: Any = None
 
@@ -28,7 +34,9 @@ class ClientRows:
         return {**vars(self), "_fetched": {}, "_group": None}
 
     def read(self, key: str, client: int) -> Tensor | None:
-        """A committed row, or None; during a round, only for clients that this process trains or owns."""
+        """A committed row, or None; during a round, only for clients that this process trains or
+        owns.
+        """
         if client % self.world == self.rank:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
@@ -42,7 +50,9 @@ class ClientRows:
         return sorted({*self.store.names(), *self._fetched})
 
     def fetch(self, ids: list[int]) -> None:
-        """Before a round: send the participants' rows to the processes that train them (participant j to j mod W)."""
+        """Before a round: send the participants' rows to the processes that train them (participant
+        j to j mod W).
+        """
         if self.world == 1:
             return
         outgoing: list[Rows] = [{} for _ in range(self.world)]
@@ -56,14 +66,17 @@ class ClientRows:
         self._fetched = merged(self._exchange(outgoing))
 
     def bring_home(self, rows: Rows) -> Rows:
-        """After a round: send rows to the processes that own them; gives this one's. Nothing is committed yet."""
+        """After a round: send rows to the processes that own them; gives this one's. Nothing is
+        committed yet.
+        """
         if self.world == 1:
             return rows
         outgoing: list[Rows] = [{} for _ in range(self.world)]
         for key, by_client in rows.items():
             for client, row in by_client.items():
                 outgoing[client % self.world].setdefault(key, {})[client] = row
-        own, outgoing[self.rank] = outgoing[self.rank], {}
+        own = outgoing[self.rank]
+        outgoing[self.rank] = {}
         return merged([own, *self._exchange(outgoing)])
 
     def commit(self, rows: Rows) -> None:

@@ -15,7 +15,8 @@ from fl_lightning.storage.rows import ClientRows, Rows
 
 @dataclass(frozen=True)
 class Outcome:
-    """What round t leaves besides the model: rows at home (see :meth:`ClientRows.bring_home`), states, metrics.
+    """What round t leaves besides the model: rows at home (see :meth:`ClientRows.bring_home`),
+    states, metrics.
 
     ``chosen``: who took part, where a method chose.
     """
@@ -29,7 +30,8 @@ class Outcome:
 
 @dataclass
 class RunState:
-    """Only :meth:`commit` changes it, at the end of each round; a resume from a checkpoint of before sets ``rounds``.
+    """Only :meth:`commit` changes it, at the end of each round; a resume from a checkpoint of
+    before sets ``rounds``.
 
     Args:
         rows: client rows, of all processes.
@@ -77,13 +79,15 @@ class RunState:
             )
             if kept:
                 raise UserError(
-                    f"data: the last fit by this Trainer kept {kept} for each client, and these data have other "
-                    "clients. Fit with another Trainer, which begins another run from these weights."
+                    f"data: the last fit by this Trainer kept {kept} for each client, and these "
+                    "data have other clients. Fit with another Trainer, which begins another run "
+                    "from these weights."
                 )
         self.partition = now
 
     def chosen_in(self, t: int, present: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
-        """Who takes part in round t, where a method chooses; ``present``: the round that began last, and its clients.
+        """Who takes part in round t, where a method chooses; ``present``: the round that began
+        last, and its clients.
 
         Raises:
             UserError: nobody has chosen yet, or an older checkpoint does not say.
@@ -92,8 +96,9 @@ class RunState:
         if t not in known:
             told = f"rounds {min(known)} to {max(known)}" if known else "no round"
             raise UserError(
-                f"participants({t}): a method of this run chooses who takes part when a round begins, from what the "
-                f"server knows then, so that present and past rounds alone can be told; so far that is {told}."
+                f"participants({t}): a method of this run chooses who takes part when a round "
+                "begins, from what the server knows then, so that present and past rounds alone "
+                f"can be told; so far that is {told}."
             )
         return known[t]
 
@@ -109,7 +114,9 @@ class RunState:
             self.server.update(done.server)
             if done.chosen is not None:
                 self.chosen[done.t] = done.chosen
-            self.logged, self.rounds, self._outcome = done.logged, done.t + 1, None
+            self.logged = done.logged
+            self.rounds = done.t + 1
+            self._outcome = None
         return t < self.rounds
 
 

@@ -1,4 +1,6 @@
-"""What a private run draws from: 32 bytes that nobody else knows, in a file of their own in the run's ``state/``."""
+"""What a private run draws from: 32 bytes that nobody else knows, in a file of their own in the
+run's ``state/``.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ class Secret:
     """Bytes that no copy, pickle or text of this object shows; ``name``: under which the file lies."""
 
     def __init__(self, name: str, value: bytes) -> None:
-        self.name, self._value = name, value
+        self.name = name
+        self._value = value
 
     def __repr__(self) -> str:
         return f"Secret({self.name})"
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a run's secret is not pickled: its file in the run's state/ is the only one that has it"
+            "a run's secret is not pickled: its file in the run's state/ is the only one that "
+            "has it"
         )
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -48,8 +52,8 @@ class Secret:
         """
         if not self._value:
             raise UserError(
-                "participants: who takes part in a private run is drawn from a secret, which there is from "
-                "on_fit_start on. Ask there, or later."
+                "participants: who takes part in a private run is drawn from a secret, which "
+                "there is from on_fit_start on. Ask there, or later."
             )
         about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()
@@ -59,7 +63,8 @@ class Secret:
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
     def keep(self, content: dict[str, Any], folder: Path | None) -> None:
-        """Put its name into a checkpoint's content, and the bytes into a folder, for their owner alone.
+        """Put its name into a checkpoint's content, and the bytes into a folder, for their owner
+        alone.
 
         Args:
             folder: None: another process does that.
@@ -81,14 +86,17 @@ Key = int | Secret
 
 
 def drawn_from(key: Key, purpose: str, t: int, onto: bytes = b"") -> np.random.Generator:
-    """The generator of a secret; of a seed, that for (seed, purpose, round t), as for all other draws."""
+    """The generator of a secret; of a seed, that for (seed, purpose, round t), as for all other
+    draws.
+    """
     if isinstance(key, Secret):
         return key.generator(purpose, t, onto)
     return generator(key, purpose, t)
 
 
 def of_fit(trainer: Any, held: dict[str, Any] | None, note: Any) -> Secret:
-    """The secret of the run that a checkpoint holds, else a new one; one process draws, or reads, and tells the others.
+    """The secret of the run that a checkpoint holds, else a new one; one process draws, or reads,
+    and tells the others.
 
     Args:
         held: the run's part of the checkpoint that is resumed, or None.
@@ -106,9 +114,10 @@ def of_fit(trainer: Any, held: dict[str, Any] | None, note: Any) -> Secret:
 
 def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes, str]:
     """Name and bytes, and what there is to say."""
-    paths = (
-        [_path(folder, wanted) for folder in folders] if wanted and _NAME.fullmatch(wanted) else []
-    )
+    if wanted and _NAME.fullmatch(wanted):
+        paths = [_path(folder, wanted) for folder in folders]
+    else:
+        paths = []
     for path in paths:
         value = _read(path)
         if value is not None and wanted is not None:
@@ -117,16 +126,20 @@ def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes
     if wanted is not None:
         place = f" ({paths[0]})" if paths else ""
         said = (
-            f"the secret that the run drew noise and coins from{place} is not there, so another is drawn: from here on "
-            "the bits are others than those of a run that nothing happened to. If a round that is trained again now "
-            "had been shown to anybody, it counts twice, and ε does not know"
+            f"the secret that the run drew noise and coins from{place} is not there, so another "
+            "is drawn: from here on the bits are others than those of a run that nothing "
+            "happened to. If a round that is trained again now had been shown to anybody, it "
+            "counts twice, and ε does not know"
         )
     return secrets.token_hex(8), secrets.token_bytes(SIZE), said
 
 
 def _folders(ckpt_path: str | os.PathLike[str] | None, held: dict[str, Any] | None) -> list[Path]:
     """Where it may lie: beside the checkpoint, or where the run was."""
-    named: Iterable[Any] = () if held is None or ckpt_path is None else held.get("folders", ())
+    if held is None or ckpt_path is None:
+        named: Iterable[Any] = ()
+    else:
+        named = held.get("folders", ())
     # an absolute one stays what it is
     return [Path(str(ckpt_path)).parent / str(folder) for folder in named]
 

@@ -1,7 +1,8 @@
 """One segment: an immutable, checksummed file of client rows in the safetensors format.
 
-Rows of one name, dtype and shape are stacked as one tensor; the header's metadata says whose they are and has a
-checksum for each, over its bytes and its identity, so that a row can be read and verified by itself.
+Rows of one name, dtype and shape are stacked as one tensor; the header's metadata says whose they
+are and has a checksum for each, over its bytes and its identity, so that a row can be read and
+verified by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one name, dtype and shape: ``clients`` ascending, their ``checksums``, the first byte."""
+    """Rows of one name, dtype and shape: ``clients`` ascending, their ``checksums``, the first
+    byte.
+    """
 
     clients: np.ndarray[Any, np.dtype[np.int64]]
     checksums: list[int]
@@ -209,7 +212,9 @@ def _checksum(name: str, client: int, dtype: str, shape: tuple[int, ...], block:
 
 
 def merge_indices(indices: Iterable[Index]) -> Index:
-    """The indices of several processes as one; where two have the same row, the newer segment counts."""
+    """The indices of several processes as one; where two have the same row, the newer segment
+    counts.
+    """
     by_name: dict[str, list[dict[str, Tensor]]] = {}
     for index in indices:
         for name, entry in index.items():
@@ -219,7 +224,8 @@ def merge_indices(indices: Iterable[Index]) -> Index:
         clients = np.concatenate([entry["clients"].numpy() for entry in entries])
         where = np.concatenate([entry["segments"].numpy() for entry in entries])
         order = np.lexsort((where, clients))
-        clients, where = clients[order], where[order]
+        clients = clients[order]
+        where = where[order]
         last = np.append(clients[1:] != clients[:-1], True)[: len(clients)]
         merged[name] = {
             "clients": torch.from_numpy(clients[last]),

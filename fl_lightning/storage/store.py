@@ -1,8 +1,9 @@
-"""Rows of client state: in memory up to a budget, on disk as immutable segments that checkpoints share.
+"""Rows of client state: in memory up to a budget, on disk as immutable segments that checkpoints
+share.
 
-A commit is all or nothing. A flush writes what changed since the last one as one new segment; an index says in which
-segment each row lies, and is all that a checkpoint holds. So a checkpoint costs as much as has changed, and an older
-one stays loadable as long as its segments are kept.
+A commit is all or nothing. A flush writes what changed since the last one as one new segment; an
+index says in which segment each row lies, and is all that a checkpoint holds. So a checkpoint costs
+as much as has changed, and an older one stays loadable as long as its segments are kept.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ _NEW = 1 / 32  # share of new segments from which on all are looked through agai
 class ClientStore:
     """Client state rows by (name, client).
 
-    ``budget_bytes``: memory for rows; what exceeds it lies on disk. ``rank``, ``world_size``: each of several processes
-    has a store of its own, writes its own files and, after ``load``, owns the clients with
-    ``client % world_size == rank``. Several threads may read, also while another one writes.
+    ``budget_bytes``: memory for rows; what exceeds it lies on disk. ``rank``, ``world_size``: each
+    of several processes has a store of its own, writes its own files and, after ``load``, owns the
+    clients with ``client % world_size == rank``. Several threads may read, also while another one
+    writes.
     """
 
     def __init__(self, budget_bytes: int = 2 << 30, rank: int = 0, world_size: int = 1) -> None:
-        self.budget_bytes, self.rank, self.world_size = budget_bytes, rank, world_size
+        self.budget_bytes = budget_bytes
+        self.rank = rank
+        self.world_size = world_size
         self._lock = threading.RLock()
         self._header = lru_cache(maxsize=64)(segments.read_header)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -67,10 +71,13 @@ class ClientStore:
             self._temporary = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: the rows in memory and of the temporary folder, and where the others lie."""
+        """What a copy has: the rows in memory and of the temporary folder, and where the others
+        lie.
+        """
         with self._lock:
             spilled = np.asarray(sorted(self._spilled), dtype=np.int64)
-            rows, placed = dict(self._dirty), {}
+            rows = dict(self._dirty)
+            placed = {}
             for name, (clients, where) in self._where.items():
                 aside = np.isin(where, spilled)
                 placed[name] = clients[~aside], where[~aside]
@@ -92,12 +99,11 @@ class ClientStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ClientStore.__init__(self, state["budget_bytes"], state["rank"], state["world_size"])
-        self._dirty, self._where = (
-            state["rows"],
-            {name: of for name, of in state["placed"].items() if len(of[0])},
-        )
+        self._dirty = state["rows"]
+        self._where = {name: of for name, of in state["placed"].items() if len(of[0])}
         self._dirty_bytes = sum(row.nbytes for row in self._dirty.values())
-        self._home, self._number = state["home"], state["number"]
+        self._home = state["home"]
+        self._number = state["number"]
 
     def read(self, name: str, client: int) -> Tensor | None:
         """The client's row on the CPU, not to be changed; None where it has none.
@@ -135,10 +141,11 @@ class ClientStore:
             raise UserError(f"Cannot read {key[0]!r} of client {key[1]}. {error}") from error
 
     def commit(self, rows: Mapping[str, Mapping[int, Tensor]], make_room: bool = True) -> None:
-        """Make {name: {client: row}} the clients' state, all or nothing; the store owns the tensors from now on.
+        """Make {name: {client: row}} the clients' state, all or nothing; the store owns the tensors
+        from now on.
 
-        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room`` nothing is written
-        to disk, so that nothing can fail, until :meth:`make_room` is called.
+        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room``
+        nothing is written to disk, so that nothing can fail, until :meth:`make_room` is called.
         """
         new = {
             (name, int(client)): row
@@ -156,7 +163,9 @@ class ClientStore:
 
     @staticmethod
     def owned(rows: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
-        """The rows as they can be committed: on the CPU, each with memory of its own, copied where it is not so."""
+        """The rows as they can be committed: on the CPU, each with memory of its own, copied where
+        it is not so.
+        """
         return {
             name: {i: _owned(name, int(i), row) for i, row in of.items()}
             for name, of in rows.items()
@@ -180,9 +189,11 @@ class ClientStore:
             return sorted({*self._where, *(name for name, _ in self._dirty)})
 
     def flush(self, folder: Path | str) -> Path | None:
-        """Write the rows that changed since the last flush as one segment in ``folder``; its path, if any.
+        """Write the rows that changed since the last flush as one segment in ``folder``; its path,
+        if any.
 
-        A flush to another folder than before also copies there what this store needs from the old one.
+        A flush to another folder than before also copies there what this store needs from the old
+        one.
         """
         folder = Path(folder)
         with self._lock:
@@ -191,7 +202,8 @@ class ClientStore:
                 self._bring(
                     self._segments() if elsewhere else self._segments() & self._spilled, folder
                 )
-            self._home, self._flushed = folder, True
+            self._home = folder
+            self._flushed = True
             for name, (clients, where) in self._where.items():
                 for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
                     key = (name, int(client))
@@ -215,12 +227,15 @@ class ClientStore:
             }
 
     def load(self, index: Index, folder: Path | str) -> None:
-        """Forget everything; from now on read the rows of ``index`` from ``folder`` (as they are needed)."""
+        """Forget everything; from now on read the rows of ``index`` from ``folder`` (as they are
+        needed).
+        """
         folder = Path(folder)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         where: dict[str, tuple[IntArray, IntArray]] = {}
         for name, entry in index.items():
-            clients, placed = entry["clients"].numpy().copy(), entry["segments"].numpy().copy()
+            clients = entry["clients"].numpy().copy()
+            placed = entry["segments"].numpy().copy()
             mine = clients % self.world_size == self.rank
             where[name] = clients[mine], placed[mine]
             for segment, first in zip(*np.unique(where[name][1], return_index=True), strict=True):
@@ -229,16 +244,17 @@ class ClientStore:
                     raise segments.damaged(path, name, int(where[name][0][first]), GONE)
         with self._lock:
             self._reset()
-            self._where, self._home = {name: of for name, of in where.items() if len(of[0])}, folder
+            self._where = {name: of for name, of in where.items() if len(of[0])}
+            self._home = folder
             # else a spill takes their numbers
             self._number = max(self._segments(), default=0) // RANKS
 
     def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
         """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
 
-        ``keep``: the (merged) indices of all checkpoints that have to stay loadable. With many segments, this does
-        nothing, and does not look at ``keep``, until one in 32 is new, so that the cost of a checkpoint does not
-        grow with their number.
+        ``keep``: the (merged) indices of all checkpoints that have to stay loadable. With many
+        segments, this does nothing, and does not look at ``keep``, until one in 32 is new, so that
+        the cost of a checkpoint does not grow with their number.
         """
         lock.check(Path(folder))
         with self._lock:
@@ -252,8 +268,10 @@ class ClientStore:
                 own,
                 *([e["segments"].numpy() for e in index.values()] for index in keep),
             ]:
-                found = np.unique(np.concatenate(placed), return_counts=True) if placed else ()
-                for segment, count in zip(*found, strict=True):
+                if not placed:
+                    continue
+                segments, counts = np.unique(np.concatenate(placed), return_counts=True)
+                for segment, count in zip(segments, counts, strict=True):
                     needed[int(segment)] = max(needed.get(int(segment), 0), int(count))
             for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
                 number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
@@ -281,11 +299,9 @@ class ClientStore:
         if clients is None or where is None:
             return None
         position = int(np.searchsorted(clients, key[1]))
-        return (
-            int(where[position])
-            if position < len(clients) and clients[position] == key[1]
-            else None
-        )
+        if position < len(clients) and clients[position] == key[1]:
+            return int(where[position])
+        return None
 
     def _path(self, segment: int) -> Path:
         folder = self._temporary_folder() if segment in self._spilled else self._home
@@ -302,9 +318,13 @@ class ClientStore:
 
     def _new_segment(self, folder: Path) -> int:
         if self._scanned != folder:
-            numbers = (segment_number(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-            self._number = max([self._number, *(n // RANKS for n in numbers if n is not None)])
-            # a folder's numbers begin anywhere: a checkpoint copied beside another run must not find its rows
+            if folder.is_dir():
+                for path in folder.iterdir():
+                    number = segment_number(path.name)
+                    if number is not None:
+                        self._number = max(self._number, number // RANKS)
+            # a folder's numbers begin anywhere: a checkpoint copied beside another run must not
+            # find its rows
             self._number = self._number or secrets.randbelow(10**7)
             self._scanned = folder
         self._number += 1
@@ -323,7 +343,9 @@ class ClientStore:
         placed = {name: self._placed(name, ids, segment) for name, ids in clients.items()}
         self._where = {**self._where, **placed}
         self._rows[segment] = len(self._dirty)
-        written, self._dirty, self._dirty_bytes = self._dirty, {}, 0
+        written = self._dirty
+        self._dirty = {}
+        self._dirty_bytes = 0
         for key, row in written.items():
             self._remember(key, row)
         return path

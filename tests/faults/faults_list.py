@@ -227,8 +227,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/engines/local_step.py",
-                "if change is None\n            else ((change(client, batch), number)",
-                "if change is not None\n            else ((batch, number)",
+                "return ((change(client, batch), number)",
+                "return ((batch, number)",
             )
         ],
     ),
@@ -265,8 +265,8 @@ FAULTS = [
         [
             (
                 "callbacks/byzantine_clients.py",
-                "honest, n, a = u[~bad].double()",
-                "honest, n, a = u.double()",
+                "honest = u[~bad].double()",
+                "honest = u.double()",
             )
         ],
     ),

@@ -38,9 +38,9 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/round/clients.py",
-        "self._round.steps_of(client, 1) if whole and self._round.steps_of is not None else 0",
+        "if whole and self._round.steps_of is not None:",
         "equivalent but slower: no gradients times the batches of an epoch",
-        "and ↔ or: whole and self._round.steps_of is not None (column 35)",
+        "and ↔ or: whole and self._round.steps_of is not None (column 3)",
     ),
     **_equal(
         "robust_aggregation",
