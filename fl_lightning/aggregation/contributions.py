@@ -1,10 +1,9 @@
-"""What clients contribute: updates, uploads, buffers and logs go into the round's ordered sum, rows
-are staged.
-"""
+"""Clients' contributions: updates, uploads, buffers and logs are summed in order, rows staged."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +21,14 @@ from fl_lightning.round.context import BUFFER
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
 
-# the row of a client's latest round, in runs whose method decides what a client uses
+# In runs with personal models a client's latest round is a row of it, under this name.
 FINISHED = "personal.round"
 
 
 class Contributions:
-    """Adds one client at a time, from any thread and in any order; the total does not depend on
-    either.
+    """Adds one client at a time, from any thread and in any order.
+
+    The total depends on neither.
 
     Args:
         leaves: number of clients that this process trains.
@@ -46,7 +46,7 @@ class Contributions:
         self.untold = [name for name, value in buffers.items() if policy.untold(name, value)]
         self.changed: set[str] = set()
         self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
-        # in place of the sum of updates, which follows later
+        # A method may change the updates once all are gathered, so these are summed later then.
         self.gathers = bool(methods.gathering)
         self.diverged: list[int] = []  # clients of this process whose update is not finite
         self._sum = TreeSum(leaves)
@@ -61,29 +61,31 @@ class Contributions:
         values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
+        buffers: Leaf | None = None
+        # A client counts only if all it would bring is finite: its update, then its buffers.
         if all_finite(update):
             buffers = self._buffers(clients.buffers, round.weights[client])
-        else:
-            buffers = None
         finished = buffers is not None
         if buffers is not None:
             lent = self._finish(values, clients, client, update, counts)
             values.update(buffers)
             rows = {key: value[0] for key, value in clients.written()}
-            rows = to_host(
-                {**rows, **clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)}
-            )
+            rows |= {**clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)}
+            rows = to_host(rows)
         transmitted = values.pop("update") if self.gathers and finished else None
+        # A client that diverged has communicated all the same, so its traffic is summed.
         values["traffic"] = torch.tensor(counts)
+        # All above works on this client's own tensors, from here on threads share the ledger.
         with self._lock:
             if not finished:
                 self.diverged.append(client)
             elif clients.metrics is not None:
                 self.ledger.metrics[client] = clients.metrics
-            read = self.ledger.mean_gradient_read, clients.mean_gradient_read
-            # of several the same one, whoever comes first
-            self.ledger.mean_gradient_read = max(read)
+            # Of several readers the largest name is told, whichever thread comes first.
+            readers = (self.ledger.mean_gradient_read, clients.mean_gradient_read)
+            self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
+                # The method may still hold what it returned from `transmit`.
                 if "update" in lent:
                     self.ledger.updates[client] = transmitted.clone()
                 else:
@@ -93,33 +95,39 @@ class Contributions:
             self._sum.add(leaf, values, lent)
 
     def total(self) -> tuple[Leaf, list[int]]:
-        """The sum over all clients that finished, of all processes, and who diverged; the same
-        everywhere.
-        """
-        everyone = gathered((self.diverged, self.ledger.metrics, self.changed))
-        diverged = sorted(client for each, _, _ in everyone for client in each)
-        self.ledger.metrics = {
-            client: own for _, each, _ in everyone for client, own in each.items()
-        }
-        self.changed = {name for _, _, each in everyone for name in each}
-        return sum_over_processes(self._sum.total) or {}, diverged
+        """The sum over the clients of all processes that finished, and who diverged."""
+        diverged: list[int] = []
+        metrics: dict[int, Any] = {}
+        changed: set[str] = set()
+        for share in gathered((self.diverged, self.ledger.metrics, self.changed)):
+            diverged += share[0]
+            metrics.update(share[1])
+            changed |= share[2]
+        self.ledger.metrics = metrics
+        self.changed = changed
+        return sum_over_processes(self._sum.total) or {}, sorted(diverged)
 
     def _finish(
         self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]
     ) -> set[str]:
-        """Put what a client that finished gives into ``values``; the names of those that a method
-        may still hold.
+        """Put the values of a client that finished into ``values``.
+
+        Returns:
+            the names of those that a method may still hold.
         """
         round = self.ledger.round
         weight = self.ledger.round.weights[client]
         lent: set[str] = set()
         values["weight"] = torch.tensor(float(weight), dtype=torch.float64)
+        # What clients keep of parts that are not averaged is evaluated as trained, not as sent:
+        # so it is added before `transmit` may compress or perturb the update.
         if round.parts is not None:
             values["copies"] = update[0].to(round.wide) * weight
         transmit = self.methods.owner("transmit")
         if transmit is not None:
             update = checked_rows(transmit, transmit(clients, update), update)
             lent |= {"update", "weighted"}
+        # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
         clients.drop_scratch()
         self._add_row(values, "", update[0].to(round.wide), weight)
         for key, value in clients.uploads.items():
@@ -134,59 +142,57 @@ class Contributions:
         return lent
 
     def _own(self, clients: Clients) -> dict[str, Tensor]:
-        """What else a client keeps: its buffers, where they are its own; its latest round, for its
-        personal model.
-        """
+        """Rows of its own that a client keeps: buffers, and for its personal model its round."""
         round = self.ledger.round
         rows = {}
         if self.methods.owner("personal") is not None:
             rows[FINISHED] = torch.tensor(round.t)
-        own = {name: value for name, value in clients.buffers.items() if name in round.own_buffers}
-        rows |= {
-            BUFFER + name: value.clone() for name, value in own.items() if name in round.buffers
-        }
+        for name, value in clients.buffers.items():
+            if name in round.own_buffers and name in round.buffers:
+                rows[BUFFER + name] = value.clone()
         return rows
 
     def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
-        """Changes of floating-point and complex buffers, values of other ones; None if a change is
-        not finite.
+        """Changes of floating-point and complex buffers, values of other ones.
+
+        Returns:
+            None if a change is not finite.
         """
         values: Leaf = {}
-        before = self.ledger.round.buffers
-        unlike = (n for n in self.untold if n in trained and not same_bits(trained[n], before[n]))
-        self.changed.update(unlike)
+        buffers = self.ledger.round.buffers
+        for name in self.untold:
+            if name in trained and not same_bits(trained[name], buffers[name]):
+                self.changed.add(name)
         for name in self.averaged:
             if name not in trained:
                 continue
-            own = trained[name]
-            held = before[name]
-            if own.shape != held.shape:
+            buffer = trained[name]
+            at_server = buffers[name]
+            if buffer.shape != at_server.shape:
                 raise UserError(
-                    f"buffers='average': the buffer {name} has shape {tuple(held.shape)} at the "
-                    f"server and {tuple(own.shape)} after a client's steps, so there is no "
+                    f"buffers='average': the buffer {name} has shape {tuple(at_server.shape)} at "
+                    f"the server and {tuple(buffer.shape)} after a client's steps, so there is no "
                     "average. Keep its shape, or use buffers='keep'."
                 )
-            own = own.to(held.dtype)
-            if held.is_floating_point() or held.is_complex():
-                kind = torch.promote_types(held.dtype, torch.float32)
-                # a mask of -inf stays what it is
-                same = (own == held) | (own.isnan() & held.isnan())
-                change = torch.where(same, 0, own.to(kind) - held.to(kind))
+            buffer = buffer.to(at_server.dtype)
+            if at_server.is_floating_point() or at_server.is_complex():
+                wide = torch.promote_types(at_server.dtype, torch.float32)
+                # A mask of -inf that no step changed has the change 0, not -inf + inf.
+                same = (buffer == at_server) | (buffer.isnan() & at_server.isnan())
+                change = torch.where(same, 0, buffer.to(wide) - at_server.to(wide))
                 if not bool(change.isfinite().all()):
                     return None
                 values["buffer:" + name] = change * weight
-            else:  # gloo knows no bool
-                values["max:" + name] = own.to(
-                    torch.uint8 if held.dtype == torch.bool else held.dtype, copy=True
-                )
+            else:
+                # Gloo knows no bool, so that maxima over processes are taken of bytes.
+                dtype = torch.uint8 if at_server.dtype == torch.bool else at_server.dtype
+                values["max:" + name] = buffer.to(dtype, copy=True)
         return values
 
     def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
-        """A row, uniformly and by weight (where these differ); ``key`` "": the update."""
-        if key:
-            uniform, weighted = ("sum:" + key, "weighted:" + key)
-        else:
-            uniform, weighted = ("update", "weighted")
+        """Put in a row, uniformly and by weight (where these differ); ``key`` "": the update."""
+        uniform = "sum:" + key if key else "update"
+        weighted = "weighted:" + key if key else "weighted"
         if self.gathers and not key:
             values[uniform] = row
         elif self.uniform:

@@ -1,5 +1,6 @@
-"""All updates of a round at the server, where a method asks for them: the same rows, and sums of
-them, everywhere.
+"""All updates of a round at the server, where a method asks for them.
+
+Rows and sums are the same in every process.
 """
 
 from __future__ import annotations
@@ -14,53 +15,50 @@ from fl_lightning.round.ledger import Ledger
 
 
 def gather(ledger: Ledger) -> Tensor:
-    """What each client that finished transmitted, ``(n, D)``, ascending by client, in every
-    process.
-    """
+    """The updates ``(n, D)`` of the clients that finished, ascending, in every process."""
     round = ledger.round
     world = world_size()
     rows = round.w.new_empty(len(ledger.finished), round.w.numel(), dtype=round.wide)
     leaf = {client: j for j, client in enumerate(round.ids)}
     for row, client in zip(rows, ledger.finished, strict=True):
+        # An update leaves the ledger as it comes into its row, so that no two copies of all wait.
         if client in ledger.updates:
             row.copy_(ledger.updates.pop(client))
+        # The process that trained a client, leaf mod W, is the one that has its update.
         if world > 1:
             dist.broadcast(row, src=leaf[client] % world)
     return rows
 
 
 def total(ledger: Ledger, rows: Tensor) -> dict[str, Tensor]:
-    """Σ of the rows, and Σ p_i where weights differ: by the tree of the clients' sum, so with its
-    bits.
-    """
+    """Σ of the rows, and Σ p_i times them where weights differ."""
     round = ledger.round
     uniform = all(weight == 1 for weight in round.weights.values())
-    of = dict(zip(ledger.finished, rows, strict=True))
+    row_of = dict(zip(ledger.finished, rows, strict=True))
+    # The tree of the clients' sum gives the bits that the sum has where nothing is gathered.
     tree = TreeSum(len(round.ids))
     for leaf in visiting_order(len(round.ids)):
         client = round.ids[leaf]
-        if client not in of:
+        row = row_of.get(client)
+        if row is None:
             tree.add(leaf, None)
         elif uniform:
-            tree.add(leaf, {"weighted": of[client]}, ["weighted"])
+            tree.add(leaf, {"weighted": row}, ["weighted"])
         else:
-            tree.add(
-                leaf,
-                {"update": of[client], "weighted": of[client] * round.weights[client]},
-                ["update"],
-            )
+            values = {"update": row, "weighted": row * round.weights[client]}
+            tree.add(leaf, values, ["update"])
     return tree.total or {}
 
 
 def memory(who: str, most: int, w: Tensor) -> str:
     """What gathering the updates of ``most`` clients takes, for a reader."""
-    kind = torch.promote_types(w.dtype, torch.float32)
-    size = most * w.numel() * torch.empty((), dtype=kind).element_size()
-    units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
-    shown = next(
-        (f"{size / factor:.3g} {unit}" for factor, unit in units if size >= factor), f"{size} bytes"
-    )
+    wide = torch.promote_types(w.dtype, torch.float32)
+    size = most * w.numel() * wide.itemsize
+    text = f"{size} bytes"
+    for factor, unit in ((2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB")):
+        if size >= factor:
+            text = f"{size / factor:.3g} {unit}"
     return (
         f"{who}: the updates of all participants are held at once, {most:,} × {w.numel():,} "
-        f"numbers, {shown} of memory in each process"
+        f"numbers, {text} of memory in each process"
     )

@@ -1,13 +1,13 @@
-"""The learner's torchmetrics over a round: clients' states merged as torchmetrics merges those of
-processes.
+"""The learner's torchmetrics over a round.
 
-So a metric that is updated in ``training_step`` has, after the round, seen the samples of all
-clients that finished.
+Clients' states are merged as torchmetrics merges those of processes: so a metric that is updated in
+``training_step`` has, after the round, seen the samples of all clients that finished.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner import logged_of, same_bits
 from fl_lightning.processes import world_size
 
+# Any metric has these attributes, whatever it counts, so they are none of its own.
 OF_EVERY = frozenset(vars(SumMetric())) - {"sum_value"} | {"_computed", "_forward_cache"}
 Values = dict[str, Any]  # a metric's states by name: tensors, or lists of them
 
 
 @dataclass
 class MetricStates:
-    """What one client's steps left in the learner's metrics, each by its place among them.
+    """The states that one client's steps left in the learner's metrics, each by its place.
 
     Args:
         states: how often each was updated, and its states.
@@ -47,23 +48,22 @@ def metrics_of(learner: nn.Module) -> list[Metric]:
 
 
 def tells_mode(learner: nn.Module) -> bool:
-    """Whether any of its metrics says which way it is better."""
+    """Tell whether any of the learner's metrics says which way it is better."""
     return any(isinstance(metric.higher_is_better, bool) for metric in metrics_of(learner))
 
 
 def alone(states: MetricStates | None) -> dict[str, Tensor]:
-    """What a client logs of metrics whose states cannot be merged."""
+    """A client's own values of metrics whose states cannot be merged."""
     return {} if states is None else states.alone
 
 
 def outside(metric: Metric) -> dict[str, Any]:
-    """What a metric keeps beside its states, by value; what is no plain data is left out."""
-    own = {
-        name: value
-        for name, value in vars(metric).items()
-        if name not in OF_EVERY and name not in metric._defaults
-    }
-    return {name: by_value(value) for name, value in own.items() if is_data(value)}
+    """Copies of the plain data that a metric keeps beside its states."""
+    attributes = {}
+    for name, value in vars(metric).items():
+        if name not in OF_EVERY and name not in metric._defaults and is_data(value):
+            attributes[name] = by_value(value)
+    return attributes
 
 
 def is_data(value: Any) -> bool:
@@ -79,32 +79,31 @@ def by_value(value: Any) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same; one that was None is set once, as a number of classes is."""
+    """Tell whether two values of an attribute, earlier and later, are the same."""
+    # Metrics set some attributes once, at the first update, such as their number of classes.
     if one is None:
         return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other.to(one.device))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return (
-            isinstance(one, Tensor)
-            and isinstance(other, Tensor)
-            and same_bits(one, other.to(one.device))
-        )
+        return False
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+    # NaN is unlike itself, but is no change.
     return bool(one == other or one != one)
 
 
 def counting_outside(metrics: list[Metric], before: list[dict[str, Any]]) -> dict[int, str]:
-    """Which metrics changed what they keep beside their states, and the name of it."""
-    found = {}
+    """The first attribute beside its states that a metric changed, by the metric's place."""
+    counters: dict[int, str] = {}
     for j, metric in enumerate(metrics):
-        now = outside(metric)
-        changed = [
-            name for name in before[j] if name in now and not alike(before[j][name], now[name])
-        ]
-        found.update({j: changed[0]} if changed else {})
-    return found
+        attributes = outside(metric)
+        for name, earlier in before[j].items():
+            if name in attributes and not alike(earlier, attributes[name]):
+                counters.setdefault(j, name)
+    return counters
 
 
 def check_reset(learner: nn.Module, metric: Metric, name: str, before: dict[str, Any]) -> None:
@@ -127,26 +126,32 @@ def check_reset(learner: nn.Module, metric: Metric, name: str, before: dict[str,
 def taken(
     learner: nn.Module, metrics: list[Metric], names: dict[str, int], before: list[dict[str, Any]]
 ) -> MetricStates:
-    """Copies of the states of those that were updated; ``before``: what each kept beside them at
-    first.
+    """Copies of the states of those metrics that were updated.
+
+    ``before``: the attributes that each had beside its states at first.
     """
     for module in learner.modules():
-        # of metrics with alike states only the first is updated
+        # A collection updates only the first of metrics with alike states; asking for all of them
+        # lets the others see these states.
         if isinstance(module, MetricCollection):
             list(module.values(copy_state=False))
-    on = "cpu" if world_size() > 1 else None
+    device = "cpu" if world_size() > 1 else None
     apart = counting_outside(metrics, before)
-    values = {
-        n: torch.as_tensor(value_of(metrics[j])).double() for n, j in names.items() if j in apart
-    }
+    merged_names: dict[str, int] = {}
+    values: dict[str, Tensor] = {}
+    for name, j in names.items():
+        if j in apart:
+            values[name] = torch.as_tensor(value_of(metrics[j])).double()
+        else:
+            merged_names[name] = j
+    # This resets the metric, so its value is taken before.
     for j, name in apart.items():
         check_reset(learner, metrics[j], name, before[j])
-    merged = {
-        j: (m._update_count, copied(m, on))
-        for j, m in enumerate(metrics)
-        if m.update_called and j not in apart
-    }
-    return MetricStates(merged, {name: j for name, j in names.items() if j not in apart}, values)
+    states: dict[int, tuple[int, Values]] = {}
+    for j, metric in enumerate(metrics):
+        if metric.update_called and j not in apart:
+            states[j] = (metric._update_count, copied(metric, device))
+    return MetricStates(states, merged_names, values)
 
 
 def copied(metric: Metric, device: str | None = None) -> Values:
@@ -165,62 +170,65 @@ def copied(metric: Metric, device: str | None = None) -> Values:
 @contextmanager
 def kept(metrics: list[Metric]) -> Iterator[None]:
     """Leave metrics as they were: a gradient for something else than the step's is not counted."""
-    before = [
-        (m, m._update_count, m._computed, m._forward_cache, {**outside(m), **copied(m)})
-        for m in metrics
-    ]
+    snapshots: list[dict[str, Any]] = []
+    for metric in metrics:
+        snapshot = {**outside(metric), **copied(metric)}
+        # These are torchmetrics' own, which `outside` leaves out.
+        for name in ("_update_count", "_computed", "_forward_cache"):
+            snapshot[name] = getattr(metric, name)
+        snapshots.append(snapshot)
     try:
         yield
     finally:
-        for metric, count, computed, latest, values in before:
-            metric._update_count = count
-            metric._computed = computed
-            metric._forward_cache = latest
-            for name, value in values.items():
+        for metric, snapshot in zip(metrics, snapshots, strict=True):
+            for name, value in snapshot.items():
                 setattr(metric, name, value)
 
 
 def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict[str, float]:
-    """Put all clients' states into the learner's metrics; gives the values of those that were
-    logged.
+    """Put all clients' states into the learner's metrics, and return the logged ones' values.
 
     Args:
-        of_clients: by client; merged in ascending order, so that neither engine nor processes
-            decide the sum's order.
+        of_clients: states by client.
     """
     metrics = metrics_of(learner)
-    names = dict[str, int]()
-    together = world_size() > 1
     for j, metric in enumerate(metrics):
-        given = [own.states[j] for _, own in sorted(of_clients.items()) if j in own.states]
-        if not given:
+        # In ascending order, so that neither engine nor processes decide the sum's order.
+        states = [own.states[j] for _, own in sorted(of_clients.items()) if j in own.states]
+        if not states:
             continue
-        metric._update_count = sum(count for count, _ in given)
+        metric._update_count = sum(count for count, _ in states)
         metric._computed = None
         for name in metric._defaults:
-            values = [(count, on_device(values[name], metric.device)) for count, values in given]
+            values = [(count, on_device(state[name], metric.device)) for count, state in states]
             setattr(metric, name, merged(metric._reductions[name], values))
-        if together:  # its own compute would add up the processes, each of which has everything
-            with suppress(Exception):  # the learner meets it again, if it asks
+        # The metric's own compute would add up the processes, each of which has everything, so
+        # its value is computed here and kept. An error meets the learner again, if it asks.
+        if world_size() > 1:
+            with suppress(Exception):
                 value_of(metric)
+    names: dict[str, int] = {}
     for own in of_clients.values():
         names.update(own.names)
-    # of some clients: what others did not update counts for nothing
+    # Where some client's states could not be merged, the metric's value is the clients' mean.
     for own in of_clients.values():
-        names = {name: j for name, j in names.items() if name not in own.alone}
-    for name, j in names.items():  # here, where every process knows them
+        for name in own.alone:
+            names.pop(name, None)
+    # Every process has merged the same names, so all of them note the same ones here.
+    for name, j in names.items():
         logged_of(learner).note(name, metrics[j])
     return {name: float(value_of(metrics[j])) for name, j in names.items()}
 
 
 def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
-    """One state of several clients, given with the number of their updates, by the metric's own
-    reduction.
+    """One state of several clients by the metric's own reduction.
+
+    ``values``: each client's, with the number of its updates.
     """
     states = [value for _, value in values]
     if isinstance(states[0], list):
-        flat = [item for state in states for item in state]
-        return flat if reduction is None or reduction is dim_zero_cat else reduction(flat)
+        items = list(itertools.chain.from_iterable(states))
+        return items if reduction is None or reduction is dim_zero_cat else reduction(items)
     if len(states) == 1:
         return states[0]
     if reduction is dim_zero_cat:
@@ -228,14 +236,13 @@ def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
     if reduction is dim_zero_sum:
         return torch.stack(states).sum(0)
     if reduction is dim_zero_mean:
-        return torch.stack([count * state for count, state in values]).sum(0) / sum(
-            count for count, _ in values
-        )
+        updates = sum(count for count, _ in values)
+        return torch.stack([count * state for count, state in values]).sum(0) / updates
     return torch.stack(states) if reduction is None else reduction(torch.stack(states))
 
 
 def value_of(metric: Metric) -> Any:
-    """What a metric says of its own states alone."""
+    """A metric's value by its own states alone, without those of other processes."""
     together = metric._to_sync
     metric._to_sync = False
     try:

@@ -1,6 +1,4 @@
-"""The server's part of a round: the aggregated update, the optimizer's step, what is evaluated, and
-buffers.
-"""
+"""The server's part of a round: the aggregated update, the step, what is evaluated, and buffers."""
 
 from __future__ import annotations
 
@@ -24,12 +22,14 @@ from fl_lightning.round.server import Server
 
 
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
-    """``(D,)``: the weighted mean of what was transmitted, or the result of ``aggregate``, where a
-    method has it.
+    """The aggregated update ``(D,)``.
+
+    It is the weighted mean of what was transmitted, or what a method's ``aggregate`` makes of it.
     """
     round = ledger.round
     total = ledger.total
     if methods.gathering:
+        # `on_updates` may change the gathered rows, so they are summed after it.
         ledger.gathered = gathering.gather(ledger)
         if ledger.finished:
             methods.run("on_updates", server)
@@ -37,6 +37,7 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     server.update = torch.zeros_like(round.w)
     if ledger.finished:
         server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
+    # A method that aggregates otherwise finds the mean in `server.update`, and may build on it.
     aggregate = methods.owner("aggregate")
     return aggregate(server).to(round.w.dtype) if aggregate else server.update
 
@@ -47,10 +48,10 @@ def masked(server: Server) -> Tensor:
     Raises:
         Diverged: it is not finite.
     """
-    if server.averaged is None:
-        update = server.update
-    else:
-        update = torch.where(server.averaged, server.update, 0.0)
+    update = server.update
+    if server.averaged is not None:
+        update = torch.where(server.averaged, update, 0.0)
+    # What is masked may be anything, so only the rest has to be finite.
     if not all_finite(update):
         raise Diverged(diverged_text(server.round, "the server's update"))
     return update
@@ -77,59 +78,64 @@ class ServerStep:
             group["lr"] = rate * factor
 
     def step(self, w: Tensor, update: Tensor, keep: Tensor | None) -> None:
-        """One step with gradient ``-update``; w and (D,)-shaped state stay where ``keep`` ``(D,)``
-        is False.
+        """Step with gradient ``-update``.
+
+        w and (D,)-shaped state stay where ``keep`` ``(D,)`` is False.
         """
-        before = {}
+        old_w = torch.empty(0)
+        old_state: dict[str, Tensor] = {}
         if keep is not None:
-            held = {k: v.clone() for k, v in self._state(w).items() if isinstance(v, Tensor)}
-            before = {"": w.detach().clone(), **held}
+            old_w = w.detach().clone()
+            for name, value in self._state(w).items():
+                if isinstance(value, Tensor):
+                    old_state[name] = value.clone()
         w.grad = update.neg()
         try:
             self.lightning_optimizer.step()
         finally:
             w.grad = None
-        if keep is not None:
-            with torch.no_grad():
-                w.copy_(torch.where(keep, w, before.pop("")))
-                for name, value in self._state(w).items():
-                    if isinstance(value, Tensor) and value.shape == w.shape:
-                        value.copy_(
-                            torch.where(keep, value, before.get(name, torch.zeros_like(value)))
-                        )
+        if keep is None:
+            return
+        # An optimizer with momentum moves coordinates whose gradient is 0, so they are put back.
+        with torch.no_grad():
+            w.copy_(torch.where(keep, w, old_w))
+            for name, value in self._state(w).items():
+                if isinstance(value, Tensor) and value.shape == w.shape:
+                    old = old_state.get(name, torch.zeros_like(value))
+                    value.copy_(torch.where(keep, value, old))
 
     def _state(self, w: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(w, {})
         return state
 
     def undoing(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
-        """w^t ``(D,)``, a copy; and what takes w, and all that goes with it, back to how the round
-        found them.
+        """Get ready for the step, which changes w in place.
+
+        Returns:
+            a copy of w^t ``(D,)``, and a function that takes w, and all that goes with it, back to
+            how the round found them.
         """
         found = model.committed()
         w = found.w.clone()
-        state = {
-            of: {k: _copied(v) for k, v in values.items()}
-            for of, values in self.optimizer.state.items()
-        }
-        groups = [
-            {k: _copied(v) for k, v in g.items() if k != "params"}
-            for g in self.optimizer.param_groups
-        ]
-        counted = self.progress.state_dict()  # a copy
-        named = {
+        state = {p: _copied_values(values) for p, values in self.optimizer.state.items()}
+        groups = [_copied_values(group) for group in self.optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+        steps = self.progress.state_dict()  # a copy
+        # A checkpoint that is saved from here on, before the commit, takes these copies.
+        in_checkpoint = {
             "state": dict(enumerate(state.values())),
-            "param_groups": [{**g, "params": [0]} for g in groups],
+            "param_groups": [{**group, "params": [0]} for group in groups],
         }
-        model.found = replace(found, w=w, optimizer=named, steps=counted)
+        model.found = replace(found, w=w, optimizer=in_checkpoint, steps=steps)
 
         def undo() -> None:
             model.move_to(w, found.evaluated, found.buffers)
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
-            for group, before in zip(self.optimizer.param_groups, groups, strict=True):
-                group.update(before)
-            self.progress.load_state_dict(counted)
+            for group, old_group in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update(old_group)
+            self.progress.load_state_dict(steps)
 
         return w, undo
 
@@ -140,8 +146,8 @@ def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
     if found is None:
         return
     evaluated = found.w if found.evaluated is None else found.evaluated
-    # WeightAveraging saves its averages as the state_dict, and beside them what they are averages
-    # of
+    # WeightAveraging saves its averages as the state_dict, and beside them the present model:
+    # the averages do not change within a round, the present model does.
     present = "current_model_state" if "current_model_state" in saved else "state_dict"
     saved[present] = model.export(model=(evaluated, found.buffers)).state_dict()
     if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
@@ -152,24 +158,30 @@ def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
         )
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+def _copied_values(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer's state or group; its parameters are the same ones."""
+    copies: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "params":
+            copies[name] = value
+        else:
+            copies[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return copies
 
 
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
-    """What to evaluate where it is not w: w, with the clients' mean on the parts not averaged; None
-    where it is w.
+    """The model to evaluate under partial averaging; None: w itself.
 
-    Where nobody finished, such parts stay as they were evaluated last.
+    It is w with the clients' mean on the parts that were not averaged. Where nobody finished, such
+    parts stay as they were evaluated last.
     """
     round = ledger.round
     if server.averaged is None or bool(server.averaged.all()):
         return None
     if not server.n:
         return torch.where(server.averaged, server.w.detach(), round.evaluated)
-    mean = server.w_before + (ledger.total["copies"] / ledger.total["weight"].to(round.wide)).to(
-        server.w_before
-    )
+    mean_change = ledger.total["copies"] / ledger.total["weight"].to(round.wide)
+    mean = server.w_before + mean_change.to(server.w_before)
     return torch.where(server.averaged, server.w.detach(), mean)
 
 

@@ -1,4 +1,4 @@
-"""What a round communicates, in parameters and bytes, counted from what methods declare."""
+"""The communication of a round in parameters and bytes, counted from what methods declare."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = ran
 
 
 def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
-    """A client's six counts: coordinates of which it had no valid copy, 1 client, its buffers, its
-    gradients.
-    """
+    """A client's six counts, without what it uploads."""
     counts = [0] * 6
+    # Coordinates of which the client has a valid copy are not sent to it.
     kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
     counts[DOWN_PARAMETERS] = clients.layout.size - kept
     counts[CLIENTS] = 1
     counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
-    sent = (b for name, b in buffers.items() if name not in clients._round.own_buffers)
-    counts[BUFFER_BYTES] = sum(b.numel() * b.element_size() for b in sent)
+    for name, buffer in buffers.items():
+        if name not in clients._round.own_buffers:
+            counts[BUFFER_BYTES] += buffer.numel() * buffer.element_size()
     return counts
 
 
 def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload]) -> None:
-    """Add what a client sends in the end: its update, where it is averaged, and the uploads that
-    are counted.
-    """
+    """Add a client's upload: its update, where it is averaged, and the uploads that are counted."""
     averaged = clients._round.averaged
     size = clients.x.element_size()
     everywhere = clients.layout.size if averaged is None else int(averaged.sum())
@@ -54,29 +52,27 @@ def gradients(ledger: Ledger) -> int:
 
 
 def kept_vectors(ledger: Ledger) -> float:
-    """What a participant keeps until its next round, in vectors of D numbers, without what loggers
-    let it keep.
+    """The memory of a participant until its next round, in vectors of D numbers.
 
-    Counted at the first that this process has trained; 0 where it has none.
+    It is counted at the first that this process has trained, and is 0 where it has none. Rows that
+    loggers let clients keep are no part of the method, and do not count.
     """
-    client = next(
-        (i for i in ledger.finished if any(i in rows for rows in ledger.rows.values())), -1
-    )
-    of_methods = (
-        rows for key, rows in ledger.rows.items() if not key.split(".")[0].endswith("Logger")
-    )
-    return (
-        sum(rows[client].numel() for rows in of_methods if client in rows) / ledger.round.w.numel()
-    )
+    for client in ledger.finished:
+        sizes = {key: rows[client].numel() for key, rows in ledger.rows.items() if client in rows}
+        if sizes:
+            numbers = sum(
+                size for key, size in sizes.items() if not key.split(".")[0].endswith("Logger")
+            )
+            return numbers / ledger.round.w.numel()
+    return 0.0
 
 
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     """Parameters and bytes of this round, all participants together."""
     counts = ledger.total.get("traffic")
     if counts is None:
-        return dict.fromkeys(
-            ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes"), 0
-        )
+        names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
+        return dict.fromkeys(names, 0)
     count = [int(c) for c in counts]
     down = count[DOWN_PARAMETERS]
     down_bytes = count[DOWN_PARAMETERS] * ledger.round.w.element_size()
@@ -95,5 +91,5 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         "down_bytes": down_bytes,
         "up_parameters": count[UP_PARAMETERS],
         "up_bytes": count[UP_BYTES],
-        "buffers_bytes": 2 * count[BUFFER_BYTES],
+        "buffers_bytes": 2 * count[BUFFER_BYTES],  # down and up again
     }

@@ -1,5 +1,4 @@
-"""A sum over clients that does not depend on who computed it, in what order, or in how many
-processes.
+"""A sum over clients that does not depend on who computed it, or in what order.
 
 Client j of the round's ascending list is leaf j of a fixed binary tree: even j are summed with even
 ones, odd with odd ones, and so on by the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod
@@ -17,6 +16,7 @@ from torch import Tensor
 from fl_lightning.processes import collective_device, gathered, world_size
 
 Leaf = dict[str, Tensor]
+Kinds = dict[str, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtypes
 
 
 def visiting_order(n: int) -> list[int]:
@@ -33,10 +33,9 @@ def visiting_order(n: int) -> list[int]:
 
 
 class TreeSum:
-    """Σ of dictionaries of tensors over leaves 0…n-1, added in any order; keys starting with
-    ``max:`` take maxima.
+    """Σ of dictionaries of tensors over leaves 0…n-1, which are added in any order.
 
-    ``None`` is a leaf that takes no part.
+    Keys that start with ``max:`` take maxima. ``None`` is a leaf that takes no part.
     """
 
     def __init__(self, n: int) -> None:
@@ -45,9 +44,9 @@ class TreeSum:
         self.total: Leaf | None = None
 
     def add(self, leaf: int, values: Leaf | None, lent: Collection[str] = ()) -> None:
-        """Take a leaf; its tensors are the sum's from now on, but for those under ``lent``, of
-        which it keeps none.
-        """
+        """Take a leaf; its tensors are the sum's from now on, except those under ``lent``."""
+        # The node (residue, stride) sums the leaves j ≡ residue (mod stride). The leaf is a node
+        # by itself under a stride that no two leaves share.
         stride = 1
         while leaf >= stride or leaf + stride < self.n:
             stride *= 2
@@ -56,6 +55,7 @@ class TreeSum:
             half = stride // 2
             sibling = residue ^ half
             if sibling < self.n:
+                # Whoever of two siblings comes first waits; the second carries their sum upwards.
                 if (sibling, stride) not in self._waiting:
                     self._waiting[residue, stride] = _kept(values, lent)
                     return
@@ -67,6 +67,7 @@ class TreeSum:
 
 
 def _kept(values: Leaf | None, lent: Collection[str]) -> Leaf | None:
+    """``values``, of which those under ``lent`` are copied, as others may still change them."""
     return values and {
         key: value.clone() if key in lent else value for key, value in values.items()
     }
@@ -87,41 +88,39 @@ def _merge(a: Leaf | None, b: Leaf | None, lent: Collection[str]) -> Leaf | None
 
 
 def sum_over_processes(total: Leaf | None) -> Leaf | None:
-    """The processes' sums combined along the same tree; the same bits everywhere. Alone: unchanged."""
+    """The sum of the processes' sums; it has the same bits in each of them."""
     world = world_size()
     if world == 1:
         return total
-    mine_are = None if total is None else {k: (v.shape, v.dtype) for k, v in total.items()}
-    shapes = gathered(mine_are)
-    present: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for shape in shapes:
-        present.update(shape or {})
-    if not present:
+    kinds_here: Kinds = {key: (v.shape, v.dtype) for key, v in (total or {}).items()}
+    kinds = gathered(kinds_here)
+    kind_of: Kinds = {}
+    for kinds_there in kinds:
+        kind_of.update(kinds_there)
+    if not kind_of:
         return None
     device = next(iter(total.values())).device if total else collective_device()
     leaves: list[Leaf] = [{} for _ in range(world)]
-    for dtype in sorted({d for _, d in present.values()}, key=str):
-        keys = sorted(k for k, (_, d) in present.items() if d == dtype)
-        mine = torch.cat(
-            [
-                (
-                    total[k]
-                    if total and k in total
-                    else torch.zeros(present[k][0], dtype=dtype, device=device)
-                ).reshape(-1)
-                for k in keys
-            ]
-        )
-        everyone = [torch.empty_like(mine) for _ in range(world)]
-        dist.all_gather(everyone, mine)
-        sizes = [present[k][0].numel() for k in keys]
-        for rank, vector in enumerate(everyone):
-            own = shapes[rank] or {}
-            leaves[rank].update(
-                (k, part.view(present[k][0]).clone())
-                for k, part in zip(keys, torch.split(vector, sizes), strict=True)
-                if k in own
-            )
+    # One vector a dtype travels, not one message a key: a process that has no tensor under a key,
+    # since none of its clients gave one, sends zeros for it, which the others leave out.
+    for dtype in sorted({dtype for _, dtype in kind_of.values()}, key=str):
+        keys = sorted(key for key in kind_of if kind_of[key][1] == dtype)
+        parts = []
+        for key in keys:
+            value = (total or {}).get(key)
+            if value is None:
+                value = torch.zeros(kind_of[key][0], dtype=dtype, device=device)
+            parts.append(value.reshape(-1))
+        vector = torch.cat(parts)
+        vectors = [torch.empty_like(vector) for _ in range(world)]
+        dist.all_gather(vectors, vector)
+        sizes = [part.numel() for part in parts]
+        for rank in range(world):
+            for key, part in zip(keys, torch.split(vectors[rank], sizes), strict=True):
+                if key in kinds[rank]:
+                    leaves[rank][key] = part.view(kind_of[key][0]).clone()
+    # Process r's sum is the node of the leaves j ≡ r, so the processes are the leaves of the rest
+    # of the same tree.
     tree = TreeSum(world)
     for rank in range(world):
         tree.add(rank, leaves[rank] or None)

@@ -168,11 +168,9 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
     start /= np.linalg.norm(start)
     if not product(start).any():
         return 0.0, start
-    # SciPy's types differ by version.
-    operator = LinearOperator(
-        (n, n),
-        matvec=product,
-        dtype=np.float64,  # type: ignore[call-arg,unused-ignore]
+    # SciPy's types name these arguments differently from version to version.
+    operator = LinearOperator(  # type: ignore[call-arg,unused-ignore]
+        (n, n), matvec=product, dtype=np.float64
     )
     kept = 20 if n <= 10**6 else 10  # vectors
     for allowed in (tolerance, 10 * tolerance, 100 * tolerance, 1.0):

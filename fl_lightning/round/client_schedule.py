@@ -1,5 +1,6 @@
-"""The learner's lr scheduler as a table, so that every engine, process and resumed run reads the
-same rates from it.
+"""The learner's lr scheduler as a table.
+
+Every engine, process and resumed run reads the same rates from it, whoever trains which client.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ class ClientSchedule:
         self.schedulers = schedulers
         self._optimizer = optimizer
         self._groups = optimizer.param_groups
-        self.account = (
-            f"{unit}: {[(type(s).__name__, written(s), every) for s, every in schedulers]}"
-        )
+        steps = [(type(s).__name__, written(s), every) for s, every in schedulers]
+        self.account = f"{unit}: {steps}"
         self._table = [self._now()]
-        # momentum of a cycle, say
-        others = [{k: v for k, v in group.items() if k != "lr"} for group in self._table[0]]
-        optimizer.param_groups = [
-            {**group, **own} for group, own in zip(given, others, strict=True)
-        ]
+        # A scheduler that is built may set more than the rate, such as a cycle's momentum: that
+        # holds from the first step on, while the rates come from the table.
+        groups = []
+        for group, set_by_scheduler in zip(given, self._table[0], strict=True):
+            others = {k: v for k, v in set_by_scheduler.items() if k != "lr"}
+            groups.append({**group, **others})
+        optimizer.param_groups = groups
 
     @property
     def by_step(self) -> bool:
@@ -63,7 +65,8 @@ class ClientSchedule:
             UserError: the schedulers end before, or give a rate that is negative or not finite.
         """
         optimizer = self._optimizer
-        given = self._optimizer.param_groups
+        groups = optimizer.param_groups
+        # The schedulers go on from the groups as they left them, which clients never see.
         optimizer.param_groups = self._groups
         try:
             with warnings.catch_warnings():
@@ -76,14 +79,14 @@ class ClientSchedule:
         except UserError:
             raise
         except Exception as error:
-            what = "rounds" if self.unit == "rounds" else "local steps of a client"
+            unit = "rounds" if self.unit == "rounds" else "local steps of a client"
             raise UserError(
                 f"client_scheduler={self.unit!r}: {self.name} cannot be stepped to {entries} "
-                f"{what}, at {len(self._table)} it says: {error}. Give it as many as there are, "
+                f"{unit}, at {len(self._table)} it says: {error}. Give it as many as there are, "
                 "or client_scheduler='ignore'."
             ) from error
         finally:
-            optimizer.param_groups = given
+            optimizer.param_groups = groups
 
     def __getitem__(self, entry: int) -> Groups:
         return self._table[entry]
@@ -97,19 +100,22 @@ class ClientSchedule:
         return " + ".join(type(scheduler).__name__ for scheduler, _ in self.schedulers)
 
     def _now(self) -> Groups:
-        now = [{k: plain(group[k]) for k in MOVED if k in group} for group in self._groups]
-        for group in now:
-            if not 0 <= group["lr"] < math.inf:
+        entry = []
+        for group in self._groups:
+            settings = {name: plain(group[name]) for name in MOVED if name in group}
+            if not 0 <= settings["lr"] < math.inf:
                 raise UserError(
-                    f"client_scheduler={self.unit!r}: {self.name} gives the rate {group['lr']!r}; "
-                    "it has to be a finite number from 0."
+                    f"client_scheduler={self.unit!r}: {self.name} gives the rate "
+                    f"{settings['lr']!r}; it has to be a finite number from 0."
                 )
-        return now
+            entry.append(settings)
+        return entry
 
 
 class ShownScheduler:
-    """What the learner's ``self.lr_schedulers()`` gives: its own scheduler, at the rates of the
-    client's optimizer.
+    """The learner's own scheduler at the rates of the client's optimizer.
+
+    ``self.lr_schedulers()`` gives it to the learner.
     """
 
     def __init__(self, schedule: ClientSchedule, optimizer: Optimizer) -> None:
@@ -131,7 +137,7 @@ def plain(value: Any) -> Any:
 
 
 def written(scheduler: Any) -> dict[str, Any]:
-    """Its numbers that steps leave alone."""
+    """A scheduler's settings: its numbers that steps leave alone."""
     changing = ("last_epoch", "last_batch_iteration")
     kinds = (bool, int, float, str, list, tuple)
     return {

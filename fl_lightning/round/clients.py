@@ -15,13 +15,14 @@ from fl_lightning.round.context import Evaluate, InStep, Round, asking
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.state import ClientState, PerClient, Scratch, Upload
 
-# under which it is gathered beside what is logged, where somebody asks for it
+# Where a method reads the loss of local steps, it travels with what is logged, under this name.
 LOSS = "the loss of local steps"
 
 
 class Clients:
-    """``n`` clients that train together, as local hooks see them; per-client scalars are columns
-    ``(n, 1)``.
+    """``n`` clients that train together, as local hooks see them.
+
+    Numbers that each client has one of are columns ``(n, 1)``.
 
     Args:
         x: their models ``(n, D)``.
@@ -44,10 +45,12 @@ class Clients:
         self._evaluate = evaluate
         self.looked_up = False
         self.mean_gradient_read = ""
-        # the learner's after training, of a client that stands alone
+        # A client that stands alone brings these home beside its model: the learner's buffers,
+        # what its steps left in the learner's metrics, and what its optimizer keeps.
         self.buffers: dict[str, Tensor] = {}
-        self.metrics: object = None  # what its steps left in the learner's
-        self.optimizer_rows: dict[str, Tensor] = {}  # what its optimizer keeps, where it is kept
+        self.metrics: object = None
+        self.optimizer_rows: dict[str, Tensor] = {}
+        # A row was written if its count of changes moved since it was loaded.
         self._rows: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._declared: dict[str, PerClient] = {}
@@ -60,9 +63,9 @@ class Clients:
         self._start: Tensor | None = None
         self.clipped: Tensor
         self.local_step: InStep | None = None
-        self.gradients_a_step = 1  # which their first step shows, as all do the same
-        # outside of steps, and in one
-        self.full_gradients = 0
+        # Gradients are counted in the first step, since all steps evaluate the same number.
+        self.gradients_a_step = 1
+        self.full_gradients = 0  # outside of steps
         self.full_gradients_a_step = 0
         self._step: Tensor | None = None
         self._columns: dict[str, Tensor] = {}
@@ -140,9 +143,7 @@ class Clients:
 
     @property
     def weight_decay(self) -> float:
-        """λ of the client optimizer where it is part of the gradient; 0 where it is decoupled
-        (AdamW).
-        """
+        """λ of the client optimizer; 0 where weight decay is no part of the gradient (AdamW)."""
         self._round.rates.require_one()
         return self._round.rates.weight_decay
 
@@ -152,31 +153,29 @@ class Clients:
         return self._column(self._round.steps)
 
     def steps_of(self, epochs: float) -> Tensor:
-        """Local steps of so many epochs ``(n, 1)``, whatever K_i is; taken exactly from their
-        decimal form.
-        """
+        """Local steps of so many epochs ``(n, 1)``, whatever K_i is."""
         name = f"steps of {epochs}"
         if name not in self._columns:
             assert self._round.steps_of is not None
-            self._columns[name] = self._column(
-                {i: self._round.steps_of(i, epochs) for i in self._ids}
-            )
+            steps = {i: self._round.steps_of(i, epochs) for i in self._ids}
+            self._columns[name] = self._column(steps)
         return self._columns[name]
 
     @property
     def step(self) -> Tensor:
         """The number of the present local step, from 0: an int64 scalar; in the hooks of a step."""
+        # A tensor that counts on the device: a recorded step reads the number of each replay.
         if self._step is None:
             self._step = to_device(self._in_step("clients.step").index, self._x.device)
         return self._step
 
     def gradient_at(self, x: Tensor) -> Tensor:
-        """Gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``, without
-        weight decay.
+        """Gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``.
 
-        In the hooks of a step, from the first step on: same batch, same random numbers, from the
-        buffers with which the step began. x, buffers and logs stay; what is returned has memory of
-        its own. It costs what the loss gradient does, which ``cost/gradients`` shows.
+        It is without weight decay. In the hooks of a step, from the first step on: same batch, same
+        random numbers, from the buffers with which the step began. x, buffers and logs stay; what
+        is returned has memory of its own. It costs what the loss gradient does, which
+        ``cost/gradients`` shows.
         """
         return self._in_step("clients.gradient_at").gradient_at(x)
 
@@ -194,15 +193,15 @@ class Clients:
             self._step += 1
 
     def gradients(self, client: int) -> int:
-        """How many gradients of a batch's loss were evaluated for a client, its whole objective's
-        by their batches.
+        """How many gradients of a batch's loss a client evaluated.
+
+        A gradient of its whole objective counts as many as an epoch has batches.
         """
         steps = self._round.steps[client]
         whole = self.full_gradients + steps * self.full_gradients_a_step
+        batches = 0
         if whole and self._round.steps_of is not None:
             batches = self._round.steps_of(client, 1)
-        else:
-            batches = 0
         return steps * self.gradients_a_step + whole * batches
 
     @cached_property
@@ -217,8 +216,9 @@ class Clients:
 
     @property
     def origin(self) -> Tensor:
-        """Where the clients' present displacement began ``(n, D)``: ``start``, except on parts kept
-        since.
+        """Where the clients' present displacement began ``(n, D)``.
+
+        That is ``start``, except on parts that a client has kept since an earlier round.
         """
         return self.start if self.kept_origin is None else self.kept_origin
 
@@ -239,13 +239,15 @@ class Clients:
         Where rates change from step to step, steps count by their rates.
         """
         elapsed = self.elapsed
+        # The reader's name is kept for the refusal where a step was no plain SGD step.
         self.mean_gradient_read = self.mean_gradient_read or asking()
         return torch.where(elapsed > 0, (self.origin - self._x) / elapsed, 0.0).to(self._x.dtype)
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``; of methods with
-        ``reads_loss = True``.
+        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``.
+
+        It is there for methods with ``reads_loss = True``.
         """
         if LOSS not in self.logs:
             raise RuntimeError(
@@ -260,30 +262,31 @@ class Clients:
         return norm
 
     def full_gradient(self, x: Tensor) -> Tensor:
-        """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``, weight
-        decay included.
+        """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``.
+
+        Weight decay is included.
         """
         assert self._full_gradient is not None
+        # All steps do alike, so those of the first step stand for each of them.
         self.full_gradients += self.local_step is None
         self.full_gradients_a_step += self.local_step is not None and self.local_step.first
         return self._full_gradient(self, x)
 
     def evaluate(self, x: Tensor, what: Literal["train", "test"] = "train") -> dict[str, Tensor]:
-        """Columns ``(n, 1)`` of the clients' own samples at x ``(D,)`` or ``(n, D)``; NaN of a
-        client without samples.
+        """Loss and metrics of the clients' own samples at x ``(D,)`` or ``(n, D)``.
 
-        ``"loss"``, and what ``validation_step`` logs, without ``val/``: in evaluation mode, with
-        the server's buffers.
-        ``what``: the samples that they train on, or those that ``client_test_fraction`` holds out.
-        It reads values, so a local step that asks for it is not captured.
+        Columns ``(n, 1)`` by name, NaN for a client without samples: ``"loss"``, and what
+        ``validation_step`` logs, without ``val/``. The learner is in evaluation mode and has the
+        server's buffers. It reads values, so a local step that asks for it is not captured.
+
+        Args:
+            what: the samples they train on, or those that ``client_test_fraction`` holds out.
         """
         assert self._evaluate is not None
         return self._evaluate(self, x, what)
 
     def log(self, name: str, values: Tensor) -> None:
-        """Log one value per client, ``(n,)`` or ``(n, 1)``; the mean over clients appears under
-        ``name``.
-        """
+        """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""
         self.logs[name] = values.detach().reshape(len(self._ids))
 
     def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
@@ -293,9 +296,8 @@ class Clients:
     def rows(self, key: str, declaration: PerClient) -> Tensor:
         """The round's staged rows of a state, loaded at first access."""
         if key not in self._rows:
-            self._keep(
-                key, declaration, torch.stack([self._load(key, declaration, i) for i in self._ids])
-            )
+            rows = [self._load(key, declaration, i) for i in self._ids]
+            self._keep(key, declaration, torch.stack(rows))
         return self._rows[key]
 
     def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
@@ -304,66 +306,56 @@ class Clients:
         self._versions[key] = rows._version
 
     def _load(self, key: str, declaration: PerClient, client: int) -> Tensor:
-        if isinstance(declaration, ClientState):
-            row = self._round.read(key, client)
-        else:
-            row = None
-        if row is None and declaration.initial == "zeros":
-            if declaration.shape is None:
-                like = self._x[0]
-            else:
-                like = self._x.new_empty(declaration.shape)
-            return torch.zeros(
-                (), dtype=declaration.dtype or like.dtype, device=like.device
-            ).expand_as(like)
-        if row is None:
+        row = self._round.read(key, client) if isinstance(declaration, ClientState) else None
+        if row is not None:
+            return to_device(row, self._x.device)
+        if declaration.initial != "zeros":
             return self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
-        return to_device(row, self._x.device)
+        # The rows are stacked, which copies them, so one zero may stand for each row until then.
+        like = self._x[0]
+        if declaration.shape is not None:
+            like = self._x.new_empty(declaration.shape)
+        zero = torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device)
+        return zero.expand_as(like)
 
     def write(self, key: str, declaration: PerClient, value: Tensor) -> None:
-        # its zeros would be overwritten
+        # Scratch that is assigned before it is read needs no zeros, which would be overwritten.
         if key not in self._rows and isinstance(declaration, Scratch):
             one = self._load(key, declaration, self._ids[0])
             self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))
         rows = self.rows(key, declaration)
         if value is not rows:
             rows.copy_(torch.as_tensor(value))
+        # No count of changes is -1: the rows count as written, even where `value` is what they are.
         self._versions[key] = -1
 
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
-        if declaration.shape is None:
-            shape = self._x.shape[1:]
-        else:
-            shape = torch.Size(declaration.shape)
-        kind = self._x.dtype if declaration.dtype is None else declaration.dtype
-        self.uploads[key] = torch.as_tensor(value).to(kind).expand(len(self._ids), *shape)
+        shape = self._x.shape[1:] if declaration.shape is None else declaration.shape
+        dtype = declaration.dtype or self._x.dtype
+        self.uploads[key] = torch.as_tensor(value).to(dtype).expand(len(self._ids), *shape)
 
     def step_tensors(self) -> dict[str, Tensor]:
-        """What a local step may read or change besides x, by name: columns, starts and rows of
-        states.
-        """
-        own = {
+        """Columns, starts and rows of states by name: what a local step may read besides x."""
+        tensors = {
             name: value
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and name != "_x"
         }
-        return {**own, **self._rows, **self._columns}
+        return {**tensors, **self._rows, **self._columns}
 
     def given(self) -> list[Tensor]:
-        """What hooks have logged and uploaded so far."""
+        """The values that hooks have logged and uploaded so far."""
         return [*self.logs.values(), *self.uploads.values()]
 
     def take_kept_parts(self) -> None:
-        """Put the clients' own copies of parts into ``x``, where newer than the last average; note
-        since when.
-        """
+        """Put the clients' own copies of parts into ``x``, where newer than the last average."""
         round = self._round
         if round.parts is not None:
             taken = round.parts.taken(round.t, round.read, self.client_ids, self._x, round.wide)
             self.kept_origin, self.kept_elapsed, self.kept_mask = taken
 
     def kept_parts(self) -> dict[str, Tensor]:
-        """The rows in which a client (of a group of one) keeps its copies of parts after the round."""
+        """The rows in which a client, a group of one, keeps its copies of parts."""
         parts = self._round.parts
         if parts is None or not parts.masks:
             return {}
@@ -376,21 +368,20 @@ class Clients:
         }
 
     def begin(self, own_starts: bool) -> None:
-        """The starts are final: remember them; ``own_starts``: a method may have moved them away
-        from w.
-        """
-        own = own_starts or self.kept_mask is not None
-        self._start = self._x.clone() if own else self._round.w.expand_as(self._x)
+        """Remember the starts, which are final; ``own_starts``: a method may have moved them."""
+        # Where every client starts from w, w itself is remembered, and no copy of n × D numbers.
+        if own_starts or self.kept_mask is not None:
+            self._start = self._x.clone()
+        else:
+            self._start = self._round.w.expand_as(self._x)
         if self.kept_mask is not None and self.kept_origin is not None:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self._start)
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Rows of states that outlive the round, where they were assigned or changed in place."""
         for key, rows in self._rows.items():
-            if (
-                isinstance(self._declared[key], ClientState)
-                and rows._version != self._versions[key]
-            ):
+            changed = rows._version != self._versions[key]
+            if changed and isinstance(self._declared[key], ClientState):
                 yield key, rows
 
     def drop_scratch(self) -> None:

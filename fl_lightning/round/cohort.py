@@ -1,5 +1,6 @@
-"""Who takes part in a round, and how many steps each client takes: functions of (seed, round),
-known beforehand.
+"""Who takes part in a round, and how many steps each client takes.
+
+Both are functions of (seed, round), so that any process knows them beforehand, after a resume too.
 """
 
 from __future__ import annotations
@@ -66,11 +67,16 @@ class Cohort:
         return self.n if self.sampling == "uniform" else self.m
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """Who is sampled in round t, ascending; the same in every process and after every resume."""
-        return (self._sampled(t) or (0,))[:1] if self.quick else self._sampled(t)
+        """Who is sampled in round t, ascending; the same in every process and after a resume."""
+        sampled = self._sampled(t)
+        if not self.quick:
+            return sampled
+        # A trial run has one client, even where the coins of this round fell on none.
+        return (sampled or (0,))[:1]
 
     def _sampled(self, t: int) -> tuple[int, ...]:
         m = self.m
+        # Where everybody takes part nothing is drawn, which is quicker and changes no other draw.
         if self.n == m and self.sampling == "uniform":
             return tuple(range(m))
         draw = drawn_from(self.coins, "participants", t)
@@ -80,9 +86,7 @@ class Cohort:
         return tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
 
     def tried(self, t: int) -> tuple[int, ...]:
-        """Clients to try the steps of round t on, before the first: those that are sampled, but
-        never nobody.
-        """
+        """Clients on which the steps of round t may be tried beforehand; never nobody."""
         return self.participants(t) or (0,)
 
     def number(self, t: int) -> int:
@@ -94,9 +98,10 @@ class Cohort:
         m = self.m
         if self.sampling == "uniform":
             return n
-        heads = int(
-            draw.binomial(m, self.participation if isinstance(self.participation, float) else n / m)
-        )
+        share = self.participation if isinstance(self.participation, float) else n / m
+        # The number of heads first and then which clients: it has the distribution of m coins,
+        # and costs n draws instead of m.
+        heads = int(draw.binomial(m, share))
         return heads if self.sampling == "poisson" else max(1, heads)
 
     def steps(self, i: int) -> int:
@@ -107,31 +112,30 @@ class Cohort:
         return min(steps, self.quick) if self.quick else steps
 
     def steps_of(self, i: int, local_epochs: float) -> int:
-        """Steps of so many local epochs of client i, taken exactly from their decimal form: a
-        started batch counts.
-        """
+        """Steps of so many local epochs of client i; a batch that was begun counts."""
+        # 0.3 as a binary float is a little less than 0.3, which would round some steps otherwise:
+        # its decimal form is what the user wrote.
         epochs = Fraction(str(local_epochs))
         batches = int(self.data.batches_per_epoch(i))
         whole = int(epochs)
         return whole * batches + -int(-((epochs - whole) * batches) // 1)
 
     def smallest_batch(self, clients: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """Samples of the smallest batch of these clients (None: of all), and the first such client:
-        O(m), no draw.
+        """Samples of the smallest batch of these clients (None: of all), and its first client.
 
-        None where the data do not tell.
+        It costs O(m) and draws nothing. None where the data do not tell.
         """
         if not hasattr(self.data, "smallest_batch"):
             return None
         steps: Any = self.local_steps
-        # of no client a whole epoch
+        # Less than an epoch may end before a client's last, shorter batch. Clients of one size take
+        # the same number of steps, so these are counted once a size.
         if steps is None and self.local_epochs is not None and self.local_epochs < 1:
-            _, first, of = np.unique(
-                self.data.client_sizes(), return_index=True, return_inverse=True
-            )
+            sizes = self.data.client_sizes()
+            _, first, of = np.unique(sizes, return_index=True, return_inverse=True)
             steps = np.array([self.steps(int(i)) for i in first])[of]
-        found: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
-        return found
+        smallest: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
+        return smallest
 
     def sizes(self, ids: Iterable[int]) -> dict[int, int]:
         """N_i: samples of each of these clients."""

@@ -18,7 +18,8 @@ from fl_lightning.round.partial import Parts
 from fl_lightning.state import Initial
 from fl_lightning.storage.secret import Key
 
-BUFFER = "buffer."  # before the names of rows in which clients keep their own buffers
+# The rows in which clients keep their own buffers have this before the buffer's name.
+BUFFER = "buffer."
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,9 @@ class ClientRates:
         return self.schedule is not None and self.schedule.by_step
 
     def in_round(self, t: int, factor: float, steps: int) -> ClientRates:
-        """With learning rates × ``factor``, and where a schedule has them in round t, of at most so
-        many steps.
-        """
+        """The rates of round t, which has at most so many steps: a schedule's, times ``factor``."""
         schedule = self.schedule
+        # A table is filled here, on the main thread, as far as this round's clients may read it.
         if schedule is None or schedule.by_step:
             if schedule is not None:
                 schedule.reach(steps)
@@ -67,8 +67,9 @@ class ClientRates:
         )
 
     def groups(self, step: int) -> Groups | None:
-        """What each parameter group is set to at a local step, before ``factor``; None: what it was
-        made with.
+        """Settings of the parameter groups at a local step, before ``factor``.
+
+        None: the groups keep what they were made with.
         """
         if self.schedule is None:
             return None
@@ -82,9 +83,7 @@ class ClientRates:
         return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
     def require_one(self) -> None:
-        """Refuse a method that takes one learning rate and weight decay for all parameters where
-        there are several.
-        """
+        """Refuse several rates or weight decays to a method that takes one for all parameters."""
         if self.several:
             raise UserError(
                 "the client optimizer has parameter groups with several values of "
@@ -93,10 +92,9 @@ class ClientRates:
             )
 
     def require_constant(self) -> None:
-        """Refuse a method that takes one learning rate for a client's whole round where it changes
-        from step to step.
+        """Refuse changing rates to a method that takes one for a client's whole round.
 
-        ``clients.elapsed`` and ``clients.mean_gradient`` add up the steps' own.
+        ``clients.elapsed`` and ``clients.mean_gradient`` are exempt: they add up the steps' own.
         """
         self.require_one()
         if self.by_step:
@@ -108,11 +106,11 @@ class ClientRates:
 
 
 def several_in(groups: list[dict[str, Any]]) -> str:
-    """In which setting parameter groups differ, with its values; empty where they have one."""
-    for what in ("lr", "weight_decay"):
-        values = sorted({float(g.get(what, 0)) for g in groups})
+    """The setting in which parameter groups differ, with its values; empty where none does."""
+    for setting in ("lr", "weight_decay"):
+        values = sorted({float(group.get(setting, 0)) for group in groups})
         if len(values) > 1:
-            return f"{what} ({', '.join(f'{value:g}' for value in values)})"
+            return f"{setting} ({', '.join(f'{value:g}' for value in values)})"
     return ""
 
 
@@ -189,20 +187,17 @@ class Round:
     noise: Key | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
-        """What a client's buffers start from: the server's, or its own where it keeps them and has
-        some.
-        """
+        """The buffers that a client starts from: the server's, or its own where it kept some."""
         if not self.own_buffers:
             return self.buffers
-        kept = {
-            name: self.read(BUFFER + name, client)
-            for name in self.buffers
-            if name in self.own_buffers
-        }
-        return {
-            **self.buffers,
-            **{name: row.to(self.buffers[name]) for name, row in kept.items() if row is not None},
-        }
+        buffers = dict(self.buffers)
+        for name, buffer in self.buffers.items():
+            if name in self.own_buffers:
+                # A client that never trained has no row yet, and starts from the server's.
+                row = self.read(BUFFER + name, client)
+                if row is not None:
+                    buffers[name] = row.to(buffer)
+        return buffers
 
     @property
     def wide(self) -> torch.dtype:
@@ -219,13 +214,13 @@ class Round:
     ) -> Tensor:
         """A state's value before it was ever written."""
         size = self.w.shape if shape is None else torch.Size(shape)
-        kind = self.w.dtype if dtype is None else dtype
+        dtype = dtype or self.w.dtype
         if initial == "zeros":
-            return torch.zeros(size, dtype=kind, device=self.w.device)
+            return torch.zeros(size, dtype=dtype, device=self.w.device)
         if callable(initial):
             value = initial(self.w)
         elif initial == "initial_model":
             value = self.w0
         else:
             value = self.w
-        return torch.as_tensor(value, device=self.w.device).to(kind).expand(size)
+        return torch.as_tensor(value, device=self.w.device).to(dtype).expand(size)

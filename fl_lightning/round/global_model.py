@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -35,10 +35,12 @@ from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 @dataclass(frozen=True)
 class Found:
-    """What a round found that is not committed yet.
+    """The model as a round found it, until the round is committed.
 
     Args:
-        w: ``(D,)``; ``evaluated``: what is evaluated, None: w; ``buffers``: the server's.
+        w: ``(D,)``.
+        evaluated: what is evaluated; None: w.
+        buffers: the server's.
         optimizer: the server optimizer's state; None: as it is, since it took no step.
         steps: Lightning's count of its steps.
     """
@@ -98,46 +100,47 @@ class GlobalModel:
         return self.found or Found(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
-        """Lay the learner's parameters out in one vector and tie them to it; ``again``: they may
-        lie elsewhere now.
+        """Lay the learner's parameters out in one vector and tie them to it.
+
+        ``again``: Lightning may have moved them, so that they lie elsewhere now.
         """
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
-        if self._layout is None or [s for _, s in self._layout.values()] != [
-            p.shape for p in parameters
-        ]:
+        shapes = [p.shape for p in parameters]
+        if self._layout is None or [shape for _, shape in self._layout.values()] != shapes:
             check_learner_parameters(self.learner)
             self._layout = Layout(self.learner)
             self._w = None
             self._evaluated = None
-        first = parameters[0]
-        views = [] if self._w is None else self._layout.views(self.evaluated.detach())
-        tied = bool(views) and all(
-            p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True)
-        )
-        if (
-            not tied
-            or self._w is None
-            or self._w.device != first.device
-            or self._w.dtype != first.dtype
-        ):
-            flat = flatten([p.detach() for p in parameters])
-            if (
-                self._w is not None
-                and self._evaluated is not None
-                and torch.equal(flat, self._evaluated.to(flat))
-            ):
-                # moved, to a GPU or from it
-                self._w.data = self._w.detach().to(flat)
-                self._evaluated = flat
-            elif self._w is not None:
-                self._w.data = flat
-                self._evaluated = None
-            else:
-                self._w = flat.clone().requires_grad_(True)
+        if self._w is None or not self._is_tied(parameters):
+            self._take_over(flatten([p.detach() for p in parameters]))
         self._slots = slots_of_parameters(self.learner)
         tie(parameters, self._layout.views(self.evaluated.detach()))
+
+    def _is_tied(self, parameters: Sequence[Tensor]) -> bool:
+        """Tell whether w, which exists, is where the parameters are, and they are views of it."""
+        assert self._layout is not None and self._w is not None
+        first = parameters[0]
+        if self._w.device != first.device or self._w.dtype != first.dtype:
+            return False
+        views = self._layout.views(self.evaluated.detach())
+        return all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
+
+    def _take_over(self, flat: Tensor) -> None:
+        """The parameters' values ``(D,)`` become w."""
+        if self._w is None:
+            self._w = flat.clone().requires_grad_(True)
+        elif self._evaluated is not None and torch.equal(flat, self._evaluated.to(flat)):
+            # The parameters were moved to another device but not changed. They show what is
+            # evaluated, from which w differs under partial averaging: so w moves after them.
+            self._w.data = self._w.detach().to(flat)
+            self._evaluated = flat
+        else:
+            # Somebody else gave the learner new weights, and these are the model from here on.
+            # The optimizer knows w by identity, so its data change and it stays.
+            self._w.data = flat
+            self._evaluated = None
 
     def evaluate_at(self, vector: Tensor | None) -> None:
         """Evaluate and export ``vector`` (None: w) from here on."""
@@ -162,19 +165,20 @@ class GlobalModel:
         self.set_buffers(buffers)
 
     def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
-        """What ``load_from_checkpoint`` gives to the learner's class, under Lightning's keys of a
-        checkpoint.
+        """The arguments that ``load_from_checkpoint`` gives to the learner's class.
+
+        They stand under the keys that Lightning reads from a checkpoint.
         """
         learner = self.learner if learner is None else learner
         if self.config:
             return {"hyper_parameters": dict(self.config)}
         hparams = learner.hparams
         if isinstance(hparams, dict):
-            kept = {"hyper_parameters": dict(hparams)}
+            entries = {"hyper_parameters": dict(hparams)}
         else:
-            kept = _of_omegaconf(hparams)
+            entries = _of_omegaconf(hparams)
         name = getattr(learner, "_hparams_name", None)
-        return kept if name is None else {"hparams_name": name, **kept}
+        return entries if name is None else {"hparams_name": name, **entries}
 
     def export(
         self,
@@ -182,49 +186,50 @@ class GlobalModel:
         trainer: Any = None,
         model: tuple[Tensor, Mapping[str, Tensor]] | None = None,
     ) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a
-        checkpoint.
+        """A copy of the learner with the evaluated weights and buffers.
 
         Args:
+            path: where the copy is saved too, as a checkpoint; None: it is not.
             trainer: what the learner's ``on_save_checkpoint`` finds as its own.
             model: weights ``(D,)`` and buffers in place of these.
         """
         learner = self.copied_learner()
         weights, buffers = (self.evaluated.detach(), {}) if model is None else model
-        tie(
-            [p for _, p in trainable(learner)],
-            [v.clone() for v in self.layout.views(weights)],
-        )
+        parameters = [p for _, p in trainable(learner)]
+        tie(parameters, [view.clone() for view in self.layout.views(weights)])
         set_buffers(learner, buffers, self.written)
-        if path is not None:
-            if trainer is None:
-                done = {}
-            else:
-                done = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-            saved = {
-                **done,
-                "pytorch-lightning_version": version("pytorch-lightning"),
-                "state_dict": learner.state_dict(),
-                **self.hyper_parameters(learner),
-            }
-            with _attached(learner, trainer):
-                learner.on_save_checkpoint(saved)
-            AtomicCheckpointIO().save_checkpoint(saved, path)
+        if path is None:
+            return learner
+        saved: dict[str, Any] = {}
+        if trainer is not None:
+            saved |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+        saved |= {
+            "pytorch-lightning_version": version("pytorch-lightning"),
+            "state_dict": learner.state_dict(),
+            **self.hyper_parameters(learner),
+        }
+        # The learner's own hook comes last, as in Lightning, so that it may change all of it.
+        with _attached(learner, trainer):
+            learner.on_save_checkpoint(saved)
+        AtomicCheckpointIO().save_checkpoint(saved, path)
         return learner
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's learner, w and what is evaluated, each in memory of its own."""
-        vectors = {"w": self._w, "evaluated": self._evaluated}
+        w = self._w
+        evaluated = self._evaluated
+        buffers: dict[str, Tensor] = {}
+        # A copy that is made within a round has what the round found: it is not committed yet.
         if self.found is not None:
-            vectors = {"w": self.found.w, "evaluated": self.found.evaluated}
+            w = self.found.w
+            evaluated = self.found.evaluated
+            buffers = dict(self.found.buffers)
         return {
             "learner": self.copied_learner(),
             "config": self.config,
-            "buffers": {} if self.found is None else dict(self.found.buffers),
-            **{
-                name: None if vector is None else vector.detach().clone()
-                for name, vector in vectors.items()
-            },
+            "buffers": buffers,
+            "w": None if w is None else w.detach().clone(),
+            "evaluated": None if evaluated is None else evaluated.detach().clone(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -240,6 +245,8 @@ class GlobalModel:
             for part in lightning_modules(self.learner)
             if part._trainer is not None
         }
+        # What deepcopy finds in its memo it does not copy: a Trainer becomes None, and what an
+        # engine lent to the learner for its steps comes over as it is, to be taken away below.
         lent = lent_logs(self.learner)
         learner = copy.deepcopy(self.learner, {**trainers, **without_graphs(self.learner), **lent})
         for part in learner.modules() if lent else ():
@@ -252,8 +259,9 @@ class GlobalModel:
 
 
 def set_buffers(learner: Any, values: Mapping[str, Tensor], written: tuple[str, ...]) -> None:
-    """Copy values into a learner's buffers of these names, and into the parameters ``written`` by
-    its steps.
+    """Copy values into a learner's buffers of these names.
+
+    The parameters that its steps write are ``written``, and are buffers in this too.
     """
     for name, buffer in learner.named_buffers():
         if name in values:
@@ -266,14 +274,14 @@ def set_buffers(learner: Any, values: Mapping[str, Tensor], written: tuple[str, 
 @contextmanager
 def _attached(learner: Any, trainer: Any) -> Iterator[None]:
     """The learner and the LightningModules in it have this Trainer for a while."""
-    before = [(part, part._trainer) for part in lightning_modules(learner)]
-    for part, _ in before:
+    parts = [(part, part._trainer) for part in lightning_modules(learner)]
+    for part, _ in parts:
         part._trainer = trainer
     try:
         yield
     finally:
-        for part, own in before:
-            part._trainer = own
+        for part, own_trainer in parts:
+            part._trainer = own_trainer
 
 
 def _of_omegaconf(container: Any) -> dict[str, Any]:

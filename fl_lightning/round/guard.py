@@ -6,7 +6,8 @@ import sys
 
 from fl_lightning.errors import UserError
 
-_BETWEEN = ("fl_lightning.round.", "fl_lightning.state")  # what a hook reads by
+# A hook reads through these modules, so their frames lie between it and the refusal.
+_BETWEEN = ("fl_lightning.round.", "fl_lightning.state")
 
 
 def refuse_outsiders(what: str) -> None:
@@ -16,6 +17,7 @@ def refuse_outsiders(what: str) -> None:
         UserError: with the class whose hook it is.
     """
     frame = sys._getframe(1)
+    # The first frame that is not our own reading of a state belongs to the hook that asked.
     while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
         frame = frame.f_back
     if not _module(frame).startswith("fl_lightning."):

@@ -1,6 +1,4 @@
-"""What a round stages: client rows, server states, sums. None of it is the run's state before the
-commit.
-"""
+"""A round stages rows, server states and sums here; the commit makes them the run's state."""
 
 from __future__ import annotations
 
@@ -17,14 +15,13 @@ from fl_lightning.storage.rows import Rows
 
 
 class Ledger:
-    """One round's staged ``rows`` and ``server`` states, the ``total`` over clients, and who
-    ``finished``.
+    """A round's staged ``rows`` and ``server`` states, ``total`` over clients, and who finished.
 
     ``metrics``: what the steps of each that finished left in the learner's metrics.
-    ``logs``, ``notes``: what server hooks logged, and have to say. ``gathered``: all updates ``(n,
-    D)``, or None.
+    ``logs``, ``notes``: what server hooks logged, and have to say.
+    ``gathered``: all updates ``(n, D)``, or None.
     ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
-    empty: none did.
+    empty where none did.
     """
 
     def __init__(self, round: Round) -> None:
@@ -49,9 +46,7 @@ class Ledger:
 
     @contextmanager
     def server_hooks(self) -> Iterator[None]:
-        """Within, server states are copies that may be changed; outside they are what the round
-        began with.
-        """
+        """Within, server hooks get copies of server states, which they may change."""
         self._at_server = True
         try:
             yield
@@ -59,9 +54,8 @@ class Ledger:
             self._at_server = False
 
     def server_state(self, key: str, declaration: ServerState) -> Tensor:
-        """The present value; in server hooks a copy that becomes the state when the round is
-        committed.
-        """
+        """The present value; in server hooks it is a copy, which the commit makes the state."""
+        # What a hook assigned comes before what it only read, and both before the round's start.
         if key in self.server:
             return self.server[key]
         if key in self._copies:
@@ -83,6 +77,7 @@ class Ledger:
             )
         current = self.server_state(key, declaration)
         if value is not current:
+            # The copy is filled in place, since a hook may still hold it from an earlier read.
             current.copy_(torch.as_tensor(value))
         self.server[key] = current
 
@@ -92,8 +87,11 @@ class Ledger:
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
         """The p_i-weighted mean over the clients that finished."""
-        weighted = "weighted:" + key if "weighted:" + key in self.total else "sum:" + key
-        return self._uploaded(weighted, declaration) / self.total["weight"].to(self.round.wide)
+        name = "weighted:" + key
+        # Under uniform weights the plain sum is the weighted one, and no other is kept.
+        if name not in self.total:
+            name = "sum:" + key
+        return self._uploaded(name, declaration) / self.total["weight"].to(self.round.wide)
 
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
         if key in self.total:
@@ -102,11 +100,13 @@ class Ledger:
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
-        """The server states to commit; synchronised ones keep their value where a part is not
-        averaged.
+        """The server states to commit.
+
+        Synchronised ones keep their value where a part is not averaged.
         """
         for key, copy in self._copies.items():
-            # changed in place, without an assignment
+            # A hook may have changed its copy in place, which no assignment told us of;
+            # the tensor's own count of changes does.
             if key not in self.server and copy._version > 0:
                 self.server[key] = copy
         averaged = self.round.averaged
@@ -116,32 +116,30 @@ class Ledger:
             assert isinstance(declaration, ServerState)
             if averaged is not None and declaration.synchronised and value.shape == averaged.shape:
                 old = self.round.server_states.get(key)
-                settled[key] = torch.where(
-                    averaged, value, self._unwritten(declaration) if old is None else old
-                )
+                if old is None:
+                    old = self._unwritten(declaration)
+                settled[key] = torch.where(averaged, value, old)
         return settled
 
     def settled_rows(self, declared: Mapping[str, Declaration]) -> Rows:
-        """The client rows to commit, those of methods and the framework's own; as in
-        :meth:`settled_server`.
+        """The client rows to commit: those of methods and the framework's own.
+
+        Synchronised ones keep their value where a part is not averaged.
         """
         averaged = self.round.averaged
-        mask = None if averaged is None else averaged.cpu()
-        settled: Rows = {}
-        for key, by_client in self.rows.items():
+        settled: Rows = {key: dict(by_client) for key, by_client in self.rows.items()}
+        if averaged is None:
+            return settled
+        mask = averaged.cpu()
+        for key, by_client in settled.items():
             declaration = declared.get(key)
-            settled[key] = dict(by_client)
-            if (
-                mask is None
-                or not isinstance(declaration, ClientState)
-                or not declaration.synchronised
-            ):
+            if not isinstance(declaration, ClientState) or not declaration.synchronised:
                 continue
             for client, row in by_client.items():
                 old = self.round.read(key, client)
-                settled[key][client] = torch.where(
-                    mask, row, self._unwritten(declaration).cpu() if old is None else old
-                )
+                if old is None:
+                    old = self._unwritten(declaration).cpu()
+                by_client[client] = torch.where(mask, row, old)
         return settled
 
     def _unwritten(self, declaration: State) -> Tensor:

@@ -1,5 +1,6 @@
-"""Parts of the model with averaging periods of their own (FedALS, Gholami & Seferoglu 2024; FedPer:
-never).
+"""Parts of the model with averaging periods of their own.
+
+FedALS (Gholami & Seferoglu 2024) averages some layers less often; FedPer never averages the head.
 
 A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise each client
 keeps its own copy, and starts from it if it was written since the part was last averaged.
@@ -21,8 +22,9 @@ WRITTEN = "parts.round"
 
 
 class Parts:
-    """The run's parts: ``masks`` ``(D,)`` bool, disjoint, each with its period in rounds (None:
-    never).
+    """The run's parts: disjoint ``masks`` ``(D,)`` bool, each with its period in rounds.
+
+    A part whose period is None is never averaged.
 
     Raises:
         UserError: a period below 1, or masks that overlap or have another shape.
@@ -71,12 +73,12 @@ class Parts:
         return averaged
 
     def valid(self, t: int, written: int | None, period: int | None) -> bool:
-        """Whether a copy written at the end of round ``written`` was made since the part was last
-        averaged.
-        """
+        """Tell whether a copy of round ``written`` is younger than the part's last average."""
         if written is None:
             return False
-        last_averaged = -1 if period is None else t // period * period - 1
+        if period is None:
+            return True
+        last_averaged = t // period * period - 1
         return written > last_averaged
 
     def taken(
@@ -100,14 +102,16 @@ class Parts:
             written = read(WRITTEN, client)
             if written is None:
                 continue
-            copy, began, since = (read(key, client) for key in (COPY, ORIGIN, ELAPSED))
-            assert copy is not None and began is not None and since is not None
+            copy, start, since = (read(key, client) for key in (COPY, ORIGIN, ELAPSED))
+            assert copy is not None and start is not None and since is not None
             for p, (part, period) in enumerate(zip(self.masks, self.periods, strict=True)):
                 if self.valid(t, int(written), period):
                     mask[row] |= part
                     elapsed[row][part] = since[p].to(elapsed)
+            # A client writes all its parts in one row, of which some may be older than an average:
+            # only the mask says which coordinates of the row still hold.
             full = torch.zeros_like(x[row])
             full[self.kept] = copy.to(x)
             x[row] = torch.where(mask[row], full, x[row])
-            origin[row][self.kept] = began.to(x)
+            origin[row][self.kept] = start.to(x)
         return origin, elapsed, mask

@@ -71,8 +71,9 @@ class Server:
 
     @property
     def updates(self) -> Tensor:
-        """What each participant that finished transmitted ``(n, D)``, in the order of ``ids``; from
-        ``on_updates`` on.
+        """The updates ``(n, D)`` of the clients that finished, in the order of ``ids``.
+
+        They are what each transmitted, and are there from ``on_updates`` on.
 
         Raises:
             RuntimeError: no method of the run gathers updates, or no client has finished yet.
@@ -86,13 +87,14 @@ class Server:
 
     @updates.setter
     def updates(self, value: Tensor) -> None:
-        held = self.updates
-        if value.shape != held.shape:
+        updates = self.updates
+        if value.shape != updates.shape:
             raise ValueError(
-                f"server.updates has shape {tuple(held.shape)}, and was given {tuple(value.shape)}"
+                f"server.updates has shape {tuple(updates.shape)}, "
+                f"and was given {tuple(value.shape)}"
             )
-        if value is not held:
-            held.copy_(value)
+        if value is not updates:
+            updates.copy_(value)
 
     @property
     def mean_change(self) -> Tensor:
@@ -104,10 +106,10 @@ class Server:
         return total.get("update", total["weighted"]) / max(self.n, 1)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
-        """Random numbers keyed by (seed, purpose, round, counters): the same in every process and
-        after a resume.
+        """Random numbers keyed by (seed, purpose, round, counters).
 
-        Another call with the same arguments begins them anew.
+        They are the same in every process and after a resume. Another call with the same arguments
+        begins them anew.
 
         Args:
             purpose: what is drawn; methods that name it alike draw alike.
@@ -116,12 +118,12 @@ class Server:
         return generator(self._round.seed, "method: " + purpose, self.round, *counters)
 
     def private_generator(self, purpose: str, onto: Tensor) -> np.random.Generator:
-        """Random numbers that nobody may compute, for noise: keyed by (secret, purpose, round,
-        digest of ``onto``).
+        """Random numbers for noise, which nobody may compute.
 
-        So what comes onto something else is never the same. They are the same in every process and
-        after a resume. Where the method draws from a seed, they are keyed by (that seed, purpose,
-        round).
+        They are keyed by (secret, purpose, round, digest of ``onto``), so that other values never
+        get the same noise: the difference of the two would show them. They are the same in every
+        process and after a resume. Where the method draws from a seed, they are keyed by (that
+        seed, purpose, round).
 
         Args:
             purpose: what is drawn.
@@ -131,8 +133,8 @@ class Server:
             raise RuntimeError(
                 "server.private_generator is for methods that say what they draw from: draws_from"
             )
-        held = onto.detach().cpu().contiguous().numpy().tobytes()
-        return drawn_from(self._round.noise, "method: " + purpose, self.round, held)
+        content = onto.detach().cpu().contiguous().numpy().tobytes()
+        return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
 
     def _guard(self, what: str) -> None:
         if self._round.noise is not None:
@@ -154,25 +156,29 @@ class Server:
         self.logs[name] = value
 
     def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
-        """The rows ``(k, …)`` of a state as the round found them, of these clients, in every
-        process.
-        """
+        """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""
         self._guard(f"the rows of {key} at the server")
-        wanted = [int(i) for i in ids]
+        clients = [int(i) for i in ids]
+        # Each client's rows live with one process, which hands them to all others.
         home = self._round.home or self._round.read
-        found = {i: row for i in wanted if (row := home(key, i)) is not None}
-        rows = {i: row for each in gathered(found) for i, row in each.items()}
+        rows_here = {i: row for i in clients if (row := home(key, i)) is not None}
+        rows: dict[int, Tensor] = {}
+        for rows_there in gathered(rows_here):
+            rows.update(rows_there)
         unwritten = self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
-        some = [rows[i].to(unwritten) if i in rows else unwritten for i in wanted]
-        return torch.stack(some) if some else unwritten.new_empty(0, *unwritten.shape)
+        if not clients:
+            return unwritten.new_empty(0, *unwritten.shape)
+        return torch.stack([rows[i].to(unwritten) if i in rows else unwritten for i in clients])
 
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows written this round, ascending by client, brought to every process."""
         self._guard(f"the rows of {key} at the server")
-        mine = self._ledger.rows.get(key, {})
+        rows_here = self._ledger.rows.get(key, {})
         world = world_size()
         for j, client in enumerate(self._round.ids):
-            row = mine.get(client)
+            row = rows_here.get(client)
+            # Process j mod W trained the round's j-th client, and everybody has to take part in
+            # each broadcast, whether there is a row or not.
             if world > 1:
                 box = [row]
                 dist.broadcast_object_list(box, src=j % world)

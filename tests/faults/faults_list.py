@@ -161,8 +161,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/round/server.py",
-                "for each in gathered(found) for",
-                "for each in [found] for",
+                "in gathered(rows_here):",
+                "in [rows_here]:",
             )
         ],
     ),
