@@ -1,6 +1,4 @@
-"""Callbacks that look at a batch before its step, and may change it: they get the clients', not the
-round's token.
-"""
+"""Callbacks that look at a batch before its step get the clients' ones, not the round's token."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.engines.client_trainer import View
 from fl_lightning.errors import UserError
 
-OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # whose callbacks know what they get
-BASES = {"Callback", "LambdaCallback", "FederatedCallback"}  # what others make their own from
+OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # these callbacks know what they get
+BASES = {"Callback", "LambdaCallback", "FederatedCallback"}  # others derive their own from these
 START = "on_train_batch_start"
 END = "on_train_batch_end"
 BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}  # which argument it is, behind self
@@ -28,77 +26,89 @@ Change = Callable[[Any, Any], Any]
 
 
 def looks(callback: Any, hook: str) -> bool:
-    """Whether a callback has this hook and reads the batch in it, past giving it to the hook of its
-    base class.
+    """Tell whether a callback reads the batch in this hook.
 
-    Those of Lightning and ours do not count, nor do classes made from one of these, such as a
-    progress bar.
+    Giving it to the hook of the base class is no reading. Lightning's callbacks and ours do not
+    count, nor do classes made from one of these, such as a progress bar.
     """
-    called = getattr(callback, hook, None)
     made_from = {
         kind.__name__ for kind in type(callback).__mro__ if kind.__module__.split(".")[0] in OWN
     }
-    if called is None or made_from - BASES:
+    if getattr(callback, hook, None) is None or made_from - BASES:
         return False
+    # Down the classes, as long as each only passes the batch on to the next.
     of_object = vars(callback).get(hook)
     of_classes = (vars(kind).get(hook) for kind in type(callback).__mro__)
-    for called in (of_object, *of_classes):
-        if called is not None:
-            bound = called is not of_object or inspect.ismethod(called)
-            read, passed_on = reads(getattr(called, "__func__", called), BATCH[hook] + bound, hook)
+    for function in (of_object, *of_classes):
+        if function is not None:
+            bound = function is not of_object or inspect.ismethod(function)
+            place = BATCH[hook] + bound
+            read, passed_on = reads(getattr(function, "__func__", function), place, hook)
             if not passed_on:
                 return read
     return False
 
 
 def reads(called: Any, place: int, hook: str) -> tuple[bool, bool]:
-    """Whether a function reads its argument at ``place``, and whether it only gives it to
-    ``super().hook``.
+    """Tell of a function's argument at ``place`` whether it is read, and whether only passed on.
+
+    It is passed on where it is given to ``super().hook`` and to nothing else.
     """
     if (getattr(called, "__module__", None) or "").split(".")[0] in OWN:
         return False, False
     function = inspect.unwrap(called)
     code = getattr(function, "__code__", None)
+    # Of a function without bytecode nobody can tell, so it counts as a reader.
     if code is None:
-        return True, False  # nobody can tell
-    named = code.co_argcount
-    if place < named:
+        return True, False
+    positional = code.co_argcount
+    if place < positional:
         name = code.co_varnames[place]
     elif code.co_flags & inspect.CO_VARARGS:
-        name = code.co_varnames[named + code.co_kwonlyargcount]
+        name = code.co_varnames[positional + code.co_kwonlyargcount]
     else:
         return False, False
-    loaded = (i.argval for i in dis.get_instructions(code) if "LOAD_FAST" in i.opname)
-    if name not in code.co_cellvars and not any(
-        name in (a if isinstance(a, tuple) else (a,)) for a in loaded
-    ):
+    if name not in code.co_cellvars and name not in loaded_names(code):
         return False, False
     return True, only_passed_on(function, name, hook)
 
 
+def loaded_names(code: Any) -> set[str]:
+    """The local variables that bytecode loads; one instruction may load two of them."""
+    names: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if "LOAD_FAST" in instruction.opname:
+            variables = instruction.argval
+            names.update(variables if isinstance(variables, tuple) else (variables,))
+    return names
+
+
 def only_passed_on(function: Any, name: str, hook: str) -> bool:
+    """Tell by its source whether a function gives this argument to ``super().hook`` alone."""
     try:
         nodes: list[Any] = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
     except (OSError, TypeError, SyntaxError):  # no source
         return False
-    given = [
-        each for node in nodes if calls_super(node, hook) for each in (*node.args, *node.keywords)
-    ]
-    names = [getattr(each, "value", each) for each in given]  # of *args and keywords
-    own = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
-    return all(any(node is each for each in names) for node in own)
+    passed_on: set[int] = set()
+    for node in nodes:
+        if calls_super(node, hook):
+            for argument in (*node.args, *node.keywords):
+                passed_on.add(id(getattr(argument, "value", argument)))  # of *args and keywords
+    reading = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    return all(id(node) in passed_on for node in reading)
 
 
 def calls_super(node: Any, hook: str) -> bool:
-    """Whether it is a call of ``super().hook(…)``."""
-    method = node.func if isinstance(node, ast.Call) else None
-    if isinstance(method, ast.Attribute) and method.attr == hook:
-        base = method.value
-    else:
-        base = None
-    return (
-        isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
-    )
+    """Tell whether this is a call of ``super().hook(…)``."""
+    if not isinstance(node, ast.Call):
+        return False
+    method = node.func
+    if not isinstance(method, ast.Attribute) or method.attr != hook:
+        return False
+    base = method.value
+    if not isinstance(base, ast.Call) or not isinstance(base.func, ast.Name):
+        return False
+    return base.func.id == "super"
 
 
 def original(callback: Any) -> Any:
@@ -106,8 +116,9 @@ def original(callback: Any) -> Any:
 
 
 def take_over(trainer: Any) -> None:
-    """Keep the round's token from callbacks that look at their batch: :func:`changed` calls them
-    with the clients'.
+    """Keep the round's token from callbacks that look at their batch.
+
+    :func:`changed` calls them with the clients' batches.
 
     Raises:
         UserError: a callback looks at a batch where it cannot be had.
@@ -139,8 +150,9 @@ def give_back(trainer: Any) -> None:
 
 
 def elsewhere(callback: Any) -> Callable[..., None]:
-    """The hook where the Trainer goes on to train something else, after a fit that ended with an
-    exception.
+    """The hook in a federated run, where it does nothing, and elsewhere.
+
+    After a fit that ended with an exception the Trainer may go on to train something else.
     """
 
     def called(trainer: Any, pl_module: Any, *rest: Any) -> None:
@@ -160,19 +172,19 @@ def looking(trainer: Any, hook: str = START) -> list[Any]:
 
 
 def changed(trainer: Any, hook: str = START) -> Change | None:
-    """``(learner, batch) -> batch`` as these callbacks leave it, the one given untouched; None
-    without any.
-    """
+    """``(learner, batch) -> batch`` as these callbacks leave it; None without any."""
     callbacks = looking(trainer, hook)
     if not callbacks:
         return None
 
     def change(learner: Any, batch: Any) -> Any:
+        # Callbacks change a batch in place, and the data may hand it out again.
         batch = copy.deepcopy(batch)
-        now = learner._trainer or trainer
+        shown_trainer = learner._trainer or trainer
         for callback in callbacks:
             with logging_for(learner, callback):
-                getattr(callback, hook)(now, learner, batch, now.fit_loop.batch_idx)
+                index = shown_trainer.fit_loop.batch_idx
+                getattr(callback, hook)(shown_trainer, learner, batch, index)
         return batch
 
     return change
@@ -180,12 +192,12 @@ def changed(trainer: Any, hook: str = START) -> Change | None:
 
 @contextmanager
 def logging_for(learner: Any, callback: Any) -> Iterator[None]:
-    """Within, what the callback logs is the client's, as what its learner logs."""
-    before = {name: vars(callback)[name] for name in LOGS if name in vars(callback)}
+    """Within, the callback logs for the client, as its learner does."""
+    own_logs = {name: vars(callback)[name] for name in LOGS if name in vars(callback)}
     vars(callback).update({name: getattr(learner, name) for name in LOGS})
     try:
         yield
     finally:
         for name in LOGS:
             vars(callback).pop(name, None)
-        vars(callback).update(before)
+        vars(callback).update(own_logs)

@@ -1,6 +1,4 @@
-"""The optimizer of the local steps: any torch optimizer, on the flat vector where it works
-elementwise.
-"""
+"""The optimizer of the local steps: any of torch's, on the flat vector where it is elementwise."""
 
 from __future__ import annotations
 
@@ -60,54 +58,61 @@ class ClientOptimizer:
             self._views_of_x = layout.views(x.view(-1))
             return
         if flat:
-            parameter = nn.Parameter(x.view(-1), requires_grad=False)
-            parameter.grad = gradient.view(-1)
-            options = {k: v for k, v in group.items() if k not in ("params", "initial_lr")}
-            build: Any = type(optimizer)
-            taken = {k: v for k, v in options.items() if k in inspect.signature(build).parameters}
-            self.optimizer: Optimizer = build([{"params": [parameter], **options}], **taken)
-            self._fresh = {p: copy.deepcopy(made) for p, made in self.optimizer.state.items()}
+            self._build_flat(optimizer, gradient)
         else:
-            names = {id(p): name for name, p in trainable(learner)}
-            views = dict(zip(layout, layout.views(x.view(-1)), strict=True))
-            gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
-            groups = []
-            self._of_groups = []
-            self._fresh = {}
-            for j, g in enumerate(optimizer.param_groups):
-                mine = []
-                for p in g["params"]:
-                    if id(p) not in names:
-                        continue
-                    parameter = nn.Parameter(views[names[id(p)]], requires_grad=False)
-                    parameter.grad = gradients[names[id(p)]]
-                    mine.append(parameter)
-                    if p in optimizer.state:
-                        self._fresh[parameter] = optimizer.state[p]
-                if mine:
-                    groups.append({**g, "params": mine})
-                    self._of_groups.append(j)
-            self.optimizer = copy.copy(optimizer)
-            self.optimizer.param_groups = groups
-            self.optimizer.state = type(optimizer.state)(dict)
+            self._build_by_parameter(optimizer, learner, gradient, layout)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
-        self._options = [
-            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
-        ]
+        self._options = options_of(self.optimizer)
+
+    def _build_flat(self, optimizer: Optimizer, gradient: Tensor) -> None:
+        """The user's optimizer once more, over the flat vector."""
+        parameter = nn.Parameter(self.x.view(-1), requires_grad=False)
+        parameter.grad = gradient.view(-1)
+        # A scheduler's note of the first rate is no option of the optimizer.
+        options = {k: v for k, v in options_of(optimizer)[0].items() if k != "initial_lr"}
+        build: Any = type(optimizer)
+        arguments = {k: v for k, v in options.items() if k in inspect.signature(build).parameters}
+        self.optimizer: Optimizer = build([{"params": [parameter], **options}], **arguments)
+        self._fresh = {p: copy.deepcopy(state) for p, state in self.optimizer.state.items()}
+
+    def _build_by_parameter(
+        self, optimizer: Optimizer, learner: nn.Module, gradient: Tensor, layout: Layout
+    ) -> None:
+        """A copy of the user's optimizer over the parameters' views into the flat vector."""
+        names = {id(p): name for name, p in trainable(learner)}
+        views = dict(zip(layout, layout.views(self.x.view(-1)), strict=True))
+        gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
+        groups = []
+        self._of_groups = []
+        self._fresh = {}
+        for j, g in enumerate(optimizer.param_groups):
+            parameters = []
+            for p in g["params"]:
+                if id(p) not in names:
+                    continue
+                parameter = nn.Parameter(views[names[id(p)]], requires_grad=False)
+                parameter.grad = gradients[names[id(p)]]
+                parameters.append(parameter)
+                if p in optimizer.state:
+                    self._fresh[parameter] = optimizer.state[p]
+            if parameters:
+                groups.append({**g, "params": parameters})
+                self._of_groups.append(j)
+        self.optimizer = copy.copy(optimizer)
+        self.optimizer.param_groups = groups
+        self.optimizer.state = type(optimizer.state)(dict)
 
     def show(self, optimizer: Optimizer, learner: nn.Module, copy_of_it: nn.Module) -> Optimizer:
-        """The clients' optimizer over the parameters of a copy, for its hooks to look at; rates as
-        they are now.
-        """
+        """The clients' optimizer over the parameters of a copy, for its hooks to look at."""
         names = {id(p): name for name, p in learner.named_parameters()}
-        own = dict(copy_of_it.named_parameters())
+        parameters = dict(copy_of_it.named_parameters())
         self.shown = copy.copy(optimizer)
-        self.shown.param_groups = [
-            {**g, "params": [own[names[id(p)]] for p in g["params"] if id(p) in names]}
-            for g in optimizer.param_groups
-        ]
+        self.shown.param_groups = []
+        for g in optimizer.param_groups:
+            own = [parameters[names[id(p)]] for p in g["params"] if id(p) in names]
+            self.shown.param_groups.append({**g, "params": own})
         self.shown.state = type(optimizer.state)(dict)
-        self._made = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._made = options_of(optimizer)
         return self.shown
 
     def begin(self, rates: ClientRates, state: dict[str, Tensor] | None) -> None:
@@ -117,14 +122,15 @@ class ClientOptimizer:
         if self.plain:
             self.rates = [base * rates.factor for base in self.base]
         else:
+            # Some optimizers are made with state, such as Adagrad, and start each client with it.
             self.optimizer.state.clear()
-            for parameter, made in self._fresh.items():  # some are made with state: Adagrad, say
+            for parameter, state_made in self._fresh.items():
                 self.optimizer.state[parameter] = {
-                    name: copy.deepcopy(value) for name, value in made.items()
+                    name: copy.deepcopy(value) for name, value in state_made.items()
                 }
-            for group, options, base in zip(
-                self.optimizer.param_groups, self._options, self.base, strict=True
-            ):
+            groups = self.optimizer.param_groups
+            for group, options, base in zip(groups, self._options, self.base, strict=True):
+                # A step may change options too, so all of them are put back.
                 group.update(copy.deepcopy(options))
                 group["lr"] = base * rates.factor
             if state:
@@ -135,7 +141,7 @@ class ClientOptimizer:
         self.at(0)
 
     def at(self, step: int) -> None:
-        """To the scheduler's rates at a local step, where there is one."""
+        """Set the scheduler's rates at a local step, where there is a scheduler."""
         if (groups := self._rates.groups(step)) is None:
             return
         factor = self._rates.factor
@@ -158,26 +164,39 @@ class ClientOptimizer:
         self.optimizer.step()
 
     def step_each(self, gradients: tuple[Tensor, ...]) -> None:
-        """Plain SGD's step from one gradient a parameter; the same bits as :meth:`step`, without
-        the copy into g.
+        """Take plain SGD's step from one gradient a parameter, with the bits of :meth:`step`.
+
+        It spares the copy of the gradients into one vector.
         """
         dense = [g.to_dense() if g.is_sparse else g.contiguous() for g in gradients]
         self._fused(self._views_of_x, dense)
 
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
-        """x ← x - η (g + λ x) in one pass: torch.optim.SGD's own kernel; x and g lie in memory in
-        the same order.
+        """x ← x - η (g + λ x) in one pass, by torch.optim.SGD's own kernel.
+
+        x and g lie in memory in the same order.
         """
+        points = x
+        # Before torch 2.14 that kernel skips most of a half-precision tensor on a CPU.
         half = x[0].device.type == "cpu" and x[0].dtype in (torch.bfloat16, torch.float16)
-        # before torch 2.14 that kernel skips most of such a tensor
-        now = [each.float() for each in x] if half else x
-        torch._fused_sgd_(
-            now, [each.float() for each in gradients] if half else gradients, [], weight_decay=self.weight_decay,
-            lr=self.rates[0], momentum=0.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
-        )  # fmt: skip
         if half:
-            for each, value in zip(x, now, strict=True):
-                each.copy_(value)
+            points = [point.float() for point in x]
+            gradients = [gradient.float() for gradient in gradients]
+        torch._fused_sgd_(
+            points,
+            gradients,
+            [],
+            weight_decay=self.weight_decay,
+            lr=self.rates[0],
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=True,
+        )
+        if half:
+            for point, value in zip(x, points, strict=True):
+                point.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
         """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""
@@ -189,9 +208,9 @@ class ClientOptimizer:
                 if isinstance(value, Tensor):
                     rows[f"optimizer.{j}.{name}"] = value.detach().clone()
                 elif isinstance(value, (int, float)):
-                    rows[f"optimizer.{j}.{name}:{type(value).__name__}"] = torch.tensor(
-                        value, dtype=torch.float64
-                    )
+                    # A row is a tensor, so the name tells what kind of number it was.
+                    key = f"optimizer.{j}.{name}:{type(value).__name__}"
+                    rows[key] = torch.tensor(value, dtype=torch.float64)
                 elif value is not None:
                     raise UserError(
                         f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s "
@@ -204,12 +223,12 @@ class ClientOptimizer:
         """The tensors that a step changes besides x, by name."""
         if self.plain:
             return {}
-        return {
-            f"optimizer.{j}.{name}": value
-            for j, parameter in enumerate(self._parameters())
-            for name, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
+        tensors: dict[str, Tensor] = {}
+        for j, parameter in enumerate(self._parameters()):
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{j}.{name}"] = value
+        return tensors
 
     def _load(self, state: dict[str, Tensor]) -> None:
         kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
@@ -221,20 +240,28 @@ class ClientOptimizer:
             target[name] = kinds[kind](value.item()) if kind else value.clone()
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [p for g in self.optimizer.param_groups for p in g["params"]]
+        parameters: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            parameters += group["params"]
+        return parameters
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group, without its parameters."""
+    options = [dict(group) for group in optimizer.param_groups]
+    for group in options:
+        del group["params"]
+    return options
 
 
 def is_flat(optimizer: Optimizer, learner: nn.Module) -> bool:
-    """Whether it can work on the flat vector: elementwise, with one group that has all parameters."""
-    own = (
-        type(optimizer).__module__.startswith("torch.optim")
-        and type(optimizer).__name__ in ELEMENTWISE
-    )
-    if not own or len(optimizer.param_groups) != 1:
+    """Tell whether it can work on the flat vector: elementwise, one group with all parameters."""
+    kind = type(optimizer)
+    elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    if not elementwise or len(optimizer.param_groups) != 1:
         return False
-    return {id(p) for p in optimizer.param_groups[0]["params"]} >= {
-        id(p) for _, p in trainable(learner)
-    }
+    stepped = {id(p) for p in optimizer.param_groups[0]["params"]}
+    return stepped >= {id(p) for _, p in trainable(learner)}
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
@@ -248,15 +275,14 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 
 
 def weight_decays(optimizer: Optimizer) -> list[float]:
-    """λ of each parameter group where it is part of the gradient; 0 where the optimizer decouples
-    it (AdamW).
-    """
-    return [
-        0.0
-        if isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay")
-        else float(g.get("weight_decay", 0))
-        for g in optimizer.param_groups
-    ]
+    """λ of each parameter group; 0 where the optimizer decouples it from the gradient (AdamW)."""
+    decays = []
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
+            decays.append(0.0)
+        else:
+            decays.append(float(group.get("weight_decay", 0)))
+    return decays
 
 
 def rates(

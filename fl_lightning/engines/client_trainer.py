@@ -1,5 +1,4 @@
-"""The Trainer as a learner finds it in a client's local steps: with the client's own numbers of
-batches and samples.
+"""The Trainer as a learner finds it in a client's local steps, with the client's own numbers.
 
 Lightning's training batch is the round's token. What a learner reads of it in a step, such as
 ``num_training_batches`` for the weight of a KL term, is the client's own here; all else is the
@@ -17,15 +16,17 @@ from fl_lightning.errors import UserError
 
 
 class View:
-    """An object, but for some attributes, each given by a function; what is assigned goes to the
-    object.
+    """An object, but for some attributes, each given by a function.
+
+    Assigning to an attribute assigns to the object's.
     """
 
     def __init__(self, of: Any, **own: Callable[[], Any]) -> None:
         vars(self).update(_of=of, _own=own)
 
+    # `isinstance` asks for this, and so says of a view what it says of the object.
     @property
-    def __class__(self) -> Any:  # so that isinstance says what it says of the object
+    def __class__(self) -> Any:
         return type(self._of)
 
     @__class__.setter
@@ -33,7 +34,8 @@ class View:
         raise TypeError("a view's class is that of its object")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_own" not in vars(self):  # of copies and pickles
+        # A copy or a pickle asks for these before the view has any attribute.
+        if name.startswith("__") or "_own" not in vars(self):
             raise AttributeError(name)
         own = self._own.get(name)
         return getattr(self._of, name) if own is None else own()
@@ -78,7 +80,8 @@ class Present:
         self.index = 0
 
     def __deepcopy__(self, memo: Any) -> Present:
-        return Present()  # a copy of the learner is in no step, and has no share in the data
+        # A copy of the learner is in no step, and has no share in the data.
+        return Present()
 
     def loader(self) -> ClientLoader:
         return ClientLoader(self.data, self.who())
@@ -87,7 +90,7 @@ class Present:
         return len(self.loader())
 
     def is_last(self) -> bool:
-        """Whether this is the last batch of an epoch of the client, or of its round."""
+        """Tell whether this is the last batch of an epoch of the client, or of its round."""
         done = self.index + 1
         return bool(done % self.batches() == 0 or done == self.steps)
 
@@ -95,6 +98,7 @@ class Present:
         """``trainer`` with the present client's numbers, made once; None: None."""
         if trainer is not None and trainer is self.view:
             return trainer
+        # A copy of the learner may come with the view of the worker that it was copied from.
         while type(trainer) is View:
             trainer = trainer._of
         if trainer is None:
@@ -120,9 +124,7 @@ class Present:
 
 
 class ClientLoader:
-    """A client's samples as its learner finds them: ``dataset``, ``batch_size``, ``len``, and its
-    batches in order.
-    """
+    """A client's samples as its learner finds them, with its batches in order."""
 
     def __init__(self, data: Any, client: int) -> None:
         self._data = data

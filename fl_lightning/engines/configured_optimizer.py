@@ -1,6 +1,4 @@
-"""The optimizer that a run is given for its clients, or that the learner configures, at the rates
-it was made with.
-"""
+"""The clients' optimizer, given to the run or configured by the learner, at its first rates."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from fl_lightning.round.client_schedule import MOVED, ClientSchedule
 from fl_lightning.round.context import ClientRates
 from fl_lightning.settings import OptimizerFactory
 
+# A scheduler writes its own notes under these names into a parameter group.
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
 def of_clients(
     factory: OptimizerFactory | None, learner: Any, unit: str, note: Callable[[str], None]
 ) -> tuple[Optimizer, ClientSchedule | None]:
-    """The optimizer of the local steps, over the learner's parameters, at the rates that it was
-    made with.
+    """The optimizer of the local steps over the learner's parameters, and its scheduler's table.
 
     Args:
         unit: ``client_scheduler``.
@@ -65,9 +63,7 @@ def check_scheduler(
     """Refuse a scheduler that cannot be stepped as it was asked for."""
     name = type(learner).__name__
     option = f"client_scheduler={unit!r}"
-    metered = [
-        s for s, _ in schedulers if isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    ]
+    by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau
     if factory is not None:
         raise UserError(
             f"{option} steps the lr scheduler of the learner's configure_optimizers, and "
@@ -78,7 +74,7 @@ def check_scheduler(
             f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one "
             "beside the optimizer, or leave the option out; lr_decay decays by the round."
         )
-    if metered:
+    if any(isinstance(scheduler, by_metric) for scheduler, _ in schedulers):
         raise UserError(
             f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. "
             "Use a scheduler that counts, or client_scheduler='ignore' with lr_decay."
@@ -91,35 +87,47 @@ def check_scheduler(
 
 
 def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[dict[str, Any]]]:
-    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups as they were
-    before these.
+    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups before these.
 
-    Of each scheduler: how many epochs or steps of plain training pass between its steps.
+    Each scheduler comes with how many epochs or steps of plain training pass between its steps.
 
     Raises:
         UserError: no optimizer, or several.
     """
     with groups_made() as made:
-        found = learner.configure_optimizers()
-    if isinstance(found, Sequence) and len(found) == 2 and isinstance(found[0], Sequence):
-        optimizers = list(found[0])
-        schedulers = list(found[1])
+        configured = learner.configure_optimizers()
+    # Lightning accepts two lists, one list, a dict with both, or the optimizer alone.
+    optimizers: list[Any] = []
+    configured_schedulers: list[Any] = []
+    several = isinstance(configured, Sequence)
+    if several and len(configured) == 2 and isinstance(configured[0], Sequence):
+        optimizers += configured[0]
+        configured_schedulers += configured[1]
     else:
-        entries = list(found) if isinstance(found, Sequence) else [found]
-        optimizers = [entry["optimizer"] if isinstance(entry, dict) else entry for entry in entries]
-        schedulers = [entry.get("lr_scheduler") for entry in entries if isinstance(entry, dict)]
+        for entry in configured if several else [configured]:
+            if isinstance(entry, dict):
+                optimizers.append(entry["optimizer"])
+                configured_schedulers.append(entry.get("lr_scheduler"))
+            else:
+                optimizers.append(entry)
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
     if len(optimizers) != 1:
         raise _not_one(learner, len(optimizers))
-    settings = [s if isinstance(s, dict) else {"scheduler": s} for s in schedulers if s is not None]
-    given = [without_scheduler(group, made) for group in optimizers[0].param_groups]
-    return optimizers[0], [(s["scheduler"], int(s.get("frequency", 1))) for s in settings], given
+    schedulers: list[tuple[Any, int]] = []
+    for scheduler in configured_schedulers:
+        if isinstance(scheduler, dict):
+            schedulers.append((scheduler["scheduler"], int(scheduler.get("frequency", 1))))
+        elif scheduler is not None:
+            schedulers.append((scheduler, 1))
+    groups = [without_scheduler(group, made) for group in optimizers[0].param_groups]
+    return optimizers[0], schedulers, groups
 
 
 @contextmanager
 def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Within, parameter groups and copies of them as they are made: building a scheduler changes
-    them at once.
+    """Within, note parameter groups and copies of them as they are made.
+
+    Building a scheduler changes a group at once.
     """
     made: list[tuple[dict[str, Any], dict[str, Any]]] = []
     add = Optimizer.add_param_group
@@ -142,15 +150,19 @@ def without_scheduler(
     """A parameter group as it was before a scheduler set what it sets."""
     if "initial_lr" not in group:
         return group
-    before = next((copy for now, copy in made if now is group), {"lr": group["initial_lr"]})
-    kept = {k: v for k, v in group.items() if k not in OF_SCHEDULERS}
-    return {**kept, **{k: before[k] for k in MOVED if k in before}}
+    at_first = next((copy for now, copy in made if now is group), {"lr": group["initial_lr"]})
+    settings = {name: value for name, value in group.items() if name not in OF_SCHEDULERS}
+    for name in MOVED:
+        if name in at_first:
+            settings[name] = at_first[name]
+    return settings
 
 
 def _not_one(learner: object, number: int) -> UserError:
+    given = f"{number} optimizers" if number else "no optimizer"
     return UserError(
-        f"learner {type(learner).__name__}: configure_optimizers gives {number or 'no'} "
-        f"optimizer{'s' if number else ''}, and a local step has exactly one. Return one, or give the run one: "
+        f"learner {type(learner).__name__}: configure_optimizers gives {given}, and a local step "
+        "has exactly one. Return one, or give the run one: "
         "client_optimizer=lambda params: torch.optim.SGD(params, lr=0.1), in a config "
         "client_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}."
     )
@@ -160,12 +172,9 @@ def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
     """A copy of the clients' optimizer at a round's rates, to look at."""
     shown = copy.copy(optimizer)
     groups = rates.groups(0) or optimizer.param_groups
-    shown.param_groups = [
-        {
-            **group,
-            **{k: v for k, v in now.items() if k != "params"},
-            "lr": float(now["lr"]) * rates.factor,
-        }
-        for group, now in zip(optimizer.param_groups, groups, strict=True)
-    ]
+    shown.param_groups = []
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        present = {**group, **settings, "params": group["params"]}
+        present["lr"] = float(settings["lr"]) * rates.factor
+        shown.param_groups.append(present)
     return shown

@@ -1,4 +1,4 @@
-"""What an engine must provide."""
+"""The interface of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Collect = Callable[[int, Clients], None]
 
 
 class Engine(Protocol):
-    """Who trains a round's clients."""
+    """An engine trains a round's clients."""
 
     def train(
         self,
@@ -35,17 +35,18 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """The run is over, or a round failed: release what is held. It may be called again."""
+        """Release what is held: the run is over, or a round failed. It may be called again."""
 
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
     """Within, PyTorch's kernels use that many threads."""
-    before = torch.get_num_threads()
-    if number != before:
+    usual = torch.get_num_threads()
+    # Setting the number costs time, even where it stays what it is.
+    if number != usual:
         torch.set_num_threads(number)
     try:
         yield
     finally:
-        if number != before:
-            torch.set_num_threads(before)
+        if number != usual:
+            torch.set_num_threads(usual)

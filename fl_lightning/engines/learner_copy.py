@@ -1,6 +1,4 @@
-"""A learner whose trainable parameters are views into one client's vector, and the gradient of its
-loss.
-"""
+"""A learner whose trainable parameters are views into a client's vector, and its loss gradient."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ Convert = Callable[[Any, Any], Any]
 
 
 class LearnerCopy:
-    """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and what the learner logs
-    meanwhile.
+    """The learner at ``x`` ``(1, D)``: ``gradient(batch)`` there, and its logs meanwhile.
 
     Args:
         learner: any LightningModule; its parameters are tied to ``x`` by :meth:`tied` or
@@ -72,7 +69,7 @@ class LearnerCopy:
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
         self.slots_of_parameters = slots_of_parameters(learner)
-        # frozen parameters, and where they lie
+        # A frozen parameter that steps write may get new data, so where it lay is kept beside it.
         self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.forward_context = forward_context
         self.convert = convert
@@ -84,7 +81,7 @@ class LearnerCopy:
         self.logs = StepLogs(learner, x.device)  # over steps
         self.sums = self.logs.totals
         self.numbers = self.logs.numbers
-        # whether what is logged by step and by epoch gets names of its own, as in training
+        # In training, a value that is logged by step and by epoch gets a name for each.
         self.forks = True
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
@@ -93,22 +90,28 @@ class LearnerCopy:
         self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
         self._logged_metrics: dict[str, int] = {}  # by name: which
         self._said = logged_of(learner)
-        # the clients', over this learner's parameters, to look at
+        # These are for the learner's hooks to look at: the clients' optimizer over this learner's
+        # parameters, and its scheduler.
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
         self.present = Present()
-        # looked up once a round: a walk over all modules takes its time
+        # A walk over all modules takes its time, so it is done once a round, not once a client.
         self._parts = lightning_modules(learner)
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The learner's buffers as they are now: ``training_step`` may assign a new tensor to one."""
-        now = {
-            name: places[0][0]._buffers.get(places[0][1]) for name, places in self._slots.items()
-        }
-        written = {name: parameter.data for name, (parameter, _) in self._written.items()}
-        return {name: buffer for name, buffer in now.items() if buffer is not None} | written
+        """The learner's buffers as they are now."""
+        buffers: dict[str, Tensor] = {}
+        # Each is looked up in its module, since `training_step` may assign a new tensor to it.
+        for name, places in self._slots.items():
+            module, leaf = places[0]
+            buffer = module._buffers.get(leaf)
+            if buffer is not None:
+                buffers[name] = buffer
+        for name, (parameter, _) in self._written.items():
+            buffers[name] = parameter.data
+        return buffers
 
     @property
     def written(self) -> Collection[str]:
@@ -116,11 +119,9 @@ class LearnerCopy:
         return self._written.keys()
 
     def treat_as_buffers(self, names: Iterable[str]) -> None:
-        """From here on these frozen parameters, which the learner's steps write, are its buffers
-        too.
-        """
-        named = dict(self.learner.named_parameters())
-        self._written = {name: (named[name], named[name].data) for name in names}
+        """Count frozen parameters, which the learner's steps write, among its buffers."""
+        parameters = dict(self.learner.named_parameters())
+        self._written = {name: (parameters[name], parameters[name].data) for name in names}
 
     def another(self, aliased: bool = True) -> LearnerCopy:
         """One with its own copy of the learner and its own x, for another thread.
@@ -128,6 +129,8 @@ class LearnerCopy:
         ``aliased``: frozen parameters that are not written, and plain tensors, stay the learner's.
         """
         learner = self.learner
+        # What deepcopy finds in its memo is not copied: frozen weights are shared by all workers,
+        # the Trainer is the run's, and shims of this copy are put back below by `attach`.
         memo: dict[int, Any] = {}
         for parameter in learner.parameters() if aliased else ():
             if type(parameter) is nn.Parameter and not parameter.requires_grad:
@@ -135,11 +138,9 @@ class LearnerCopy:
         for parameter, _ in self._written.values():
             memo.pop(id(parameter), None)
         trainers = [part._trainer for part in lightning_modules(learner)]
-        memo.update(
-            {id(trainer): trainer for trainer in trainers}
-            | without_graphs(learner)
-            | lent_logs(learner)
-        )
+        memo |= {id(trainer): trainer for trainer in trainers}
+        memo |= without_graphs(learner)
+        memo |= lent_logs(learner)
         copied = copy.deepcopy(learner, memo)
         another = LearnerCopy(
             copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert
@@ -156,7 +157,7 @@ class LearnerCopy:
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
         tie(self.parameters, self._views)
-        own = (
+        shims = (
             self._log,
             self._log_dict,
             self._optimizers,
@@ -165,26 +166,23 @@ class LearnerCopy:
         )
         self._parts = lightning_modules(self.learner)
         for part in self._parts:
-            for name, shim in zip(IN_STEPS, own, strict=True):
+            for name, shim in zip(IN_STEPS, shims, strict=True):
                 object.__setattr__(part, name, shim)
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
-        """From here on the learner finds this client's numbers at its Trainer; see
-        :class:`Present`.
-        """
+        """Let the learner find this client's numbers at its Trainer; see :class:`Present`."""
         self.present.begin(data, who, steps)
         for part in self._parts:
             object.__setattr__(part, "_trainer", self.present.trainer(part._trainer))
 
     @contextmanager
     def shifted(self, e: Tensor) -> Iterator[None]:
-        """Within, the learner's parameters are at x + e, in the storage of g, and gradients go
-        elsewhere.
-        """
+        """Within, the learner's parameters are at x + e, and gradients go to a second vector."""
         if self._second is None:
             second = torch.empty_like(self.g)
             self._second = second, self.layout.views(second.view(-1))
         first = self.g, self._views_of_g
+        # g's storage holds x + e: the method is done with the gradient once it has made e of it.
         torch.add(self.x, e, out=self.g)
         tie(self.parameters, self._views_of_g)
         self.g, self._views_of_g = self._second
@@ -196,13 +194,11 @@ class LearnerCopy:
 
     @contextmanager
     def at(self, point: Tensor) -> Iterator[None]:
-        """Within, the learner is at ``point``, and gradients go elsewhere; both in memory of their
-        own.
-        """
+        """Within, the learner is at ``point``; the point and gradients have memory of their own."""
         if self._third is None:
             self._third = torch.empty_like(self.x), torch.empty_like(self.g)
         (x, g) = self._third
-        held = (self.g, self._views_of_g)
+        first = (self.g, self._views_of_g)
         x.copy_(point)
         tie(self.parameters, self.layout.views(x.view(-1)))
         self.g = g
@@ -211,25 +207,25 @@ class LearnerCopy:
             yield
         finally:
             tie(self.parameters, self._views)
-            self.g, self._views_of_g = held
+            self.g, self._views_of_g = first
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
-        """Within, the learner is attached; afterwards its parameters are views into ``rest`` again."""
+        """Within, the learner is attached; afterwards its parameters are views into ``rest``."""
         check_trainable(self.learner, self.layout)
-        parts = lightning_modules(self.learner)
-        before = [
-            (part, {n: vars(part)[n] for n in ("_trainer", *IN_STEPS) if n in vars(part)})
-            for part in parts
-        ]
+        names = ("_trainer", *IN_STEPS)
+        own_attributes = []
+        for part in lightning_modules(self.learner):
+            own_attributes.append((part, {n: vars(part)[n] for n in names if n in vars(part)}))
         self.attach()
         try:
             yield
         finally:
-            for part, shims in before:
+            # An attribute that the part did not have before has to go: it would hide the class's.
+            for part, attributes in own_attributes:
                 for name in IN_STEPS:
                     part.__dict__.pop(name, None)
-                part.__dict__.update(shims)
+                part.__dict__.update(attributes)
             tie(self.parameters, self.layout.views(rest))
             self.reset()
 
@@ -243,20 +239,21 @@ class LearnerCopy:
         self._outside = [outside(metric) for metric in self._own_metrics]
 
     def follow(self, learner: nn.Module) -> None:
-        """Take over attributes, modes and frozen parameters that the learner's hooks may have
-        changed since.
+        """Take over what the learner's hooks may have changed since.
+
+        That is attributes of plain data, tensors and modes, and frozen parameters.
         """
         check_trainable(learner, self.layout)
         written = {id(parameter) for parameter, _ in self._written.values()}
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
+            # A metric is the client's own, which counts what this copy's steps see.
             if isinstance(own, (Metric, MetricCollection)):
                 continue
             for name, value in theirs.__dict__.items():
-                if name == "_trainer" or (name not in IN_STEPS and _carries_over(value)):
-                    if name == "_trainer":
-                        own.__dict__[name] = value
-                    else:
-                        own.__dict__[name] = copy.deepcopy(value)
+                if name == "_trainer":
+                    own.__dict__[name] = value
+                elif name not in IN_STEPS and _carries_over(value):
+                    own.__dict__[name] = copy.deepcopy(value)
                 elif isinstance(value, Tensor):
                     own.__dict__[name] = value.detach()
             for name, parameter in theirs._parameters.items():
@@ -274,7 +271,7 @@ class LearnerCopy:
             return self._gradients(batch, step, log)
 
     def loss(self, batch: Any, step: int) -> tuple[Any, Tensor]:
-        """What ``training_step`` returns for a batch that is converted already, and the loss in it."""
+        """The output of ``training_step`` for a converted batch, and the loss in it."""
         with self.forward_context():
             output = self.step(batch, step) if self.takes_index else self.step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
@@ -304,7 +301,8 @@ class LearnerCopy:
         if log and self.keeps_loss:
             self.logged[LOSS] = [loss.detach()]
         self._flush()
-        self.logging = True  # hooks after the gradient log, whatever it was for
+        # Hooks that come after the gradient log, even where the gradient itself was not to.
+        self.logging = True
         return gradients
 
     def _flush(self) -> None:
@@ -318,9 +316,7 @@ class LearnerCopy:
         return self.g
 
     def take_metrics(self) -> MetricStates | None:
-        """What the steps since the last reset left in the learner's metrics; None where it has
-        none.
-        """
+        """States of the learner's metrics after the steps since the last reset; None: no metrics."""
         if not self._own_metrics:
             return None
         return metric_states.taken(
@@ -329,33 +325,39 @@ class LearnerCopy:
 
     def take_logs(self) -> dict[str, Tensor]:
         """Numbers over the steps since the last call, float64 scalars; metrics are apart."""
-        self._flush()  # of hooks after the last gradient
+        # Hooks may have logged after the last gradient, at whose end the step's logs were taken.
+        self._flush()
         self.logged = {}
         self._logged_metrics = {}
         return self.logs.take()
 
     def load(self, round: Round, client: int) -> None:
-        """To the server's model, and the buffers that a client starts from."""
+        """Load the server's model, and the buffers that the client starts from."""
         self.x.copy_(round.w)
         self.load_buffers(round.buffers_of(client))
 
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the buffer tensors that the learner had at first, and put those back in
-        their places.
+        """Copy values into the buffer tensors that the learner had at first.
+
+        These tensors come back to their places, where a step assigned others: a recorded step
+        reads and writes them.
         """
         for name, places in self._slots.items():
-            own = self._own_buffers[name]
+            buffer = self._own_buffers[name]
             value = values.get(name)
-            # a hook replaced it between rounds
-            if own is None or value is None or own.shape != value.shape:
-                own = None if value is None else value.clone()
+            if value is None:
+                buffer = None
+            elif buffer is None or buffer.shape != value.shape:
+                # A hook gave the learner another buffer between rounds.
+                buffer = value.clone()
             else:
-                own.copy_(value)
+                buffer.copy_(value)
             for module, leaf in places:
-                module._buffers[leaf] = own
+                module._buffers[leaf] = buffer
         for name, (parameter, data) in self._written.items():
             data.copy_(values[name])
-            parameter.data = data  # to which the learner may have assigned
+            # The learner may have assigned other data to the parameter.
+            parameter.data = data
 
     def _log(
         self,
@@ -373,9 +375,11 @@ class LearnerCopy:
         self._said.note(name, value, prog_bar)
         forked = self.forks and on_epoch and on_step is not False
         if isinstance(value, Metric):
+            # The learner's own metric is merged over clients, so its place is kept and no number.
             if id(value) in self._places:
-                for each in (name, name + "_epoch") if forked else (name,):
-                    self._logged_metrics[each] = self._places[id(value)]
+                self._logged_metrics[name] = self._places[id(value)]
+                if forked:
+                    self._logged_metrics[name + "_epoch"] = self._places[id(value)]
                 if forked and value._forward_cache is not None:
                     self._put(name + "_step", value._forward_cache, LAST)
                 return
@@ -409,7 +413,7 @@ class LearnerCopy:
 
 
 def _carries_over(value: object) -> bool:
-    """Whether an attribute is plain data, which a copy of the learner can take over by value."""
+    """Tell whether an attribute is plain data, which a copy of the learner takes over by value."""
     if isinstance(value, (list, tuple, set)):
         return all(_carries_over(v) for v in value)
     if isinstance(value, dict):

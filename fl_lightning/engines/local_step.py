@@ -20,7 +20,7 @@ from fl_lightning.round.context import Evaluate
 
 @dataclass
 class Work:
-    """What local training needs besides the round: the same for all rounds of a run.
+    """Data, methods and settings of local training, the same in all rounds of a run.
 
     Args:
         data: ``client_batches`` and ``full_batches`` of each client.
@@ -45,12 +45,12 @@ class Work:
         """The batches of a client's local steps, as a method lets it see them."""
         batches: Iterator[Any] = self.data.client_batches(client, round, steps, device=device)
         change = self.methods.owner("local_batch")
-        return batches if change is None else (change(client, batch) for batch in batches)
+        if change is None:
+            return batches
+        return (change(client, batch) for batch in batches)
 
     def full_batches(self, client: int, device: torch.device) -> Iterator[tuple[Any, int]]:
-        """All of a client's samples in batches, each with its number of samples, as a method lets
-        it see them.
-        """
+        """All of a client's samples in batches, as a method lets it see them, with their sizes."""
         batches: Iterator[tuple[Any, int]] = self.data.full_batches(client, device=device)
         change = self.methods.owner("local_batch")
         if change is None:
@@ -59,7 +59,7 @@ class Work:
 
 
 class Model(Protocol):
-    """What local steps train: one client's copy of the learner, or several clients' models stacked.
+    """The model of local steps: one client's copy of the learner, or several clients' stacked.
 
     ``per_parameter``: like ``gradient``, but one tensor per parameter; None where it cannot be had.
     """
@@ -107,18 +107,21 @@ class LocalStep:
         self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
         if self.limit is not None:
             clients.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
+        # Copying gradients into one vector costs as much as the step of a small network, so it is
+        # left out where nobody asks for the gradient as (n, D).
         changed = self.mix is not None or bool(self.corrections) or self.limit is not None
-        as_vector = changed or not optimizer.plain  # somebody asks for the gradient as (n, D)
+        as_vector = changed or not optimizer.plain
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
+        # Any hook may call `gradient_at`, and the first step shows whether one does: until then a
+        # step's beginning is remembered, afterwards only where it is needed.
         hooked = (
             self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
         )
-        # what gradient_at needs: of the first step, then where used
         self.first = True
         self.remembers = bool(hooked)
         self.before: RandomState | None = None
-        # of a stack, all the same
+        # Clients that are stacked have the same buffers, those of the first.
         self.buffers: Mapping[str, Tensor] = clients._round.buffers_of(clients._ids[0])
         self.batch: Any = None
         self.index: Any = 0
@@ -137,20 +140,24 @@ class LocalStep:
         if self.remembers:
             self.remember()
         gradient = self.loss_gradient(batch, index)
+        # The learner's own hooks see the gradient of its loss, before any method changes it.
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)
         if self.per_parameter is not None:
             self.optimizer.step_each(gradient)
         else:
+            # Mixing takes the loss gradient alone; corrections add to whatever came of that.
             if self.mix is not None:
                 gradient = self.methods.gradient(self.mix, self.clients, gradient)
             for correct in self.corrections:
                 gradient = self.methods.gradient(correct, self.clients, gradient)
+            # Clipping comes last: it limits the step that is taken, corrections included.
             if self.limit is not None:
                 gradient = self.clip(gradient)
             self.optimizer.step(gradient)
         for end in self.step_ends:
             end(self.clients)
+        # `on_train_batch_end` finds the model after the step, as in plain training.
         if self.hooks is not None:
             self.hooks.batch_end()
         self.clients.step_done()
@@ -159,50 +166,48 @@ class LocalStep:
             self.remembers = self.clients.gradients_a_step > 1
 
     def remember(self) -> None:
-        """What the present step begins with, for gradients at other points."""
+        """Remember generators and buffers as the step begins, for gradients at other points."""
         if self.draws:
             self.before = RandomState(self.model.x, not self.all_generators)
+        # The first step begins with the round's buffers, which nobody changes.
         if not self.first:
             self.buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
 
     def gradient_at(self, x: Tensor) -> Tensor:
-        """∇ℓ(x; the present batch) ``(n, D)``; what was drawn, logged and changed in buffers so far
-        stays.
-        """
+        """∇ℓ(x; the present batch) ``(n, D)``; generators, logs and buffers stay as they are."""
         if not self.remembers:
             raise RuntimeError(
                 "clients.gradient_at is called from a client's first local step on, or not at all"
             )
-        if self.before is None:
-            now = None
-        else:
-            now = RandomState(self.model.x, self.before.torch_alone)
-        after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
+        present_state: RandomState | None = None
+        present_buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
+        # The gradient is that of the step's own pass at another point, so it draws the same
+        # numbers and starts from the same buffers; afterwards the step goes on where it was.
         if self.before is not None:
+            present_state = RandomState(self.model.x, self.before.torch_alone)
             self.before.restore()
         self.model.load_buffers(self.buffers)
         try:
             with self.model.at(x):
                 gradient = self.model.gradient(self.batch, self.index, log=False).clone()
         finally:
-            self.model.load_buffers(after)
-            if now is not None:
-                now.restore()
+            self.model.load_buffers(present_buffers)
+            if present_state is not None:
+                present_state.restore()
         if self.first:
             self.clients.gradients_a_step += 1
         return gradient
 
     def loss_gradient(self, batch: Any, index: Any) -> Any:
-        """∇ℓ at x, or at the perturbed point: same batch, same random numbers; without weight
-        decay.
-        """
+        """∇ℓ at x, or at the perturbed point by the same batch; without weight decay."""
         gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
         if self.perturb is None:
             return gradient_of(batch, index)
         before = self.before
         with self.perturbed(self.perturb, batch, index, before):
             gradient = gradient_of(batch, index, log=False)
-        # a learner draws from NumPy's at once, or never
+        # Reading NumPy's and Python's generators is slow. A learner draws from them in its first
+        # step, or never, so after a step without draws only torch's are read.
         if self.all_generators and before is not None:
             self.all_generators = before.drawn_since()
         return gradient
@@ -211,19 +216,18 @@ class LocalStep:
     def perturbed(
         self, perturb: Callable[..., Any], batch: Any, index: Any, before: RandomState | None
     ) -> Iterator[None]:
-        """Within, gradients are at x + e, with the first pass's random numbers; afterwards its
-        buffers are back.
-        """
-        first = self.model.gradient(batch, index)
-        after = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
-        e = checked_rows(perturb, perturb(self.clients, first), first)
+        """Within, gradients are at x + e, with the first pass's random numbers."""
+        gradient = self.model.gradient(batch, index)
+        # The second pass is no other look at the samples: running statistics stay the first's.
+        buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
+        e = checked_rows(perturb, perturb(self.clients, gradient), gradient)
         if before is not None:
             before.restore()
         try:
             with self.model.shifted(e):
                 yield
         finally:
-            self.model.load_buffers(after)
+            self.model.load_buffers(buffers)
 
     def clip(self, gradient: Tensor) -> Tensor:
         """× min(1, clip_norm/‖g‖), each client over all D coordinates."""

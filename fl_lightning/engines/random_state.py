@@ -1,6 +1,4 @@
-"""The process's random generators: seeding them for a client or a round, restoring them, seeing
-what was drawn.
-"""
+"""The process's random generators: seeding and restoring them, and telling what was drawn."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from fl_lightning.sampling import generator
 
 
 class RandomState:
-    """The process's generators as they are now: torch's (the CPU's, and that of x's device),
-    NumPy's, Python's.
+    """The process's generators as they are now.
 
+    They are torch's (the CPU's, and that of x's device), NumPy's and Python's.
     ``torch_alone``: without NumPy's and Python's, which are slow to read.
     """
 
@@ -40,7 +38,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def drawn_since(self) -> bool:
-        """Whether anything was drawn since, from any generator that was read."""
+        """Tell whether anything was drawn since, from any generator that was read."""
         now = RandomState()
         if self.device is not None and self.cuda is not None:
             now.cuda = torch.cuda.get_rng_state(self.device)
@@ -56,17 +54,17 @@ class RandomState:
 @contextmanager
 def random_state_kept(x: Tensor) -> Iterator[None]:
     """Leave the global random generators as they were."""
-    before = RandomState(x)
+    state = RandomState(x)
     try:
         yield
     finally:
-        before.restore()
+        state.restore()
 
 
 def seed_client(seed: int, round: int, client: int, purpose: str = "learner") -> None:
-    """Random numbers drawn inside the learner are a function of (seed, round, client)."""
+    """Make the learner's random numbers a function of (seed, round, client)."""
     draw = int(generator(seed, purpose, round, client).integers(2**63))
-    # torch.manual_seed formats a stack trace for CUDA's queue: 1 ms
+    # `torch.manual_seed` formats a stack trace for CUDA's queue, which takes 1 ms a client.
     torch.default_generator.manual_seed(draw)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(draw)
@@ -75,5 +73,5 @@ def seed_client(seed: int, round: int, client: int, purpose: str = "learner") ->
 
 
 def seed_round(seed: int, round: int) -> None:
-    """Random numbers drawn outside of clients, as in validation, are a function of (seed, round)."""
+    """Make random numbers outside of clients, as in validation, a function of (seed, round)."""
     seed_client(seed, round, 0, "round")

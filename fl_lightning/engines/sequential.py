@@ -11,8 +11,9 @@ from fl_lightning.round.context import Round
 
 
 class Sequential:
-    """Trains in the learner itself, tied to one client's vector during a round, on ``threads``
-    intra-op threads.
+    """Trains in the learner itself, on ``threads`` intra-op threads.
+
+    During a round the learner is tied to one client's vector.
     """
 
     def __init__(self, worker: Worker, threads: int) -> None:
@@ -33,6 +34,7 @@ class Sequential:
                     collect(leaf, self.worker.train(round, client))
                     tell()
             finally:
+                # The learner is the global model again, of which a client changed the buffers.
                 copy.load_buffers(round.buffers)
 
     def close(self) -> None:

@@ -35,9 +35,7 @@ Group = tuple[list[int], list[Tensor], TreeSpec]
 
 
 class _Step(nn.Module):
-    """A learner's ``training_step`` as a ``forward``, so that ``functional_call`` can replace its
-    parameters.
-    """
+    """A learner's ``training_step`` as a ``forward``, for ``functional_call``."""
 
     def __init__(self, learner: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
@@ -47,14 +45,15 @@ class _Step(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         slots = slots_of_parameters(self.learner)
         output = self.step(*arguments)
-        # here: functional_call puts back what it replaced
+        # This has to be seen here: `functional_call` puts back whatever it replaced.
         check_same_parameters(self.learner, slots)
         return output
 
 
 class Stack:
-    """n clients' models ``x`` ``(n, D)`` and their gradients; in place of a :class:`LearnerCopy` in
-    local steps.
+    """n clients' models ``x`` ``(n, D)`` and their gradients.
+
+    It takes the place of a :class:`LearnerCopy` in local steps.
     """
 
     per_parameter = None
@@ -74,34 +73,37 @@ class Stack:
         self.copy.logging = log
         self.copy.present.index = step
         n = len(self.x)
+        missing = set(range(n))
         for rows, leaves, spec in groups:
+            missing.difference_update(rows)
             everyone = len(rows) == n
             x = self.x if everyone else self.x[rows]
-            names = ["learner." + name for name in self.copy.layout]
-            views = [
-                x[:, where].view(len(rows), *shape) for where, shape in self.copy.layout.values()
-            ]
-            gradients, logs = self._stacked(
-                dict(zip(names, views, strict=True)), leaves, spec, step
-            )
-            parts = [gradients[name].reshape(len(rows), -1) for name in names]
+            views: dict[str, Tensor] = {}
+            for name, (where, shape) in self.copy.layout.items():
+                views["learner." + name] = x[:, where].view(len(rows), *shape)
+            gradients, logs = self._stacked(views, leaves, spec, step)
+            parts = [gradients[name].reshape(len(rows), -1) for name in views]
             if everyone:
                 torch.cat(parts, dim=1, out=self.g)
             else:
                 self.g[rows] = torch.cat(parts, dim=1)
             for name, values in logs.items():
-                kind = self.copy.logs.kinds.get(name, "mean")
-                if name not in self.logged:
-                    zeros = torch.zeros(2, n, dtype=torch.float64, device=self.x.device)
-                    self.logged[name] = (zeros[0].fill_(START[kind]), zeros[1])
-                total, number = self.logged[name]
-                now = total[rows]
-                reduce_into(now, values, kind)
-                total[rows] = now
-                number[rows] += self._counts[name]
-        if len(missing := set(range(n)) - {row for rows, _, _ in groups for row in rows}):
+                self._log(name, rows, values)
+        if missing:
             self.g[sorted(missing)] = 0
         return self.g
+
+    def _log(self, name: str, rows: list[int], values: Tensor) -> None:
+        """Add what the clients of these rows logged in a step."""
+        kind = self.copy.logs.kinds.get(name, "mean")
+        if name not in self.logged:
+            zeros = torch.zeros(2, len(self.x), dtype=torch.float64, device=self.x.device)
+            self.logged[name] = (zeros[0].fill_(START[kind]), zeros[1])
+        total, number = self.logged[name]
+        sums = total[rows]
+        reduce_into(sums, values, kind)
+        total[rows] = sums
+        number[rows] += self._counts[name]
 
     def _stacked(
         self, parameters: dict[str, Tensor], leaves: list[Tensor], spec: TreeSpec, step: int
@@ -119,16 +121,16 @@ class Stack:
             value = output["loss"] if isinstance(output, dict) else output
             if self.copy.keeps_loss:
                 logged[LOSS] = [value.detach()]
-            self._counts = {k: len(vs) for k, vs in logged.items()}
-            return value, (
-                value,
-                {k: in_one_step(vs, self.copy.logs.kinds.get(k)) for k, vs in logged.items()},
-            )
+            kinds = self.copy.logs.kinds
+            self._counts = {name: len(values) for name, values in logged.items()}
+            logs = {name: in_one_step(values, kinds.get(name)) for name, values in logged.items()}
+            return value, (value, logs)
 
-        with torch.enable_grad():  # only the learner's own parameters would ask for gradients here
-            gradients, (losses, logs) = vmap(grad(loss, has_aux=True), randomness="different")(
-                parameters, leaves
-            )
+        gradients_of = vmap(grad(loss, has_aux=True), randomness="different")
+        # The parameters given to it ask for no gradients under `enable_grad`, so that a loss which
+        # asks for one was computed from the learner's own.
+        with torch.enable_grad():
+            gradients, (losses, logs) = gradients_of(parameters, leaves)
         if losses.requires_grad:
             raise RuntimeError(
                 "its training_step reads parameters that it holds elsewhere than in its modules"
@@ -139,12 +141,12 @@ class Stack:
         """Numbers over each client's steps, ``(n,)`` float64, and which clients logged."""
         logged = self.logged
         self.logged = {}
-        kinds = self.copy.logs.kinds
-        means = {
-            name: of_steps(total, number, kinds.get(name))
-            for name, (total, number) in logged.items()
-        }
-        return means, {name: (number > 0).tolist() for name, (_, number) in logged.items()}
+        numbers: dict[str, Tensor] = {}
+        who: dict[str, list[bool]] = {}
+        for name, (total, number) in logged.items():
+            numbers[name] = of_steps(total, number, self.copy.logs.kinds.get(name))
+            who[name] = (number > 0).tolist()
+        return numbers, who
 
     @contextmanager
     def shifted(self, e: Tensor) -> Iterator[None]:
@@ -159,13 +161,13 @@ class Stack:
     @contextmanager
     def at(self, point: Tensor) -> Iterator[None]:
         """Within, gradients are taken at ``point``, into memory of their own."""
-        held = self.x, self.g
+        present = self.x, self.g
         self.x = point.expand_as(self.x)
         self.g = torch.empty_like(self.g)
         try:
             yield
         finally:
-            self.x, self.g = held
+            self.x, self.g = present
 
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Buffers are the learner's own: a learner that changes them cannot be stacked."""
@@ -181,10 +183,11 @@ class Stack:
             rows, gathered, _ = alike.setdefault(key, ([], [], spec))
             rows.append(row)
             gathered.append(leaves)
-        return [
-            (rows, [torch.stack(each) for each in zip(*gathered, strict=True)], spec)
-            for rows, gathered, spec in alike.values()
-        ]
+        groups: list[Group] = []
+        for rows, gathered, spec in alike.values():
+            stacked = [torch.stack(leaves) for leaves in zip(*gathered, strict=True)]
+            groups.append((rows, stacked, spec))
+        return groups
 
 
 class Stacked:
@@ -221,7 +224,8 @@ class Stacked:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
-            # nobody's model: whoever reads it by mistake must not go unnoticed
+            # The learner itself is nobody's model while others are stacked: whoever reads its
+            # parameters by mistake must not go unnoticed.
             self.copy.x.fill_(torch.nan)
             while waiting:
                 group = waiting[: self.at_once]
@@ -242,9 +246,7 @@ class Stacked:
                     tell()
 
     def train_group(self, round: Round, ids: list[int]) -> list[Clients]:
-        """A group's round, from the server's model to ``on_local_end``; gives each client as a
-        group of one.
-        """
+        """Train a group, up to ``on_local_end``, and return each client as a group of one."""
         work = self.work
         stack = Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
@@ -252,11 +254,14 @@ class Stacked:
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
-            self.copy.begin(work.data)  # nobody's numbers: they differ
+            # The Trainer shows nobody's numbers of batches, as they differ from client to client.
+            self.copy.begin(work.data)
             begin(work, clients)
             optimizer.begin(round.rates, None)
-            self.worker.optimizer.begin(round.rates, None)  # which the learner may look at
+            # The learner may look at the optimizer that is over its own parameters.
+            self.worker.optimizer.begin(round.rates, None)
             step = LocalStep(work, stack, clients, optimizer)
+            # A limit for each client, as those that have finished must not count as clipped.
             if step.limit is not None:
                 step.limit = stack.x.new_full((len(ids), 1), step.limit)
             for index, groups in enumerate(self._batches(stack, clients, step.limit)):
@@ -279,44 +284,41 @@ class Stacked:
     def _batches(
         self, stack: Stack, clients: Clients, limit: Tensor | None
     ) -> Iterator[list[Group]]:
-        """One step's batches at a time; after each step, clients that had none are put back to
-        where they were.
+        """One step's batches at a time; clients without a batch are put back after the step.
 
         Their clipping ``limit`` ``(n, 1)`` is lifted, so that they do not count as clipped.
         """
         round = clients._round
-        device = stack.x.device
         steps = [round.steps[i] for i in clients.client_ids]
-        sources = [
-            iter(self.work.client_batches(i, round.t, k, device))
-            for i, k in zip(clients.client_ids, steps, strict=True)
-        ]
+        sources = []
+        for i, k in zip(clients.client_ids, steps, strict=True):
+            sources.append(iter(self.work.client_batches(i, round.t, k, stack.x.device)))
         for step in range(max(steps)):
             training = [row for row, k in enumerate(steps) if step < k]
             finished = [row for row, k in enumerate(steps) if step >= k]
             kept = Kept(clients, finished) if finished else None
             if limit is not None:
                 limit[finished] = torch.inf
+            # The generator goes on here after the step, before the next one begins.
             yield stack.groups([(row, next(sources[row])) for row in training])
             if kept is not None:
                 kept.restore()
 
     def _full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
         rows = at.expand_as(clients.x)
-        single = [Clients(clients._round, [i], self.copy.x) for i in clients.client_ids]
+        gradients = []
         with torch.no_grad():
-            return torch.cat(
-                [self.worker.full_gradient(each, rows[j]) for j, each in enumerate(single)]
-            )
+            for i, point in zip(clients.client_ids, rows, strict=True):
+                single = Clients(clients._round, [i], self.copy.x)
+                gradients.append(self.worker.full_gradient(single, point))
+        return torch.cat(gradients)
 
     def close(self) -> None:
         """Nothing to give back."""
 
 
 class Kept:
-    """Copies of what finished clients have before the rest takes a step: models, declared rows,
-    uploads, logs.
-    """
+    """Copies of finished clients' models, rows, uploads and logs, before the rest takes a step."""
 
     def __init__(self, clients: Clients, finished: list[int]) -> None:
         self.clients = clients
@@ -328,25 +330,28 @@ class Kept:
     def restore(self) -> None:
         self.clients.x[self.finished] = self.x
         for key, rows in self.clients._rows.items():
-            before, values = self.rows.get(key, (None, None))
+            version, values = self.rows.get(key, (None, None))
+            # Rows that were first read in this step go back to what they were loaded as.
             if values is None:
                 declared = self.clients._declared[key]
                 ids = [self.clients.client_ids[row] for row in self.finished]
                 values = torch.stack([self.clients._load(key, declared, i) for i in ids])
-                before = self.clients._versions[key]
-            if rows._version != before:
+                version = self.clients._versions[key]
+            if rows._version != version:
                 rows[self.finished] = values
-        for now, held in self.given:
-            for key, value in held.items():
-                if now[key] is not value:  # given anew in this step
-                    now[key] = now[key].clone()
-                    now[key][self.finished] = value[self.finished]
+        for present, earlier in self.given:
+            for key, value in earlier.items():
+                # Another tensor means that a hook gave the value anew in this step.
+                if present[key] is not value:
+                    present[key] = present[key].clone()
+                    present[key][self.finished] = value[self.finished]
 
 
 def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
     """One client of a group as a group of one, as views; without what its learner did not log."""
     own = copy.copy(clients)
     part = slice(row, row + 1)
+    # Cached properties are the group's columns, and are computed anew for the one client.
     for name, attribute in vars(Clients).items():
         if isinstance(attribute, cached_property):
             own.__dict__.pop(name, None)
@@ -369,5 +374,6 @@ def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    said = ("not enough memory", "can't allocate memory")  # a CPU's, on Windows and Linux
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
+    # A CPU's allocator has no error of its own: these are its words on Windows and Linux.
+    words = ("not enough memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)

@@ -1,6 +1,4 @@
-"""The learner's own hooks of a local step, run on the copy that trains, with what it would find
-there alone.
-"""
+"""The learner's own hooks of a local step, run on the copy that trains."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ OF_GRADIENTS = (
 
 
 class StepHooks:
-    """Those that a learner has, called in Lightning's order; ``.grad`` is there for them, and read
-    back.
+    """The hooks that a learner has, called in Lightning's order; they may change ``.grad``.
 
     The hooks of the backward see each gradient of the loss, those before the optimizer's step the
     gradient at which the step is taken, before methods correct and ``clip_norm`` limits it.
@@ -57,15 +54,14 @@ class StepHooks:
 
     @classmethod
     def of(cls, learner: Any, *rest: Any) -> StepHooks | None:
-        """Those of a learner; None where it has none, so that its steps cost nothing."""
+        """The learner's hooks; None where it has none, so that its steps cost nothing."""
         names = [name for name in (*AROUND_BATCHES, *OF_GRADIENTS) if overrides(learner, name)]
         return cls(learner, names, *rest) if names else None
 
     def batch_start(self, batch: Any, index: Any) -> None:
-        if (
-            "on_train_batch_start" in self.names
-            and self.learner.on_train_batch_start(batch, index) == -1
-        ):
+        if "on_train_batch_start" not in self.names:
+            return
+        if self.learner.on_train_batch_start(batch, index) == -1:
             raise UserError(
                 f"learner {type(self.learner).__name__}: on_train_batch_start returned -1, which "
                 "ends an epoch of plain training; a client's number of local steps is fixed "
@@ -74,22 +70,21 @@ class StepHooks:
 
     def backward(self, loss: Tensor, first: bool) -> Sequence[Tensor]:
         """∇ℓ, one tensor a parameter, as the hooks leave it; ``first``: of this step."""
-        has = self.names.__contains__
         learner = self.learner
         parameters = self.parameters
-        if first and has("on_before_zero_grad"):
+        if first and "on_before_zero_grad" in self.names:
             learner.on_before_zero_grad(self.optimizer())
         if not self.of_gradients:
             return differentiated(loss, parameters)
         try:
             with torch.enable_grad():
-                if has("on_before_backward"):
+                if "on_before_backward" in self.names:
                     learner.on_before_backward(loss)
-                if has("backward"):
+                if "backward" in self.names:
                     learner.backward(loss)
                 else:
                     fill_grad(loss, parameters)
-                if has("on_after_backward"):
+                if "on_after_backward" in self.names:
                     learner.on_after_backward()
             return taken(parameters)
         finally:
@@ -99,33 +94,32 @@ class StepHooks:
         """The gradient of the step ``(1, D)``, or one tensor a parameter, as the hooks leave it."""
         if not self.before_step:
             return gradient
-        vector = isinstance(gradient, Tensor)
-        given = self.layout.views(gradient.view(-1)) if vector else gradient
+        is_vector = isinstance(gradient, Tensor)
+        gradients = self.layout.views(gradient.view(-1)) if is_vector else gradient
         try:
-            for parameter, g in zip(self.parameters, given, strict=True):
+            for parameter, g in zip(self.parameters, gradients, strict=True):
                 parameter.grad = g
             with torch.enable_grad():
                 if "on_before_optimizer_step" in self.names:
                     self.learner.on_before_optimizer_step(self.optimizer())
                 if "configure_gradient_clipping" in self.names:
                     self.learner.configure_gradient_clipping(self.optimizer(), None, None)
-            left = taken(self.parameters)
+            changed = taken(self.parameters)
         finally:
             clear(self.parameters)
-        if not vector:
-            return left
-        if any(a is not b for a, b in zip(left, given, strict=True)):
-            fill(given, left)
+        if not is_vector:
+            return changed
+        # Views that were changed in place are in the vector already.
+        if any(new is not old for new, old in zip(changed, gradients, strict=True)):
+            fill(gradients, changed)
         return gradient
 
     def batch_done(self, outputs: Any, loss: Tensor, batch: Any, index: Any) -> None:
-        """Remember what ``on_train_batch_end`` is called with, after the optimizer's step."""
+        """Remember the arguments of ``on_train_batch_end``, which follows the optimizer's step."""
         if "on_train_batch_end" in self.names:
-            if isinstance(outputs, dict):
-                extra = {k: v for k, v in outputs.items() if k != "loss"}
-            else:
-                extra = {}
-            self._batch = {"loss": loss.detach().clone(), **extra}, batch, index
+            results = dict(outputs) if isinstance(outputs, dict) else {}
+            results["loss"] = loss.detach().clone()
+            self._batch = (results, batch, index)
 
     def batch_end(self) -> None:
         if self._batch is not None:
@@ -147,14 +141,14 @@ def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Te
 
 def fill_grad(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Put ∇ℓ into the parameters' ``.grad``; None where there is none."""
-    # which no other way of differentiating calls
+    # Hooks that run after accumulation are called by `backward` alone.
     if any(p._post_accumulate_grad_hooks for p in parameters):
         torch.autograd.backward(loss, inputs=list(parameters))
         return
-    for p, g in zip(
-        parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
-    ):
-        p.grad = None if g is None else g.clone()  # two parameters may be given one gradient
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for p, g in zip(parameters, gradients, strict=True):
+        # Two parameters may be given one gradient, and a hook may change either in place.
+        p.grad = None if g is None else g.clone()
 
 
 def taken(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:

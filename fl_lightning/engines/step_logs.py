@@ -1,6 +1,4 @@
-"""What a learner logs in its local steps, reduced over a client's steps as Lightning reduces an
-epoch's.
-"""
+"""The numbers a learner logs, reduced over a client's steps as Lightning reduces an epoch's."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 
-LAST = "last"  # what Lightning calls <name>_step: the latest step's
+LAST = "last"  # the latest step's, which Lightning calls <name>_step
 START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf, LAST: 0.0}
 WORDS = {LAST: LAST, "mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 FUNCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
@@ -20,10 +18,9 @@ FUNCTIONS |= {sum: "sum", max: "max", min: "min"}
 
 
 class StepLogs:
-    """Numbers by name over a client's steps: always the same tensors, which a recorded step adds
-    to.
+    """Numbers by name over a client's steps; ``kinds``: how each is reduced.
 
-    ``kinds``: how each is reduced.
+    They are always the same tensors, since a recorded step adds to them.
     """
 
     def __init__(self, learner: Any, device: torch.device) -> None:
@@ -34,10 +31,10 @@ class StepLogs:
         self.kinds: dict[str, str] = {}
 
     def declare(self, name: str, reduce_fx: Any) -> None:
-        """How ``self.log`` is asked to reduce a number.
+        """Note how ``self.log`` is asked to reduce a number.
 
         Raises:
-            UserError: by a function of one's own, or otherwise than before.
+            UserError: the reduction is a function of the user's own, or another than before.
         """
         word = reduce_fx.lower() if isinstance(reduce_fx, str) else ""
         kind = WORDS.get(word) or FUNCTIONS.get(reduce_fx)
@@ -71,13 +68,13 @@ class StepLogs:
         self.numbers.clear()
 
     def take(self) -> dict[str, Tensor]:
-        """What the steps since the last time give, float64 scalars."""
-        taken = {
+        """Numbers over the steps since the last call, float64 scalars."""
+        logs = {
             name: of_steps(self.totals[name], number, self.kinds.get(name))
             for name, number in self.counted()
         }
         self.clear()
-        return taken
+        return logs
 
     def counted(self) -> list[tuple[str, int]]:
         return list(self.numbers.items())
@@ -95,12 +92,12 @@ def reduce_into(total: Tensor, value: Tensor, kind: str) -> None:
 
 
 def of_steps(total: Tensor, number: int | Tensor, kind: str | None) -> Tensor:
-    """What a total over so many values stands for, as a tensor of its own."""
+    """The value of a total over so many values, as a tensor of its own."""
     return total / number if kind in (None, "mean") else total.clone()
 
 
 def in_one_step(values: list[Tensor], kind: str | None) -> Tensor:
-    """Those that one step logged under one name, as one, float64."""
+    """The values that one step logged under one name as one, float64."""
     together = torch.stack([value.reshape(()) for value in values]).double()
     if kind in (None, "mean", "sum"):
         return together.sum()

@@ -1,6 +1,6 @@
-"""``concurrent`` on a GPU: several clients side by side, each on a stream of its own, its local
-step one CUDA graph.
+"""``concurrent`` on a GPU: several clients side by side, each on a stream of its own.
 
+A client's local step is one CUDA graph.
 The clients are started one after the other, each in a copy of the learner, and then collected; on
 the device they overlap. Each runs the kernels that it would run alone, so that results do not
 depend on how many there are.
@@ -21,7 +21,8 @@ from fl_lightning.learner import check_gradient_hooks
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
-WORTH = 8  # steps of a client from which on capturing one saves more than it costs
+# From so many steps of a client on, capturing one saves more than it costs.
+WORTH = 8
 
 
 def own_stream(x: Tensor) -> torch.cuda.Stream | None:
@@ -54,6 +55,7 @@ class Streams:
 
         def finish() -> None:
             worker, leaf, clients = busy.popleft()
+            # The caller's stream reads the client's tensors, so it waits for the one that writes.
             if worker.stream is not None:
                 torch.cuda.current_stream().wait_stream(worker.stream)
             collect(leaf, clients)
@@ -76,7 +78,8 @@ class Streams:
                 finish()
         finally:
             if round.w.is_cuda:
-                # after a failure other clients may still be under way
+                # After a failure other clients may still be under way, in memory that is reset
+                # below.
                 torch.cuda.synchronize(round.w.device)
             for worker in self.workers:
                 worker.copy.reset()

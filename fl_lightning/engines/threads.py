@@ -21,8 +21,10 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import check_gradient_hooks
 from fl_lightning.round.context import Round
 
-WORTH = 20  # steps of a worker in a round from which on a recording saves more than it costs
-WAITING_BYTES = 2**28  # so much may wait in the sum, so that the largest clients can go first
+# From so many steps of a worker in a round on, a recording saves more than it costs.
+WORTH = 20
+# So much may wait for its turn in the sum, so that the largest clients can go first.
+WAITING_BYTES = 2**28
 
 
 class Threads:
@@ -80,7 +82,8 @@ class Threads:
                     job.result()
                     tell()
         except BaseException:
-            stop.set()  # threads end at their next step
+            # Threads end at their next step, and all have ended before the error goes on.
+            stop.set()
             self.close()
             raise
         finally:
@@ -99,7 +102,7 @@ class Threads:
 
 
 def largest_first(round: Round, leaves: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The leaves by number of steps, if what then waits for its turn in the sum fits into memory."""
+    """The leaves by number of steps, if updates that wait for their turn fit into memory."""
     if len(leaves) * round.w.nbytes > WAITING_BYTES:
         return leaves
     return sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])

@@ -1,6 +1,4 @@
-"""A worker trains one client at a time: a copy of the learner, its optimizer, and on a GPU a stream
-of its own.
-"""
+"""A worker trains one client at a time, in a copy of the learner, with an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ class Worker:
     def train(
         self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True
     ) -> Clients:
-        """One client's round, up to ``on_local_end``; what is returned is valid until the next
-        client begins.
+        """Train one client, up to ``on_local_end``; the result is valid until the next one begins.
 
         Raises:
             Stopped: ``stop`` was set meanwhile.
@@ -61,17 +58,19 @@ class Worker:
         copy = self.copy
         optimizer = self.optimizer
         clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
-        batches = NumberedBatches(
-            work.client_batches(client, round.t, round.steps[client], copy.x.device), stop
-        )
+        steps = round.steps[client]
+        batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)
         try:
             copy.load(round, client)
-            copy.begin(work.data, lambda: clients.client_ids[0], round.steps[client])
+            copy.begin(work.data, lambda: clients.client_ids[0], steps)
+            # Seeded before the first hook, so that whatever a client draws is a function of
+            # (seed, round, client), whoever trained on this worker before.
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, clients)
             optimizer.begin(round.rates, self.optimizer_rows(round, client))
-            # of what another client, or a full gradient, left in logs and the learner's metrics
+            # Another client, or a full gradient in `on_local_start`, may have left numbers in the
+            # logs and in the learner's metrics.
             copy.reset()
             step = LocalStep(work, copy, clients, optimizer)
             if self.recorder is not None and replay:
@@ -81,26 +80,25 @@ class Worker:
                     step(batch, index)
             check_same_parameters(copy.learner, copy.slots_of_parameters)
             clients.local_step = None
+            # Logs come before `on_local_end`, which may read the mean loss among them.
             clients.metrics = copy.take_metrics()
             for name, value in {**copy.take_logs(), **metric_states.alone(clients.metrics)}.items():
                 clients.logs[name] = value.reshape(1)
             if step.clipped is not None:
-                clients.logs["clipped_steps"] = step.clipped / round.steps[client]
+                clients.logs["clipped_steps"] = step.clipped / steps
             work.methods.run("on_local_end", clients)
         except Exception as error:
-            tell_where(
-                error,
-                f"in round {round.t}, client {client}, local step {batches.step} (all counted "
-                "from 0)",
-            )
+            place = f"in round {round.t}, client {client}, local step {batches.step}"
+            tell_where(error, f"{place} (all counted from 0)")
             raise
         clients.buffers = copy.buffers
         clients.optimizer_rows = optimizer.state() if work.keep_optimizer_state else {}
         return clients
 
     def full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
-        """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at; x, buffers and
-        randomness stay.
+        """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at.
+
+        x, buffers and random generators stay as they are.
         """
         (client,) = clients.client_ids
         work = self.work
@@ -108,7 +106,7 @@ class Worker:
         at = at.view(1, -1)
         buffers = {name: buffer.clone() for name, buffer in copy.buffers.items()}
         point = copy.x.clone()
-        held = copy.g.clone()
+        gradient = copy.g.clone()
         total = torch.zeros_like(copy.x)
         present = copy.present
         index = present.index
@@ -121,13 +119,13 @@ class Worker:
             copy.x.copy_(at)
             try:
                 for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
+                    # Every batch is seen from the same buffers: the objective is one function.
                     copy.load_buffers(buffers)
-                    total += copy.gradient(batch, step, log=False) * (
-                        number / clients._round.sizes[client]
-                    )
+                    share = number / clients._round.sizes[client]
+                    total += copy.gradient(batch, step, log=False) * share
             finally:
                 copy.x.copy_(point)
-                copy.g.copy_(held)
+                copy.g.copy_(gradient)
                 copy.load_buffers(buffers)
                 present.begin(work.data, who, steps)
                 present.index = index
@@ -158,11 +156,11 @@ class Worker:
 
 
 def begin(work: Work, clients: Clients) -> None:
-    """Bring clients from the server's model to their starts: kept parts, then what methods change."""
+    """Bring clients from the server's model to their starts: kept parts, then methods' changes."""
     clients.take_kept_parts()
-    before = clients.x._version
+    version = clients.x._version
     work.methods.run("on_local_start", clients)
-    if clients.x._version != before and not work.methods.move_starts:
+    if clients.x._version != version and not work.methods.move_starts:
         raise TypeError(
             "an on_local_start changed clients.x, and its class has moves_start = False"
         )
@@ -174,8 +172,9 @@ class Stopped(Exception):
 
 
 class NumberedBatches:
-    """Batches, with the present one's number in ``step``; raises :class:`Stopped` once ``stop`` is
-    set.
+    """Batches, with the present one's number in ``step``.
+
+    Iterating raises :class:`Stopped` once ``stop`` is set.
     """
 
     def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:

@@ -1,5 +1,6 @@
-"""What ``weights_only=True`` cannot read lies in a checkpoint as bytes, which become an object only
-where asked.
+"""Objects that ``weights_only=True`` cannot read lie in a checkpoint as bytes.
+
+The bytes become an object only where that is asked for.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Apart:
 
     @classmethod
     def of(cls, value: Any) -> Apart:
-        """Of an object; raises what pickle raises where it cannot be pickled."""
+        """The bytes of an object; raises what pickle raises where it cannot be pickled."""
         saved = _saved(value)
-        # so that a machine without a GPU can read it
+        # Its tensors come to the CPU, so that a machine without a GPU can read them.
         if torch.cuda.is_available() and b"cuda" in saved:
             saved = _saved(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False))
         return cls(saved)
@@ -63,7 +64,8 @@ class Apart:
 
 
 def read_plain(path: Any, **options: Any) -> Any:
-    """``torch.load(weights_only=True)``, where what lies apart stays bytes."""
+    """``torch.load(weights_only=True)``, where objects that lie apart stay bytes."""
+    # Torch's own reader of bytes would run their code. Under its name the file finds `Apart`.
     with safe_globals([(Apart, "torch.storage._load_from_bytes")]):
         return torch.load(path, weights_only=True, **options)
 
@@ -73,8 +75,9 @@ class CannotPickle(Exception):
 
 
 def set_apart(value: Any, where: str, moved: list[str]) -> Any:
-    """``value`` with all in it that ``weights_only=True`` refuses as :class:`Apart`; itself where
-    there is none.
+    """``value``, with :class:`Apart` in place of all that ``weights_only=True`` refuses.
+
+    It is ``value`` itself where there is no such thing in it.
 
     Args:
         where: its place, for a reader.
@@ -108,7 +111,7 @@ def set_apart(value: Any, where: str, moved: list[str]) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a hyper-parameter is numbers, text, lists and dicts of them."""
+    """Tell whether a hyper-parameter is numbers, text, lists and dicts of them."""
     if isinstance(value, (list, tuple)):
         return all(is_plain(v) for v in value)
     if isinstance(value, dict):
@@ -117,7 +120,7 @@ def is_plain(value: object) -> bool:
 
 
 def places(value: Any, where: str = "") -> Iterator[str]:
-    """Where something lies apart in a checkpoint that :func:`read_plain` gave."""
+    """The places of objects that lie apart in a checkpoint from :func:`read_plain`."""
     if isinstance(value, Apart):
         yield where
     elif isinstance(value, dict):
@@ -135,6 +138,7 @@ def _saved(value: Any) -> bytes:
 
 
 def _readable(value: Any) -> bool:
+    # Torch knows best what it refuses, so it is asked.
     try:
         torch.load(io.BytesIO(_saved(value)), weights_only=True)
     except (pickle.UnpicklingError, *_CANNOT_PICKLE):

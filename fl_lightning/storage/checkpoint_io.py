@@ -29,11 +29,10 @@ HYPER_PARAMETERS = (
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files on a local disk, written aside and renamed; damage is found on
-    loading.
+    """Lightning's checkpoint files on a local disk, written aside and renamed.
 
-    Use it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's own writer goes through /tmp
-    and does not fsync; its reader loads flipped bits silently.
+    Damage is found on loading. Use it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's
+    own writer goes through /tmp and does not fsync; its reader loads flipped bits silently.
     """
 
     _told = False
@@ -44,16 +43,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write ``checkpoint``, with what is no plain data apart
-        (:mod:`fl_lightning.storage.apart`).
+        """Write ``checkpoint``; objects that are no plain data lie apart in it.
 
-        Raises UserError where the folder cannot be written, or something cannot be pickled.
+        Raises:
+            UserError: the folder cannot be written, or something cannot be pickled.
         """
         target = Path(path)
         lock.check(target)
         checkpoint = self._all_readable(checkpoint)
+        # A process that was killed while it wrote has left its file aside.
         with suppress(OSError):
-            # of a process that was killed while it wrote
             for stale in target.parent.glob(".*.ckpt.tmp"):
                 stale.unlink()
         with written_aside(target) as file:
@@ -65,8 +64,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint; what lies apart in it stays bytes, unless ``weights_only=False`` is asked
-        for.
+        """The checkpoint; objects apart stay bytes, unless ``weights_only=False`` is asked for.
 
         Raises:
             UserError: the file is missing, damaged (each of its checksums is verified) or not a
@@ -82,9 +80,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             else:
                 checkpoint = read_plain(source, map_location=map_location)
         except pickle.UnpicklingError as error:
-            reason = next(
-                (line for line in str(error).splitlines() if "GLOBAL" in line), str(error)
-            )
+            # The line that names the class is the reason, among many that say what torch advises.
+            lines = [line for line in str(error).splitlines() if "GLOBAL" in line]
+            reason = lines[0] if lines else str(error)
             raise _error(
                 source, f"it holds more than plain data: {reason.strip()[:160]}"
             ) from error
@@ -94,9 +92,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, f"it is damaged ({str(error)[:100]})") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
-        version = checkpoint.get(
-            "pytorch-lightning_version", None if "loops" in checkpoint else "0"
-        )
+        # An exported model has no version, and needs none; a checkpoint of a run has both.
+        default = None if "loops" in checkpoint else "0"
+        version = checkpoint.get("pytorch-lightning_version", default)
         if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
             raise _error(
                 source,
@@ -110,7 +108,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         parts: dict[str, Any] = {}
         for key, part in checkpoint.items():
             try:
-                # restored by load_from_checkpoint alone, so a run needs none of them
+                # `load_from_checkpoint` alone restores hyper-parameters, so a run goes on without
+                # those that cannot be written.
                 if key in HYPER_PARAMETERS:
                     parts[key] = _hyper_parameters(key, part)
                 else:
@@ -134,20 +133,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def _hyper_parameters(key: str, given: Any) -> Any:
     if not isinstance(given, dict):
         return set_apart(given, f"checkpoint[{key!r}]", [])
-    kept: dict[Any, Any] = {}
+    parameters: dict[Any, Any] = {}
     for name, value in given.items():
         try:
-            kept[name] = set_apart(value, f"the hyper-parameter {name!r}", [])
+            parameters[name] = set_apart(value, f"the hyper-parameter {name!r}", [])
         except CannotPickle as error:
             rank_zero_warn(
                 f"{error}: checkpoints lack it, so load_from_checkpoint has to be given it"
             )
-    return kept
+    return parameters
 
 
 def _verify(path: Path) -> None:
-    """Read every byte and compare with the checksums of the file; raises an error that says what is
-    wrong.
+    """Read every byte and compare with the checksums of the file.
+
+    Raises:
+        EOFError: with what is wrong.
     """
     if path.stat().st_size == 0:
         raise EOFError("the file is empty")
@@ -163,20 +164,15 @@ def _verify(path: Path) -> None:
 
 
 def _error(path: Path, what: str) -> UserError:
-    others = sorted(
-        (p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.is_file()),
-        key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime),
-    )
+    others = [p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.is_file()]
+    way_out = "No other lies beside it."
     if others:
-        way_out = f"Another one is there: --ckpt_path {others[0]}."
-    else:
-        way_out = "No other lies beside it."
+        best = min(others, key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime))
+        way_out = f"Another one is there: --ckpt_path {best}."
     return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
 
 
 def use_atomic_checkpoints(trainer: Any) -> None:
-    """Write the Trainer's checkpoints aside and rename them, unless the user chose another
-    CheckpointIO.
-    """
+    """Give the Trainer this writer of checkpoints, unless the user chose another one."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()

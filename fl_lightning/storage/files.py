@@ -15,8 +15,9 @@ from fl_lightning.storage import lock
 
 
 class _Remembering(io.FileIO):
-    """A file that knows why it could not be written: torch.save says of a full disk ``unexpected
-    pos``.
+    """A file that remembers why it could not be written.
+
+    torch.save says of a full disk ``unexpected pos``.
     """
 
     failed: OSError | None = None
@@ -31,13 +32,13 @@ class _Remembering(io.FileIO):
 
 @contextmanager
 def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that becomes ``path``, whole and at once, when the block ends; after an error nothing
-    has changed.
+    """A file that becomes ``path``, whole and at once, when the block ends.
 
-    ``mode``: who may read and write it, less what the process's umask takes away.
+    After an error nothing has changed. A link stays, and the file it leads to is written. A killed
+    process leaves ``.<name>.tmp`` behind, which the next write of the same name replaces.
 
-    A link stays, and what it leads to is written. What a killed process leaves behind is
-    ``.<name>.tmp``, which the next write of the same name replaces.
+    Args:
+        mode: who may read and write it, less what the process's umask takes away.
 
     Raises:
         UserError: the folder cannot be written to, or has become another process's; a device or
@@ -49,9 +50,11 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
     raw: _Remembering | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # a frozen process may have it open, and would go on writing into ours
+        # A frozen process may have the old file aside open, and would go on writing into ours.
         aside.unlink(missing_ok=True)
         raw = _Remembering(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode))
+        # The content is on the disk before the name is, so that no power failure leaves the name
+        # with half of it; the folder comes last, whose entry is the renaming.
         with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
@@ -61,13 +64,14 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
         os.replace(aside, path)
         if durable:
             _sync_folder(path.parent)
-    except lock.TakenUp:  # what lies aside may be the other's by now
+    except lock.TakenUp:
+        # The file aside may be the other process's by now, so it stays.
         raise
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
         failed: object = error
-        # torch wraps the system's error in one of its own, which hides the reason
+        # Torch wraps the system's error in one of its own, which hides the reason.
         if isinstance(error, Exception) and not isinstance(error, OSError):
             failed = raw and raw.failed
         if isinstance(failed, OSError):
@@ -79,26 +83,26 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
 
 
 def writable_as_file(path: Path) -> Path:
-    """Where a file of this name is written: there, or where a link of this name leads.
+    """The place where a file of this name is written: there, or where a link of this name leads.
 
     Raises:
         UserError: a device, a pipe or a folder has that name, which a file would replace.
     """
     try:
         place = Path(os.path.realpath(path)) if path.is_symlink() else path
-        held = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
+        mode = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
     except OSError as error:
         raise UserError(
             f"Cannot write {path}: {error.strerror or error}. Give another file."
         ) from error
-    if not stat.S_ISREG(held):
+    if not stat.S_ISREG(mode):
         kinds = {
             stat.S_IFDIR: "a folder",
             stat.S_IFLNK: "a link that leads to itself",
             stat.S_IFIFO: "a pipe",
         }
-        what = kinds.get(stat.S_IFMT(held), "a device or socket")
-        raise UserError(f"Cannot write {path}: it is {what}, and no file. Give the name of a file.")
+        kind = kinds.get(stat.S_IFMT(mode), "a device or socket")
+        raise UserError(f"Cannot write {path}: it is {kind}, and no file. Give the name of a file.")
     return place
 
 

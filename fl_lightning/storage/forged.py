@@ -1,5 +1,7 @@
-"""What a checkpoint has to look like inside, before anything is restored from it: the first place
-that is otherwise.
+"""A checkpoint's content is checked before anything is restored from it.
+
+A checkpoint may be damaged, or made by somebody else. The error names the first place that is not
+as a run would have written it.
 """
 
 from __future__ import annotations
@@ -26,12 +28,10 @@ def _count(value: Any) -> bool:
 
 
 def _size(value: Any) -> bool:
-    """Of an engine; older checkpoints had text."""
-    return (
-        value is None
-        or _count(value)
-        or (isinstance(value, str) and (not value or value.isdecimal()))
-    )
+    """Tell whether this is an engine's size; older checkpoints had text."""
+    if isinstance(value, str):
+        return not value or value.isdecimal()
+    return value is None or _count(value)
 
 
 def _number(value: Any) -> bool:
@@ -56,9 +56,12 @@ def _whole(value: Any) -> bool:
 
 
 def _each(check: Check) -> Check:
-    return lambda value: (
-        isinstance(value, Mapping) and all(_text(key) and check(of) for key, of in value.items())
-    )
+    def check_each(value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        return all(_text(key) and check(entry) for key, entry in value.items())
+
+    return check_each
 
 
 def _or_none(check: Check) -> Check:
@@ -73,15 +76,19 @@ def _chosen(value: Any) -> bool:
 
 
 def _rows(value: Any) -> bool:
-    """An index of client rows."""
+    """Tell whether this is an index of client rows."""
     if not _each(_each(_whole))(value):
         return False
-    for of in value.values():
-        if not {"clients", "segments"} <= of.keys() or len(of["clients"]) != len(of["segments"]):
+    parts = []
+    for key, entry in value.items():
+        if not {"clients", "segments"} <= entry.keys():
             return False
+        if len(entry["clients"]) != len(entry["segments"]):
+            return False
+        if key.startswith("parts."):
+            parts.append(entry["clients"].sort().values)
     # The four rows of a client that keeps parts of the model are written together, by
     # round/clients.py.
-    parts = [of["clients"].sort().values for key, of in value.items() if key.startswith("parts.")]
     return len(parts) in (0, 4) and all(torch.equal(ids, parts[0]) for ids in parts)
 
 
@@ -98,7 +105,8 @@ def _engine(value: Any) -> bool:
     )
 
 
-_OURS: dict[str, tuple[Check, bool]] = {  # what it has to be, and whether it has to be there
+# Each entry of the federated part: what it has to be, and whether it has to be there.
+_OURS: dict[str, tuple[Check, bool]] = {
     "version": (_count, False),
     "seed": (_count, True),
     "rounds": (_count, False),
@@ -120,13 +128,14 @@ _OURS: dict[str, tuple[Check, bool]] = {  # what it has to be, and whether it ha
 
 
 def kind(tensor: Tensor) -> tuple[bool, bool, bool]:
-    """What numbers a tensor holds."""
+    """The kind of a tensor's numbers: real, complex or bool; integers are none of these."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
 
 
 def version_of(held: Any, default: int) -> int:
-    """Of the format of the federated part, which decides how the rest is read; ``default``: where
-    it does not say.
+    """The version of the federated part's format, which decides how the rest is read.
+
+    ``default``: the version where the part does not say.
 
     Raises:
         UserError: it is no version.
@@ -140,20 +149,21 @@ def version_of(held: Any, default: int) -> int:
 
 
 def check_callbacks(held: Any, callbacks: Sequence[Any]) -> None:
-    """Refuse states that callbacks of Lightning or of this package cannot take; others' say
-    themselves.
+    """Refuse states that callbacks of Lightning or of this package cannot take.
+
+    Other people's callbacks raise their own errors.
 
     Raises:
         UserError: with the callback's name.
     """
     for callback in callbacks:
         home = type(callback).__module__.split(".")[0]
+        state = None
         if isinstance(held, Mapping):
             state = held.get(getattr(callback, "state_key", None))
-        else:
-            state = None
         if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
             continue
+        # Tried on copies of both, so that a refusal leaves the callback as it was.
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -163,20 +173,21 @@ def check_callbacks(held: Any, callbacks: Sequence[Any]) -> None:
 
 
 def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
-    """Refuse a checkpoint in which somebody who is restored from it needs an object that lies
-    apart.
+    """Refuse a checkpoint whose restoring needs an object that lies apart in it.
 
     Raises:
         UserError: with its place, and how to have it read.
     """
     base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
-    own = type(learner).on_load_checkpoint is not base.on_load_checkpoint
+    # A learner with a hook of its own may read any entry of the checkpoint.
+    reads_all = type(learner).on_load_checkpoint is not base.on_load_checkpoint
     restored: tuple[str, ...] = ()
     if trainer.state.fn == "fit":
         restored = ("callbacks", type(trainer.datamodule).__qualname__)
     for key, part in saved.items():
-        needed = key in restored or (own and key not in HYPER_PARAMETERS)
-        place = next(places(part, f"checkpoint[{key!r}]"), None) if needed else None
+        if key not in restored and (not reads_all or key in HYPER_PARAMETERS):
+            continue
+        place = next(places(part, f"checkpoint[{key!r}]"), None)
         if place is not None:
             raise UserError(
                 f"ckpt_path: {place} is an object, which cannot be read without running code that "
@@ -211,14 +222,17 @@ def check_alike(held: Mapping[str, Tensor], own: Mapping[str, Tensor], place: st
 
 def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Tensor) -> None:
     """Refuse server states of another shape or kind than methods declared."""
-    shapes = {key: w.shape if of.shape is None else of.shape for key, of in declared.items()}
-    own = {key: w.new_empty(shapes[key], dtype=of.dtype or w.dtype) for key, of in declared.items()}
+    own: dict[str, Tensor] = {}
+    for key, declaration in declared.items():
+        shape = w.shape if declaration.shape is None else declaration.shape
+        own[key] = w.new_empty(shape, dtype=declaration.dtype or w.dtype)
     check_alike(held, own, "federated.server")
 
 
 def check_lightning_s(saved: Mapping[str, Any], loops: Mapping[str, Any]) -> None:
-    """Refuse what Lightning could not restore; ``loops``: what the Trainer's loops would save now,
-    by name.
+    """Refuse entries that Lightning could not restore.
+
+    ``loops``: the entries that the Trainer's loops would save now, by name.
 
     Raises:
         UserError: with its place.
@@ -251,20 +265,22 @@ def check_optimizer(held: Any, optimizer: Optimizer) -> None:
     state = held[0].get("state")
     groups = held[0].get("param_groups")
     if not isinstance(state, Mapping) or not all(
-        isinstance(each, Mapping) for each in state.values()
+        isinstance(values, Mapping) for values in state.values()
     ):
         raise _damaged(f"{place}.state")
-    like = optimizer.state_dict()["param_groups"]
+    own_groups = optimizer.state_dict()["param_groups"]
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise _damaged(f"{place}.param_groups")
-    for group, own in zip(groups, like, strict=False):
+    for group, own in zip(groups, own_groups, strict=False):
+        # Versions of torch differ in the options that their optimizers have, so an option that is
+        # missing is no damage; but without a number or a list no step can be taken.
         needed = {name for name in own if name in group or type(own[name]) in (int, float, list)}
         _like(group, {name: own[name] for name in needed}, f"{place}.param_groups", _as_options)
-    if len(groups) != len(like):
+    if len(groups) != len(own_groups):
         raise _damaged(f"{place}.param_groups")
     shape = optimizer.param_groups[0]["params"][0].shape
-    for each in state.values():
-        for name, value in each.items():
+    for values in state.values():
+        for name, value in values.items():
             fits = not isinstance(value, (str, list, Mapping))
             if isinstance(value, Tensor):
                 fits = not value.is_complex() and (value.numel() == 1 or value.shape == shape)
@@ -273,22 +289,21 @@ def check_optimizer(held: Any, optimizer: Optimizer) -> None:
 
 
 def _as_loops(held: Any, own: Any) -> bool:
-    """Counts are numbers from 0; of a float, any number."""
+    """Tell whether this fits into a loop's state: a count from 0, or any number for a float."""
     if type(own) is float:
         return _number(held)
     return type(held) is type(own) and (type(own) is not int or _count(held))
 
 
 def _as_options(held: Any, own: Any) -> bool:
-    """A number may be one of another kind."""
-    number = type(own) in (int, float)
-    if number:
+    """Tell whether this fits an optimizer's option; a number may be one of another kind."""
+    if type(own) in (int, float):
         return (_number(held) and abs(held) < 2**63) or _tensor(held)
     return type(held) is type(own)
 
 
 def _like(held: Any, own: Any, place: str, fits: Callable[[Any, Any], bool]) -> None:
-    """Refuse what is of another kind than ``own``, or lacks something that it has."""
+    """Refuse an entry of another kind than ``own``, or one that lacks something that it has."""
     if isinstance(own, Mapping):
         if not isinstance(held, Mapping):
             raise _damaged(place)

@@ -22,8 +22,9 @@ from fl_lightning.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # a system without them: the mark is all there is
-    fcntl = None  # type: ignore[assignment]  # where a module is expected
+except ImportError:
+    # On a system without such locks the mark is all there is.
+    fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -47,17 +48,19 @@ class RunLock:
         self.used = descriptor is None
 
     def use(self) -> None:
-        """Writing begins: from here on the mark stays when the lock is given back."""
+        """Note that writing begins: the mark stays when the lock is given back."""
         self.used = True
 
     def check(self) -> None:
-        """Raises TakenUp where another process has made the folder its own."""
+        """Raise TakenUp where another process has made the folder its own."""
         try:
             written = (self.folder / NAME).read_bytes()
         except FileNotFoundError:
             if self._descriptor is None or not self.folder.is_dir():
                 return
-            os.close(self._descriptor)  # somebody removed the file, and the lock with it
+            # Somebody removed the file, and the lock with it: another may hold a new one, which
+            # is refused here, or nobody does, and it is ours again.
+            os.close(self._descriptor)
             self._descriptor = None
             self._descriptor, _ = _locked(self.folder)
             _write(self._descriptor, _about(self.mark))
@@ -96,14 +99,16 @@ def hold(folder: Path) -> RunLock:
         UserError: another process holds it; says which.
     """
     folder = folder.resolve()
-    ours = _held.pop(folder, None)  # an earlier run of this process, which ended with an exception
-    descriptor, before = (ours._descriptor, None) if ours else (None, None)
-    if ours is None or descriptor is None:
-        descriptor, before = _locked(folder)
+    # An earlier run of this process, which ended with an exception, may hold the folder still.
+    earlier = _held.pop(folder, None)
+    descriptor = None if earlier is None else earlier._descriptor
+    content: bytes | None = None
+    if descriptor is None:
+        descriptor, content = _locked(folder)
     mark = secrets.token_hex(8)
     _write(descriptor, _about(mark))
-    lock = _held[folder] = RunLock(folder, descriptor, mark, before)
-    lock.used = ours is not None
+    lock = _held[folder] = RunLock(folder, descriptor, mark, content)
+    lock.used = earlier is not None
     return lock
 
 
@@ -115,9 +120,7 @@ def join(folder: Path, mark: str) -> RunLock:
 
 
 def check(path: Path) -> None:
-    """Before anything is written to ``path``: raises TakenUp where it lies in a folder that is no
-    longer ours.
-    """
+    """Raise TakenUp where ``path``, to be written now, lies in a folder that is no longer ours."""
     for folder, lock in list(_held.items()):
         place = path.resolve()
         if place == folder or folder in place.parents:
@@ -125,11 +128,11 @@ def check(path: Path) -> None:
 
 
 def _locked(folder: Path) -> tuple[int, bytes | None]:
-    """A locked descriptor of the folder's file, and what it held; None: it is new."""
+    """A locked descriptor of the folder's file, and the file's content; None: it is new."""
     path = folder / NAME
     try:
         while True:
-            new = not path.exists()
+            is_new = not path.exists()
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 if fcntl is not None:
@@ -142,10 +145,12 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
                 if error.errno not in _NO_LOCKS:
                     os.close(descriptor)
                     raise
+            # A run that ends removes its file. If it did so between our opening and locking, what
+            # we locked is a file that nobody finds any more, so we begin again.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return descriptor, None if new else os.pread(descriptor, 1000, 0)
-            os.close(descriptor)  # it was removed meanwhile: what we locked is nobody's
+                    return descriptor, None if is_new else os.pread(descriptor, 1000, 0)
+            os.close(descriptor)
     except OSError as error:
         why = error.strerror or error
         raise UserError(
@@ -166,9 +171,9 @@ def _write(descriptor: int, content: bytes) -> None:
 
 def _read(written: bytes) -> dict[str, Any]:
     with suppress(ValueError):
-        found = json.loads(written)
-        if isinstance(found, dict):
-            return found
+        about = json.loads(written)
+        if isinstance(about, dict):
+            return about
     return {}
 
 
@@ -185,7 +190,10 @@ def _refusal(folder: Path, written: bytes) -> str:
     with suppress(OSError, IndexError):
         state = Path(f"/proc/{about.get('pid')}/stat").read_text().rpartition(")")[2].split()[0]
         if about.get("host") == socket.gethostname() and state == "T":
-            frozen = f" That process is stopped: kill -CONT {about['pid']} lets it go on, kill -KILL ends it."
+            frozen = (
+                f" That process is stopped: kill -CONT {about['pid']} lets it go on, "
+                "kill -KILL ends it."
+            )
     return (
         f"{folder}: {_who(written)} is writing a run in this folder, and two at once would spoil "
         f"it.{frozen} Wait for it or end it, then go on with its run by --ckpt_path last; or give "
@@ -210,15 +218,16 @@ def held_by_all(folder: Path, trainer: Any) -> RunLock:
     Raises:
         UserError: in all of them, where another run holds it.
     """
-    held = None
-    told = ("", "")
+    lock: RunLock | None = None
+    answer = ("", "")
     if trainer.is_global_zero:
+        # A refusal is sent to the others before it is raised, who would wait for ever otherwise.
         try:
-            held = hold(folder)
-            told = (held.mark, "")
+            lock = hold(folder)
+            answer = (lock.mark, "")
         except UserError as error:
-            told = ("", str(error))
-    mark, refusal = trainer.strategy.broadcast(told)
+            answer = ("", str(error))
+    mark, refusal = trainer.strategy.broadcast(answer)
     if refusal:
         raise UserError(refusal)
-    return held or join(folder, mark)
+    return lock or join(folder, mark)

@@ -1,5 +1,6 @@
-"""Rows of client state over processes: client i's rows live with process i mod W and travel to
-whoever trains it.
+"""Rows of client state over processes.
+
+Client i's rows live with process i mod W, and travel to the process that trains it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row
 
 
 class ClientRows:
-    """The store of this process, and the rows it fetched from other processes for the present
-    round.
-    """
+    """The store of this process, and rows of other processes, fetched for the present round."""
 
     def __init__(self, store: ClientStore, rank: int = 0, world: int = 1) -> None:
         self.store = store
@@ -34,9 +33,7 @@ class ClientRows:
         return {**vars(self), "_fetched": {}, "_group": None}
 
     def read(self, key: str, client: int) -> Tensor | None:
-        """A committed row, or None; during a round, only for clients that this process trains or
-        owns.
-        """
+        """A committed row, or None; during a round, of clients that this process trains or owns."""
         if client % self.world == self.rank:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
@@ -50,8 +47,9 @@ class ClientRows:
         return sorted({*self.store.names(), *self._fetched})
 
     def fetch(self, ids: list[int]) -> None:
-        """Before a round: send the participants' rows to the processes that train them (participant
-        j to j mod W).
+        """Send the participants' rows, before a round, to the processes that train them.
+
+        Participant j is trained by process j mod W.
         """
         if self.world == 1:
             return
@@ -66,8 +64,9 @@ class ClientRows:
         self._fetched = merged(self._exchange(outgoing))
 
     def bring_home(self, rows: Rows) -> Rows:
-        """After a round: send rows to the processes that own them; gives this one's. Nothing is
-        committed yet.
+        """Send rows, after a round, to the processes that own them, and return this one's.
+
+        Nothing is committed yet: a process that is lost meanwhile leaves all others as they were.
         """
         if self.world == 1:
             return rows
@@ -75,9 +74,9 @@ class ClientRows:
         for key, by_client in rows.items():
             for client, row in by_client.items():
                 outgoing[client % self.world].setdefault(key, {})[client] = row
-        own = outgoing[self.rank]
+        own_rows = outgoing[self.rank]
         outgoing[self.rank] = {}
-        return merged([own, *self._exchange(outgoing)])
+        return merged([own_rows, *self._exchange(outgoing)])
 
     def commit(self, rows: Rows) -> None:
         """Make rows that are at home the clients' state, all at once; again is the same as once."""
@@ -86,6 +85,7 @@ class ClientRows:
             self.store.commit(rows, make_room=False)
 
     def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
+        # Rows are on the CPU, wherever the run trains, so they travel over gloo.
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timeout())
         blobs = [_pack(rows) for rows in outgoing]
@@ -93,6 +93,7 @@ class ClientRows:
         table = [torch.empty_like(sizes) for _ in range(self.world)]
         dist.all_gather(table, sizes, group=self._group)
         incoming: dict[int, Tensor] = {}
+        # Nobody waits before all is under way: two that send to each other first would both wait.
         jobs = []
         for other in range(self.world):
             if other == self.rank:

@@ -1,7 +1,8 @@
-"""A run's state between rounds, besides the model: rounds done, server states, client rows and w^0."""
+"""A run's state between rounds, besides the model: rounds done, server states, rows and w^0."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,9 @@ from fl_lightning.storage.rows import ClientRows, Rows
 
 @dataclass(frozen=True)
 class Outcome:
-    """What round t leaves besides the model: rows at home (see :meth:`ClientRows.bring_home`),
-    states, metrics.
+    """The result of round t besides the model: rows, server states and metrics.
 
+    ``rows``: at home, see :meth:`ClientRows.bring_home`.
     ``chosen``: who took part, where a method chose.
     """
 
@@ -30,8 +31,7 @@ class Outcome:
 
 @dataclass
 class RunState:
-    """Only :meth:`commit` changes it, at the end of each round; a resume from a checkpoint of
-    before sets ``rounds``.
+    """The state, which only :meth:`commit` changes, at the end of each round.
 
     Args:
         rows: client rows, of all processes.
@@ -60,78 +60,84 @@ class RunState:
         logged: dict[str, float],
         chosen: tuple[int, ...] | None = None,
     ) -> None:
-        """Round t is over: what it leaves becomes the state."""
-        rows = self.rows.store.owned(rows)  # may fail
-        # from here on the round counts, whatever happens
+        """Make the result of round t, which is over, the state."""
+        # Copying rows needs memory, and may fail: then the round has not happened.
+        rows = self.rows.store.owned(rows)
+        # This one assignment decides: from here on the round counts, whatever happens, and
+        # `settle` finishes what an interrupt left undone.
         self._outcome = Outcome(t, rows, server, logged, chosen)
         self.settle(t)
 
     def keep_rows_for(self, data: Any) -> None:
-        """Rows are of these data's clients from here on; refused where a fit on others kept some.
+        """Take rows for those of these data's clients, from here on.
 
         Raises:
-            UserError: with what is kept.
+            UserError: a fit on other data kept rows.
         """
-        now = str(getattr(data, "partition_hash", ""))
-        if self.partition is not None and self.partition != now:
-            kept = ", ".join(
-                sorted({name for names in gathered(self.rows.names()) for name in names})
-            )
-            if kept:
+        partition = str(getattr(data, "partition_hash", ""))
+        if self.partition is not None and self.partition != partition:
+            # Each process has rows of its own, and all have to refuse together.
+            names = sorted(set().union(*gathered(self.rows.names())))
+            if names:
                 raise UserError(
-                    f"data: the last fit by this Trainer kept {kept} for each client, and these "
-                    "data have other clients. Fit with another Trainer, which begins another run "
-                    "from these weights."
+                    f"data: the last fit by this Trainer kept {', '.join(names)} for each client, "
+                    "and these data have other clients. Fit with another Trainer, which begins "
+                    "another run from these weights."
                 )
-        self.partition = now
+        self.partition = partition
 
     def chosen_in(self, t: int, present: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
-        """Who takes part in round t, where a method chooses; ``present``: the round that began
-        last, and its clients.
+        """The clients of round t, where a method chooses them.
+
+        ``present``: the round that began last, and its clients.
 
         Raises:
             UserError: nobody has chosen yet, or an older checkpoint does not say.
         """
-        known = {**self.chosen, **dict([present] if present[0] >= self.rounds else [])}
+        known = dict(self.chosen)
+        if present[0] >= self.rounds:
+            known[present[0]] = present[1]
         if t not in known:
-            told = f"rounds {min(known)} to {max(known)}" if known else "no round"
+            rounds = f"rounds {min(known)} to {max(known)}" if known else "no round"
             raise UserError(
                 f"participants({t}): a method of this run chooses who takes part when a round "
                 "begins, from what the server knows then, so that present and past rounds alone "
-                f"can be told; so far that is {told}."
+                f"can be told; so far that is {rounds}."
             )
         return known[t]
 
     def progress(self) -> dict[str, Any]:
-        """For a checkpoint: rounds done, the last one's metrics, and who was chosen."""
+        """A checkpoint's entries: rounds done, the last one's metrics, and who was chosen."""
         return {"rounds": self.rounds, "logged": self.logged, "chosen": packed(self.chosen)}
 
     def settle(self, t: int) -> bool:
-        """Finish the commit of round t where it was interrupted; whether the round is committed."""
+        """Finish the commit of round t where it was interrupted; tell whether it is committed."""
+        # Each of these steps may be taken twice with the same end, so an interrupt between any of
+        # two does no harm: the outcome goes last.
         if self._outcome is not None:
-            done = self._outcome
-            self.rows.commit(done.rows)
-            self.server.update(done.server)
-            if done.chosen is not None:
-                self.chosen[done.t] = done.chosen
-            self.logged = done.logged
-            self.rounds = done.t + 1
+            outcome = self._outcome
+            self.rows.commit(outcome.rows)
+            self.server.update(outcome.server)
+            if outcome.chosen is not None:
+                self.chosen[outcome.t] = outcome.chosen
+            self.logged = outcome.logged
+            self.rounds = outcome.t + 1
             self._outcome = None
         return t < self.rounds
 
 
 def packed(chosen: dict[int, tuple[int, ...]]) -> dict[str, Tensor]:
     """Choices as three tensors for a checkpoint: rounds, how many, and who."""
-    who = [client for ids in chosen.values() for client in ids]
     columns = {
         "rounds": list(chosen),
         "numbers": [len(ids) for ids in chosen.values()],
-        "clients": who,
+        "clients": list(itertools.chain.from_iterable(chosen.values())),
     }
     return {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
 
 
-def unpacked(held: dict[str, Tensor]) -> dict[int, tuple[int, ...]]:
-    """What :func:`packed` took."""
-    each = torch.split(held["clients"], held["numbers"].tolist())
-    return {t: tuple(ids.tolist()) for t, ids in zip(held["rounds"].tolist(), each, strict=True)}
+def unpacked(columns: dict[str, Tensor]) -> dict[int, tuple[int, ...]]:
+    """Choices by round, from the tensors that :func:`packed` made."""
+    rounds = columns["rounds"].tolist()
+    clients = torch.split(columns["clients"], columns["numbers"].tolist())
+    return {t: tuple(ids.tolist()) for t, ids in zip(rounds, clients, strict=True)}

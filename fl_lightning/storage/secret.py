@@ -1,5 +1,6 @@
-"""What a private run draws from: 32 bytes that nobody else knows, in a file of their own in the
-run's ``state/``.
+"""A private run draws from a secret: 32 bytes that nobody else knows.
+
+They lie in a file of their own in the run's ``state/``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _NAME = re.compile("[0-9a-f]{16}")
 
 
 class Secret:
-    """Bytes that no copy, pickle or text of this object shows; ``name``: under which the file lies."""
+    """Bytes that no copy, pickle or text of this object shows; ``name``: the file's."""
 
     def __init__(self, name: str, value: bytes) -> None:
         self.name = name
@@ -58,16 +58,15 @@ class Secret:
         about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()
         words = np.frombuffer(drawn, np.uint64)
-        # its first word counts the numbers that are drawn
+        # Philox counts the numbers that it draws in the first word of its counter.
         counter = np.array([0, *words[2:]], np.uint64)
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
     def keep(self, content: dict[str, Any], folder: Path | None) -> None:
-        """Put its name into a checkpoint's content, and the bytes into a folder, for their owner
-        alone.
+        """Put its name into a checkpoint's content, and the bytes into a folder.
 
         Args:
-            folder: None: another process does that.
+            folder: where the owner alone can read the file; None: another process writes it.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -75,73 +74,74 @@ class Secret:
         if not self._value:
             return
         content[KEY] = self.name
-        if folder is not None and _read(path := _path(folder, self.name)) != self._value:
+        if folder is None:
+            return
+        path = _path(folder, self.name)
+        if _read(path) != self._value:
             with written_aside(path, mode=0o600) as file:
                 file.write(self._value)
 
 
 NOT_YET = Secret("", b"")
+# Privacy draws from the run's secret, or from a seed that is known.
 Key = int | Secret
-"""What privacy draws from: the run's secret, or a seed that is known."""
 
 
 def drawn_from(key: Key, purpose: str, t: int, onto: bytes = b"") -> np.random.Generator:
-    """The generator of a secret; of a seed, that for (seed, purpose, round t), as for all other
-    draws.
-    """
+    """The generator of a secret or a seed for (purpose, round t); a secret's for ``onto`` too."""
     if isinstance(key, Secret):
         return key.generator(purpose, t, onto)
     return generator(key, purpose, t)
 
 
 def of_fit(trainer: Any, held: dict[str, Any] | None, note: Any) -> Secret:
-    """The secret of the run that a checkpoint holds, else a new one; one process draws, or reads,
-    and tells the others.
+    """The secret of the run that a checkpoint holds, else a new one.
 
     Args:
         held: the run's part of the checkpoint that is resumed, or None.
-        note: told where the checkpoint's cannot be had.
+        note: called with a text where the checkpoint's secret cannot be had.
     """
     wanted = None if held is None else str(held.get(KEY) or "")
-    told: tuple[str, bytes, str] = ("", b"", "")
+    # One process reads or draws the secret, and all others have it from there: so all processes
+    # draw the same coins and noise.
+    answer: tuple[str, bytes, str] = ("", b"", "")
     if trainer.is_global_zero:
-        told = _found_or_drawn(wanted, _folders(trainer.ckpt_path, held))
-    name, value, said = trainer.strategy.broadcast(told)
-    if said:
-        note(said)
+        answer = _found_or_drawn(wanted, _folders(trainer.ckpt_path, held))
+    name, value, warning = trainer.strategy.broadcast(answer)
+    if warning:
+        note(warning)
     return Secret(name, value)
 
 
 def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes, str]:
-    """Name and bytes, and what there is to say."""
+    """Name and bytes of a secret, and a warning; empty: there is nothing to warn of."""
+    paths: list[Path] = []
+    # The name comes from a checkpoint, which anybody may have made: it must lead to no other file.
     if wanted and _NAME.fullmatch(wanted):
         paths = [_path(folder, wanted) for folder in folders]
-    else:
-        paths = []
     for path in paths:
         value = _read(path)
         if value is not None and wanted is not None:
             return wanted, value, _closed(path)
-    said = ""
+    warning = ""
     if wanted is not None:
         place = f" ({paths[0]})" if paths else ""
-        said = (
+        warning = (
             f"the secret that the run drew noise and coins from{place} is not there, so another "
             "is drawn: from here on the bits are others than those of a run that nothing "
             "happened to. If a round that is trained again now had been shown to anybody, it "
             "counts twice, and ε does not know"
         )
-    return secrets.token_hex(8), secrets.token_bytes(SIZE), said
+    return secrets.token_hex(8), secrets.token_bytes(SIZE), warning
 
 
 def _folders(ckpt_path: str | os.PathLike[str] | None, held: dict[str, Any] | None) -> list[Path]:
-    """Where it may lie: beside the checkpoint, or where the run was."""
+    """The folders where the file may lie: beside the checkpoint, or where the run was."""
     if held is None or ckpt_path is None:
-        named: Iterable[Any] = ()
-    else:
-        named = held.get("folders", ())
-    # an absolute one stays what it is
-    return [Path(str(ckpt_path)).parent / str(folder) for folder in named]
+        return []
+    # An absolute folder stays what it is when it is joined to another.
+    beside = Path(str(ckpt_path)).parent
+    return [beside / str(folder) for folder in held.get("folders", ())]
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -150,14 +150,15 @@ def _path(folder: Path, name: str) -> Path:
 
 def _read(path: Path) -> bytes | None:
     """The bytes; None where there is no such file, or it holds something else."""
+    # Only a file is read: reading a pipe would wait for ever.
     with suppress(OSError):
-        if path.is_file() and path.stat().st_size == SIZE:  # reading a pipe would wait for ever
+        if path.is_file() and path.stat().st_size == SIZE:
             return path.read_bytes()
     return None
 
 
 def _closed(path: Path) -> str:
-    """Let the owner alone read it; gives what there is to say where others could."""
+    """Let the owner alone read the file, and return a warning where others could."""
     if os.name != "posix" or not path.stat().st_mode & 0o077:
         return ""
     with suppress(OSError):

@@ -24,26 +24,37 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.storage.files import written_aside
 
-WAY_OUT = "Resume from an older checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
+WAY_OUT = (
+    "Resume from an older checkpoint (such as checkpoints/best.ckpt of the same run), "
+    "or start anew."
+)
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 _FILE = re.compile(r"rows-(\d{8,})-r(\d+)\.safetensors")
-# a segment's number in an index: its number in the folder * RANKS + the rank that wrote it
+# A segment's number in an index is its number in the folder * RANKS + the rank that wrote it.
 RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one name, dtype and shape: ``clients`` ascending, their ``checksums``, the first
-    byte.
-    """
+    """Rows of one name, dtype and shape: ``clients`` ascending, ``checksums``, the first byte."""
 
     clients: np.ndarray[Any, np.dtype[np.int64]]
     checksums: list[int]
@@ -58,7 +69,7 @@ Header = dict[str, list[Group]]  # name -> its groups
 
 
 def storable(dtype: torch.dtype) -> bool:
-    """Whether rows of this dtype can be written."""
+    """Tell whether rows of this dtype can be written."""
     return dtype in _CODES
 
 
@@ -69,8 +80,8 @@ def segment_name(segment: int) -> str:
 
 def segment_number(file_name: str) -> int | None:
     """The number in an index of a segment's file; None for any other file."""
-    found = _FILE.fullmatch(file_name)
-    return int(found[1]) * RANKS + int(found[2]) if found else None
+    match = _FILE.fullmatch(file_name)
+    return int(match[1]) * RANKS + int(match[2]) if match else None
 
 
 def copy(source: Path, target: Path) -> None:
@@ -89,7 +100,7 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
     groups: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, Tensor]]] = {}
     for (name, client), row in rows.items():
         groups.setdefault((name, _CODES[row.dtype], tuple(row.shape)), []).append((client, row))
-    # wide dtypes first, so that every tensor is aligned to its item size
+    # Wide dtypes come first, so that every tensor is aligned to its item size.
     ordered = sorted(groups.items(), key=lambda item: (-_DTYPES[item[0][1]].itemsize, item[0]))
     header: dict[str, Any] = {}
     about: dict[str, Any] = {}
@@ -100,11 +111,11 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
         blocks = [row.reshape(-1).view(torch.uint8).numpy().data for _, row in members]
         clients = [client for client, _ in members]
         key = name if name not in header else f"{name}#{len(header)}"
-        sums = [
-            _checksum(name, c, dtype, shape, block)
-            for c, block in zip(clients, blocks, strict=True)
+        checksums = [
+            _checksum(name, client, dtype, shape, block)
+            for client, block in zip(clients, blocks, strict=True)
         ]
-        about[key] = {"name": name, "clients": clients, "crc32": sums}
+        about[key] = {"name": name, "clients": clients, "crc32": checksums}
         end = offset + sum(block.nbytes for block in blocks)
         header[key] = {
             "dtype": dtype,
@@ -113,9 +124,9 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
         }
         payload += blocks
         offset = end
-    text = json.dumps(
-        {"__metadata__": {"rows": json.dumps(about)}, **header}, separators=(",", ":")
-    ).encode()
+    entries = {"__metadata__": {"rows": json.dumps(about)}, **header}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format's header is filled up with spaces, so that the first tensor is aligned.
     text += b" " * (-len(text) % 8)
     with written_aside(path, durable) as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -124,7 +135,7 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
 
 
 def read_header(path: Path) -> Header:
-    """Whose rows a segment holds, and where.
+    """The header of a segment: whose rows it holds, and where in the file.
 
     Raises:
         UserError: it is missing or damaged.
@@ -139,14 +150,14 @@ def read_header(path: Path) -> Header:
         header: Header = {}
         about = json.loads(entries.pop("__metadata__")["rows"])
         for key, entry in entries.items():
-            mine = about[key]
-            clients = np.asarray(mine["clients"], dtype=np.int64)
-            if 8 + length + entry["data_offsets"][1] > size or len(mine["crc32"]) != len(clients):
+            rows = about[key]
+            clients = np.asarray(rows["clients"], dtype=np.int64)
+            if 8 + length + entry["data_offsets"][1] > size or len(rows["crc32"]) != len(clients):
                 raise ValueError("it is shorter than its header says")
             shape = tuple(int(d) for d in entry["shape"][1:])
             first = 8 + length + entry["data_offsets"][0]
-            group = Group(clients, mine["crc32"], entry["dtype"], shape, first)
-            header.setdefault(mine["name"], []).append(group)
+            group = Group(clients, rows["crc32"], entry["dtype"], shape, first)
+            header.setdefault(rows["name"], []).append(group)
         return header
     except FileNotFoundError:
         raise UserError(f"The client state file {path} is missing. {WAY_OUT}") from None
@@ -189,11 +200,12 @@ def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
             block = raw.numpy().data
             file.seek(start)
             done = 0
-            while done < nbytes:  # one read gives at most 2 GiB
-                got = file.readinto(block[done:])
-                if not got:
+            # One read gives at most 2 GiB.
+            while done < nbytes:
+                size = file.readinto(block[done:])
+                if not size:
                     raise damaged(path, name, client, "the file is cut short")
-                done += got
+                done += size
     except OSError as error:
         raise damaged(path, name, client, error.strerror or str(error)) from error
     if _checksum(name, client, group.dtype, group.shape, block) != group.checksums[position]:
@@ -207,14 +219,13 @@ def damaged(path: Path, name: str, client: int, why: str) -> UserError:
 
 
 def _checksum(name: str, client: int, dtype: str, shape: tuple[int, ...], block: memoryview) -> int:
-    """Over the identity too: a flipped bit in a header must not hand one client another's row."""
+    """The checksum of a row and of whose it is."""
+    # A flipped bit in a header must not hand one client another's row.
     return zlib.crc32(block, zlib.crc32(f"{name}/{client}/{dtype}/{shape}".encode()))
 
 
 def merge_indices(indices: Iterable[Index]) -> Index:
-    """The indices of several processes as one; where two have the same row, the newer segment
-    counts.
-    """
+    """The indices of several processes as one."""
     by_name: dict[str, list[dict[str, Tensor]]] = {}
     for index in indices:
         for name, entry in index.items():
@@ -223,6 +234,7 @@ def merge_indices(indices: Iterable[Index]) -> Index:
     for name, entries in sorted(by_name.items()):
         clients = np.concatenate([entry["clients"].numpy() for entry in entries])
         where = np.concatenate([entry["segments"].numpy() for entry in entries])
+        # By client, then by segment: where two have the same row, the last one is the newer.
         order = np.lexsort((where, clients))
         clients = clients[order]
         where = where[order]

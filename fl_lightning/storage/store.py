@@ -1,5 +1,4 @@
-"""Rows of client state: in memory up to a budget, on disk as immutable segments that checkpoints
-share.
+"""Rows of client state: in memory up to a budget, on disk as segments that checkpoints share.
 
 A commit is all or nothing. A flush writes what changed since the last one as one new segment; an
 index says in which segment each row lies, and is all that a checkpoint holds. So a checkpoint costs
@@ -8,6 +7,7 @@ as much as has changed, and an older one stays loadable as long as its segments 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import tempfile
 import threading
@@ -26,6 +26,7 @@ from fl_lightning.storage import lock, segments
 from fl_lightning.storage.segments import RANKS, Index, segment_name, segment_number
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+Placed = tuple[IntArray, IntArray]  # clients ascending, and the segment of each one's row
 
 GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
 _SPARSE = 0.25  # a segment with a smaller share of rows still needed is rewritten
@@ -51,14 +52,16 @@ class ClientStore:
         self._reset()
 
     def _reset(self) -> None:
-        self._dirty: dict[tuple[str, int], Tensor] = {}  # not on disk yet
-        # copies of what is, by latest use
+        # Dirty rows are not on disk yet; clean ones are copies of rows on disk, by latest use.
+        self._dirty: dict[tuple[str, int], Tensor] = {}
         self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        self._dirty_bytes = self._clean_bytes = 0
-        # name -> clients ascending, their segments
-        self._where: dict[str, tuple[IntArray, IntArray]] = {}
-        self._home: Path | None = None  # where the segments lie …
-        self._flushed = False  # … and whether we may write there (not yet after a load)
+        self._dirty_bytes = 0
+        self._clean_bytes = 0
+        self._where: dict[str, Placed] = {}
+        # After a load the segments lie where another run may go on: we may read there, and write
+        # only from our first flush on.
+        self._home: Path | None = None
+        self._flushed = False
         self._spilled: set[int] = set()  # segments that lie in the temporary folder
         self._sparse: set[int] = set()  # segments to be rewritten by the next flush
         self._rows: dict[int, int] = {}  # segment -> rows in its file
@@ -71,9 +74,7 @@ class ClientStore:
             self._temporary = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: the rows in memory and of the temporary folder, and where the others
-        lie.
-        """
+        """A copy has the rows in memory and of the temporary folder, and the others' places."""
         with self._lock:
             spilled = np.asarray(sorted(self._spilled), dtype=np.int64)
             rows = dict(self._dirty)
@@ -81,16 +82,15 @@ class ClientStore:
             for name, (clients, where) in self._where.items():
                 aside = np.isin(where, spilled)
                 placed[name] = clients[~aside], where[~aside]
-                for key in ((name, int(client)) for client in clients[aside]):
+                # The temporary folder goes with this store, so the copy takes its rows along.
+                for client in clients[aside]:
+                    key = (name, int(client))
                     if key not in rows and (row := self.read(*key)) is not None:
                         rows[key] = row
-            own = {
+            return {
                 "budget_bytes": self.budget_bytes,
                 "rank": self.rank,
                 "world_size": self.world_size,
-            }
-            return {
-                **own,
                 "rows": rows,
                 "placed": placed,
                 "home": self._home,
@@ -112,6 +112,8 @@ class ClientStore:
             UserError: it is damaged.
         """
         key = (name, int(client))
+        # The disk is read outside of the lock, so that threads read side by side. Meanwhile a
+        # flush may move the row: then the place that was looked up is no longer its place.
         while True:
             with self._lock:
                 row = self._dirty.get(key)
@@ -127,7 +129,7 @@ class ClientStore:
                 with self._lock:
                     if self._locate(key) == segment and self._path(segment) == path:
                         raise
-                continue  # another thread moved it meanwhile
+                continue
             with self._lock:
                 if self._locate(key) == segment and key not in self._dirty:
                     self._remember(key, row)
@@ -141,35 +143,34 @@ class ClientStore:
             raise UserError(f"Cannot read {key[0]!r} of client {key[1]}. {error}") from error
 
     def commit(self, rows: Mapping[str, Mapping[int, Tensor]], make_room: bool = True) -> None:
-        """Make {name: {client: row}} the clients' state, all or nothing; the store owns the tensors
-        from now on.
+        """Make {name: {client: row}} the clients' state, all or nothing.
 
-        A row that is a view of a larger tensor, or not on the CPU, is copied. Without ``make_room``
-        nothing is written to disk, so that nothing can fail, until :meth:`make_room` is called.
+        The store owns the tensors from now on. A row that is a view of a larger tensor, or not on
+        the CPU, is copied. Without ``make_room`` nothing is written to disk, so that nothing can
+        fail, until :meth:`make_room` is called.
         """
-        new = {
-            (name, int(client)): row
-            for name, of in self.owned(rows).items()
-            for client, row in of.items()
-        }
+        new: dict[tuple[str, int], Tensor] = {}
+        for name, by_client in self.owned(rows).items():
+            for client, row in by_client.items():
+                new[name, int(client)] = row
         with self._lock:
-            before = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
-            self._dirty.update(new)  # one step: nothing can interrupt it half-way
-            self._dirty_bytes += sum(row.nbytes for row in new.values()) - before
-            for key in new:  # of what is on disk, and no longer the state
+            replaced = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
+            # One call into C, which no interrupt can stop half-way.
+            self._dirty.update(new)
+            self._dirty_bytes += sum(row.nbytes for row in new.values()) - replaced
+            # Copies of rows on disk are no longer the state.
+            for key in new:
                 self._forget(key)
             if make_room:
                 self._shrink()
 
     @staticmethod
     def owned(rows: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
-        """The rows as they can be committed: on the CPU, each with memory of its own, copied where
-        it is not so.
-        """
-        return {
-            name: {i: _owned(name, int(i), row) for i, row in of.items()}
-            for name, of in rows.items()
-        }
+        """The rows as they can be committed: on the CPU, each with memory of its own."""
+        owned: dict[str, dict[int, Tensor]] = {}
+        for name, by_client in rows.items():
+            owned[name] = {i: _owned(name, int(i), row) for i, row in by_client.items()}
+        return owned
 
     def make_room(self) -> None:
         """Write what exceeds the budget to disk."""
@@ -179,9 +180,9 @@ class ClientStore:
     def clients(self, name: str) -> IntArray:
         """Ascending ids of the clients that have a row."""
         with self._lock:
-            placed = self._where[name][0] if name in self._where else np.empty(0, np.int64)
-            fresh = [client for of, client in self._dirty if of == name]
-        return np.union1d(placed, np.asarray(fresh, dtype=np.int64))
+            on_disk = self._where[name][0] if name in self._where else np.empty(0, np.int64)
+            dirty = [client for key, client in self._dirty if key == name]
+        return np.union1d(on_disk, np.asarray(dirty, dtype=np.int64))
 
     def names(self) -> list[str]:
         """Names that have rows, sorted."""
@@ -189,35 +190,40 @@ class ClientStore:
             return sorted({*self._where, *(name for name, _ in self._dirty)})
 
     def flush(self, folder: Path | str) -> Path | None:
-        """Write the rows that changed since the last flush as one segment in ``folder``; its path,
-        if any.
+        """Write the rows that changed since the last flush as one segment in ``folder``.
 
         A flush to another folder than before also copies there what this store needs from the old
         one.
+
+        Returns:
+            the segment's path; None where no row has changed.
         """
         folder = Path(folder)
         with self._lock:
             elsewhere = self._home is not None and self._home.resolve() != folder.resolve()
             if elsewhere or self._spilled:
-                self._bring(
-                    self._segments() if elsewhere else self._segments() & self._spilled, folder
-                )
+                moving = self._segments()
+                self._bring(moving if elsewhere else moving & self._spilled, folder)
             self._home = folder
             self._flushed = True
-            for name, (clients, where) in self._where.items():
-                for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
-                    key = (name, int(client))
-                    if key not in self._dirty and (row := self.read(*key)) is not None:
-                        self._forget(key)
-                        self._dirty[key] = row
-                        self._dirty_bytes += row.nbytes
-            self._sparse = set()
+            self._take_sparse()
             path = self._write(folder, durable=True) if self._dirty else None
             self._shrink()
             return path
 
+    def _take_sparse(self) -> None:
+        """Count rows of sparse segments as changed, so that the next segment has them."""
+        for name, (clients, where) in self._where.items():
+            for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
+                key = (name, int(client))
+                if key not in self._dirty and (row := self.read(*key)) is not None:
+                    self._forget(key)
+                    self._dirty[key] = row
+                    self._dirty_bytes += row.nbytes
+        self._sparse = set()
+
     def index(self) -> Index:
-        """Which segment holds which row, as plain tensors for a checkpoint; call ``flush`` before."""
+        """The segment of each row, as plain tensors for a checkpoint; call ``flush`` before."""
         with self._lock:
             if self._dirty or self._spilled:
                 raise RuntimeError("rows are not on disk yet: call flush(folder) before index()")
@@ -227,26 +233,28 @@ class ClientStore:
             }
 
     def load(self, index: Index, folder: Path | str) -> None:
-        """Forget everything; from now on read the rows of ``index`` from ``folder`` (as they are
-        needed).
-        """
+        """Forget everything; from now on read the rows of ``index`` from ``folder``, as needed."""
         folder = Path(folder)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        where: dict[str, tuple[IntArray, IntArray]] = {}
+        where: dict[str, Placed] = {}
         for name, entry in index.items():
             clients = entry["clients"].numpy().copy()
-            placed = entry["segments"].numpy().copy()
+            numbers = entry["segments"].numpy().copy()
             mine = clients % self.world_size == self.rank
-            where[name] = clients[mine], placed[mine]
-            for segment, first in zip(*np.unique(where[name][1], return_index=True), strict=True):
+            clients = clients[mine]
+            numbers = numbers[mine]
+            if len(clients):
+                where[name] = clients, numbers
+            # A missing file is said now, not in the round that needs a row of it.
+            for segment, first in zip(*np.unique(numbers, return_index=True), strict=True):
                 if segment_name(int(segment)) not in present:
                     path = folder / segment_name(int(segment))
-                    raise segments.damaged(path, name, int(where[name][0][first]), GONE)
+                    raise segments.damaged(path, name, int(clients[first]), GONE)
         with self._lock:
             self._reset()
-            self._where = {name: of for name, of in where.items() if len(of[0])}
+            self._where = where
             self._home = folder
-            # else a spill takes their numbers
+            # A spill before the first flush must not take the numbers of loaded segments.
             self._number = max(self._segments(), default=0) // RANKS
 
     def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
@@ -259,38 +267,46 @@ class ClientStore:
         lock.check(Path(folder))
         with self._lock:
             if self._collected is not None:
-                then, newest, present = self._collected
-                if Path(folder) == then and self._number - newest + 1 < _NEW * present:
+                last_folder, newest, present = self._collected
+                if Path(folder) == last_folder and self._number - newest + 1 < _NEW * present:
                     return
-            needed: dict[int, int] = {}  # segment -> the most rows that one index needs of it
-            own = [where for _, where in self._where.values()]
-            for placed in [
-                own,
-                *([e["segments"].numpy() for e in index.values()] for index in keep),
-            ]:
-                if not placed:
-                    continue
-                segments, counts = np.unique(np.concatenate(placed), return_counts=True)
-                for segment, count in zip(segments, counts, strict=True):
-                    needed[int(segment)] = max(needed.get(int(segment), 0), int(count))
+            needed = self._needed_rows(keep)
             for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
                 number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
-                aside = path.name.endswith(".tmp")
-                if (
-                    number is not None
-                    and self._may_delete(number)
-                    and (aside or number not in needed)
-                ):
+                if number is None or not self._may_delete(number):
+                    continue
+                # A file aside is of a write that was killed: we hold the lock, so nobody writes it.
+                if path.name.endswith(".tmp") or number not in needed:
                     path.unlink(missing_ok=True)
             for segment in self._segments() - self._spilled:
-                if segment not in self._rows:
-                    groups = self._header(self._path(segment)).values()
-                    self._rows[segment] = sum(len(group.clients) for of in groups for group in of)
-                if needed[segment] < _SPARSE * self._rows[segment]:
+                if needed[segment] < _SPARSE * self._rows_in(segment):
                     self._sparse.add(segment)
             self._collected = Path(folder), self._number, len(needed)
 
+    def _needed_rows(self, keep: Iterable[Index]) -> dict[int, int]:
+        """The most rows of each segment that this store, or one index, needs."""
+        indices = [[numbers for _, numbers in self._where.values()]]
+        for index in keep:
+            indices.append([entry["segments"].numpy() for entry in index.values()])
+        needed: dict[int, int] = {}
+        for numbers in indices:
+            if not numbers:
+                continue
+            of_index = np.unique(np.concatenate(numbers), return_counts=True)
+            for segment, count in zip(*of_index, strict=True):
+                needed[int(segment)] = max(needed.get(int(segment), 0), int(count))
+        return needed
+
+    def _rows_in(self, segment: int) -> int:
+        if segment not in self._rows:
+            header = self._header(self._path(segment))
+            groups = itertools.chain.from_iterable(header.values())
+            self._rows[segment] = sum(len(group.clients) for group in groups)
+        return self._rows[segment]
+
     def _may_delete(self, segment: int) -> bool:
+        # Each process deletes its own files; those of processes that a resumed run no longer has
+        # are the first one's.
         writer = segment % RANKS
         return writer == self.rank or (self.rank == 0 and writer >= self.world_size)
 
@@ -309,7 +325,10 @@ class ClientStore:
         return folder / segment_name(segment)
 
     def _segments(self) -> set[int]:
-        return {int(segment) for _, where in self._where.values() for segment in np.unique(where)}
+        numbers: set[int] = set()
+        for _, where in self._where.values():
+            numbers.update(np.unique(where).tolist())
+        return numbers
 
     def _temporary_folder(self) -> Path:
         if self._temporary is None:
@@ -323,8 +342,8 @@ class ClientStore:
                     number = segment_number(path.name)
                     if number is not None:
                         self._number = max(self._number, number // RANKS)
-            # a folder's numbers begin anywhere: a checkpoint copied beside another run must not
-            # find its rows
+            # A folder's numbers begin anywhere: a checkpoint that was copied beside another run
+            # must not take that run's rows for its own.
             self._number = self._number or secrets.randbelow(10**7)
             self._scanned = folder
         self._number += 1
@@ -360,8 +379,9 @@ class ClientStore:
         return np.insert(clients, at[~there], new[~there]), np.insert(where, at[~there], segment)
 
     def _bring(self, moving: set[int], folder: Path) -> None:
-        """Copy segments into ``folder`` under new numbers (hard links would tie two runs together)."""
+        """Copy segments into ``folder`` under new numbers."""
         renamed: dict[int, int] = {}
+        # Copies, not hard links: these would tie two runs together.
         for segment in sorted(moving):
             renamed[segment] = self._new_segment(folder)
             segments.copy(self._path(segment), folder / segment_name(renamed[segment]))
@@ -390,6 +410,7 @@ class ClientStore:
             self._clean_bytes -= row.nbytes
 
     def _shrink(self) -> None:
+        """Write dirty rows that exceed the budget, and forget the clean ones used longest ago."""
         if self._dirty_bytes > self.budget_bytes:
             if self._flushed and self._home is not None:
                 self._write(self._home, durable=True)
@@ -403,4 +424,5 @@ def _owned(name: str, client: int, row: Tensor) -> Tensor:
     if client < 0 or not segments.storable(row.dtype):
         raise ValueError(f"row {name!r} of client {client} cannot be stored (dtype {row.dtype})")
     row = row.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    # A view would keep the whole tensor alive that it is a part of.
     return row.clone() if row.untyped_storage().nbytes() != row.nbytes else row

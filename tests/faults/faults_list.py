@@ -132,8 +132,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/engines/worker.py",
-                "                    copy.load_buffers(buffers)\n                    t",
-                "                    t",
+                "                    copy.load_buffers(buffers)\n                    s",
+                "                    s",
             ),
             (
                 "fl_lightning/engines/worker.py",
@@ -154,7 +154,7 @@ FAULTS = [
     ),
     Fault(
         "who was chosen is forgotten after the round",
-        [("fl_lightning/storage/run_state.py", "self.chosen[done.t] = done.chosen", "pass")],
+        [("fl_lightning/storage/run_state.py", "self.chosen[outcome.t] = outcome.chosen", "pass")],
     ),
     Fault(
         "rows at the server are those of one process",
