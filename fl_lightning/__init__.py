@@ -1,4 +1,4 @@
-"""Federated-learning research inside PyTorch Lightning: one ``Trainer.fit`` is one federated run."""
+"""Federated learning research inside PyTorch Lightning: one ``Trainer.fit`` is one run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Names are imported at first use: the command line's help must not wait for torch."""
+    """A public name, imported at first use."""
+    # The command line's help must not wait for torch.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

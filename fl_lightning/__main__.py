@@ -1,6 +1,4 @@
-"""``fl-lightning``: what can be answered at once is answered here; the rest is imported when it is
-needed.
-"""
+"""``fl-lightning``: help and quick answers are given here, all else is imported when needed."""
 
 from __future__ import annotations
 
@@ -11,15 +9,22 @@ from collections.abc import Sequence
 from fl_lightning.errors import UserError, out_of_memory, suggest
 
 COMMANDS = {
-    "fit": "train federatedly: -c base -c data/digits -c method/fedinit, or a run's folder to go on with",
+    "fit": (
+        "train federatedly: -c base -c data/digits -c method/fedinit, "
+        "or a run's folder to go on with"
+    ),
     "validate": "evaluate a run's last checkpoint on the validation data",
     "test": "evaluate a run's last checkpoint on the test data",
     "predict": "write a run's predictions to a file",
     "export": "write a run's global model as one file of plain PyTorch",
     "partition": "show who has which data: a table, its hash, partition.png and partition.npz",
     "configs": "list the packaged configs, or print one",
-    "sweep": "run a grid of settings and seeds, several at once: sweep FILE; again, to go on with it",
-    "report": "compare runs: tables, curves, paired intervals and verdicts, as one page and as files",
+    "sweep": (
+        "run a grid of settings and seeds, several at once: sweep FILE; again, to go on with it"
+    ),
+    "report": (
+        "compare runs: tables, curves, paired intervals and verdicts, as one page and as files"
+    ),
     "analyse": "look at a run's model: analyse hessian RUN, analyse landscape RUN [RUN2]",
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
@@ -65,6 +70,55 @@ def _configs(names: Sequence[str]) -> str:
     return available[name].read_text("utf-8").rstrip("\n")
 
 
+def _run(command: str, rest: list[str], debug: bool) -> int:
+    """Run one command; each imports what it needs, and no more."""
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"fl-lightning {version('fl-lightning')}")
+        return 0
+    if command not in COMMANDS:
+        raise UserError(
+            f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: "
+            f"{', '.join(COMMANDS)}."
+        )
+    if command == "configs":
+        if "-h" in rest or "--help" in rest:
+            print(
+                "usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print "
+                "the one called NAME."
+            )
+        else:
+            print(_configs(rest))
+        return 0
+    if command == "check":
+        from fl_lightning.cli import check_command
+
+        return check_command.main(rest)
+    if command == "report":
+        from fl_lightning.report import command as report
+
+        return report.main(rest)
+    if command == "analyse":
+        from fl_lightning.analysis import command as analyse
+
+        sys.path.insert(0, os.getcwd())
+        return analyse.main(rest)
+    if command == "sweep":
+        from fl_lightning.sweep import command as sweep
+
+        return sweep.main(rest)
+    from fl_lightning.cli.compose import prepare
+
+    # Names and YAML are checked before torch is imported, so that a typing error is said at once.
+    prepared = prepare(command, rest)
+    # The user's `my_learner.Lit` in the current directory has to be found.
+    sys.path.insert(0, os.getcwd())
+    from fl_lightning.cli.commands import run
+
+    return run(command, prepared, debug=debug)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and give its exit status.
 
@@ -78,53 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(usage())
             return 0
-        command = arguments[0]
-        rest = arguments[1:]
-        if command == "--version":
-            from importlib.metadata import version
-
-            print(f"fl-lightning {version('fl-lightning')}")
-            return 0
-        if command not in COMMANDS:
-            raise UserError(
-                f"{command}: not a command.{suggest(command, COMMANDS)} Accepted: "
-                f"{', '.join(COMMANDS)}."
-            )
-        if command == "configs":
-            if "-h" in rest or "--help" in rest:
-                print(
-                    "usage: fl-lightning configs [NAME]\n\nList the packaged configs, or print "
-                    "the one called NAME."
-                )
-            else:
-                print(_configs(rest))
-            return 0
-        if command == "check":
-            from fl_lightning.cli import check_command
-
-            return check_command.main(rest)
-        if command == "report":
-            from fl_lightning.report import command as report
-
-            return report.main(rest)
-        if command == "analyse":
-            from fl_lightning.analysis import command as analyse
-
-            sys.path.insert(0, os.getcwd())
-            return analyse.main(rest)
-        if command == "sweep":
-            from fl_lightning.sweep import command as sweep
-
-            return sweep.main(rest)
-        from fl_lightning.cli.compose import prepare
-
-        # names and YAML are checked before anything heavy is imported
-        prepared = prepare(command, rest)
-        # so that `my_learner.Lit` in the current directory is found
-        sys.path.insert(0, os.getcwd())
-        from fl_lightning.cli.commands import run
-
-        return run(command, prepared, debug=debug)
+        return _run(arguments[0], arguments[1:], debug)
     except UserError as error:
         if debug:
             raise

@@ -1,6 +1,4 @@
-"""What becomes of a learner's buffers: which are statistics that have a mean, which counters, which
-are memory.
-"""
+"""The fate of a learner's buffers: statistics have a mean, counters a maximum, memory stays."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner import buffer_slots, lightning_base
 
 WORDS = ("average", "keep", "own")
-# the end of a class's name: torch's, and those of users
+# A normalisation layer is told by the end of its class's name, torch's and users' alike.
 NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)
 STATISTIC = re.compile(r"^(running|moving)_(mean|var|variance|std)$")
 COUNTER = {"count", "counts", "counter", "num", "n", "number", "step", "steps", "passes", "batches"}
@@ -23,7 +21,7 @@ SHOWN = 4  # names in a note
 
 
 class BufferPolicy:
-    """Which buffers the server averages, and which each client keeps as its own.
+    """Decides which buffers the server averages, and which each client keeps as its own.
 
     Args:
         given: one word for all, or patterns of names with a word each, of which the first that fits
@@ -41,17 +39,20 @@ class BufferPolicy:
         self.learner = type(learner).__name__
         self.written: tuple[str, ...] = ()
         slots, _ = buffer_slots(learner)
-        self.of_norms = {n for n, places in slots.items() if any(is_norm(m) for m, _ in places)}
+        self.of_norms: set[str] = set()
+        for name, places in slots.items():
+            if any(is_norm(module) for module, _ in places):
+                self.of_norms.add(name)
         self._told = set[str]()
         frozen = [name for name, p in learner.named_parameters() if not p.requires_grad]
         self._check([*slots, *frozen] if slots else [])
 
     def _check(self, names: list[str]) -> None:
-        """A learner without buffers takes patterns of any, so that a config serves several
-        networks.
-        """
-        patterns = [] if isinstance(self.given, str) or not names else list(self.given)
-        for pattern in patterns:
+        """Refuse a pattern that fits none of these names."""
+        # A learner without buffers takes any patterns, so that a config serves several networks.
+        if isinstance(self.given, str) or not names:
+            return
+        for pattern in self.given:
             if pattern.strip("*") and not any(fnmatchcase(name, pattern) for name in names):
                 raise UserError(
                     f"buffers={self.given!r}: no buffer of {self.learner} is called {pattern!r}; "
@@ -59,20 +60,21 @@ class BufferPolicy:
                 )
 
     def word(self, name: str) -> str:
-        """What was asked for a buffer; empty where its name alone decides."""
+        """The user's word for a buffer; empty where the buffer's name decides."""
         if isinstance(self.given, str):
             return "" if self.given == "average" else self.given
-        return next(
-            (word for pattern, word in self.given.items() if fnmatchcase(name, pattern)), ""
-        )
+        for pattern, word in self.given.items():
+            if fnmatchcase(name, pattern):
+                return word
+        return ""
 
     def averages(self, name: str, value: Tensor) -> bool:
-        """Whether the server takes the clients' mean, of integers the maximum; else its own stays."""
+        """Tell whether the server takes the clients' mean, of integers the maximum."""
         word = self.word(name)
         return word == "average" or (word != "keep" and self.known(name, value))
 
     def known(self, name: str, value: Tensor) -> bool:
-        """Whether it is a statistic of a normalisation layer, an integer that counts, or a weight."""
+        """Tell whether it is a normalisation layer's statistic, a counting integer, or a weight."""
         leaf = name.rpartition(".")[2]
         if name in self.of_norms:
             return True
@@ -81,11 +83,11 @@ class BufferPolicy:
         return value.numel() == 1 and bool(COUNTER & set(leaf.lower().split("_")))
 
     def own(self, names: Iterable[str]) -> frozenset[str]:
-        """Those that each client keeps as its own."""
+        """The buffers that each client keeps as its own."""
         return frozenset(name for name in names if self.word(name) == "own")
 
     def untold(self, name: str, value: Tensor) -> bool:
-        """Whether it stays the server's by its name alone, which nobody has been told yet."""
+        """Tell whether it stays the server's by its name alone, and no note has said so yet."""
         return name not in self._told and not self.word(name) and not self.known(name, value)
 
     def tell(self, changed: Collection[str], note: Callable[[str], None]) -> None:
@@ -105,13 +107,12 @@ class BufferPolicy:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalisation layer: torch's, or one whose class or a base is called
-    so.
-    """
-    if lightning_base(module) is not None:  # a whole learner, whatever it is called
+    """Tell whether a module is a normalisation layer, by its class or a base class."""
+    # A whole learner is none, whatever it is called.
+    if lightning_base(module) is not None:
         return False
-    # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook beside them
-    hooked = any(
-        type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values()
-    )
-    return hooked or any(NORM.search(kind.__name__) for kind in type(module).__mro__)
+    # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook beside them.
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__name__ == "SpectralNorm":
+            return True
+    return any(NORM.search(kind.__name__) for kind in type(module).__mro__)

@@ -1,7 +1,6 @@
 """A federated method is a callback: hooks in the order of a round, and state that is declared.
 
-Declared state is saved, moved, counted and restored by the framework; a method keeps nothing
-hidden.
+The framework saves, moves, counts and restores declared state; a method keeps nothing hidden.
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
 """
 
@@ -62,9 +61,9 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a :class:`Note` may depend on: ``n`` of ``m`` clients a round, ``weighting`` as it was
-    given.
+    """The facts that a :class:`Note` may depend on.
 
+    ``n`` of ``m`` clients take part in a round; ``weighting`` is as it was given.
     ``optimizer``: the clients', where a step is not its gradient times the learning rate; empty
     where it is.
     """
@@ -76,8 +75,7 @@ class RunFacts:
 
 
 class Note:
-    """Something to say about a run before it begins: a warning where it applies, repeated in the
-    run's card.
+    """A warning about a run before it begins, where it applies; the run's card repeats it.
 
     Args:
         text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to
@@ -101,9 +99,8 @@ class Note:
         if not self.when(method, run):
             return ""
         values = {name: value(method, run) for name, value in self.values.items()}
-        return f"{type(method).__name__}: " + self.text.format(
-            **{**vars(method), **vars(run), **values}
-        )
+        names = {**vars(method), **vars(run), **values}
+        return f"{type(method).__name__}: {self.text.format(**names)}"
 
 
 UNIFORM_OPTIMUM = Note(
@@ -140,44 +137,47 @@ class FederatedCallback(pl.Callback):
     """The method's name in the field, for the line that says what runs; empty: the class name."""
 
     sends: ClassVar[Literal["x", "displacement", ""]] = ""
-    """What the server can compute from what ``transmit`` sends: x_{i,K}, x_{i,K} - x_{i,0}, or neither."""
+    """The server can compute this from the result of ``transmit``: x_{i,K}, the displacement
+    x_{i,K} - x_{i,0}, or neither."""
 
     moves_start: ClassVar[bool] = True
-    """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps; clients then start at
-    w, so that the server knows their displacement from what they send."""
+    """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps;
+    clients then start at w, so that the server knows their displacement from what they send."""
 
     reads_loss: ClassVar[bool] = False
-    """Whether ``clients.loss`` is asked for."""
+    """Whether the method reads ``clients.loss``."""
 
     requires: ClassVar[dict[str, Any]] = {}
     """Arguments of FederatedModule without which it refuses to run; the contracts run with them."""
 
     aggregates_nobody: ClassVar[bool] = False
-    """Whether ``aggregate``, ``on_server_update`` and the server's step come where no client finished, too."""
+    """Whether ``aggregate``, ``on_server_update`` and the server's step come where no client
+    finished, too."""
 
     gathers: ClassVar[bool] = False
-    """Whether ``server.updates`` is asked for, beside :meth:`aggregate`: all participants' updates in one place."""
+    """Whether :meth:`aggregate` reads ``server.updates``: all updates in one place."""
 
     stands_for_clients: ClassVar[bool] = False
-    """Whether its ``on_updates`` changes what clients send: it then comes before what the server does to updates."""
+    """Whether its ``on_updates`` changes updates in the clients' place: it then comes before
+    those of the server."""
 
     rests: ClassVar[bool] = False
-    """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after those of all others."""
+    """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after
+    those of all others."""
 
     cannot_run_with: ClassVar[dict[str, str]] = {}
-    """``{hook or class name: reason}``: what another callback of the run must not override, or must not be."""
+    """``{hook or class name: reason}``: another callback of the run must not override that hook,
+    or be of that class."""
 
     notes: ClassVar[tuple[Note, ...]] = ()
-    """What the method has to say about a run before it begins."""
+    """Warnings about a run before it begins."""
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """What the coins of participation and :meth:`Server.private_generator` are drawn from, in a
-        private run.
+        """The source of participation's coins and of :meth:`Server.private_generator`.
 
         ``"secret"``: 32 bytes of the run that nobody else knows. An integer: as if it were the
-        run's seed, for tests.
-        None: the run is not private.
+        run's seed, for tests. None: the run is not private.
         """
         return None
 
@@ -185,6 +185,7 @@ class FederatedCallback(pl.Callback):
     _bound_ledger: Staging | None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # A subclass may assign or declare before it calls, or forgets, `super().__init__()`.
         self = super().__new__(cls)
         self.__dict__.update(_declared={}, _bound_ledger=None)
         return self
@@ -208,13 +209,13 @@ class FederatedCallback(pl.Callback):
 
     def declarations(self) -> dict[str, Declaration]:
         """All declared state by name, of the class and of this instance."""
-        of_class = {
-            name: value
-            for cls in reversed(type(self).__mro__)
-            for name, value in vars(cls).items()
-            if isinstance(value, Declaration)
-        }
-        return {**of_class, **self._declared}
+        declarations: dict[str, Declaration] = {}
+        # From the base classes down, so that a subclass may declare a name anew.
+        for cls in reversed(type(self).__mro__):
+            for name, value in vars(cls).items():
+                if isinstance(value, Declaration):
+                    declarations[name] = value
+        return {**declarations, **self._declared}
 
     @property
     def _ledger(self) -> Staging:
@@ -225,23 +226,22 @@ class FederatedCallback(pl.Callback):
         return self._bound_ledger
 
     def facts(self) -> dict[str, str]:
-        """What the run's card says of it, besides its arguments; asked for when rounds are about to
-        begin.
-        """
+        """Entries of the run's card, besides the arguments; asked for when rounds begin."""
         return {}
 
     def local_batch(self, client: int, batch: Any) -> Any:
-        """One owner. What a client trains on, in local steps and full gradients, in place of a
-        batch of its own.
+        """One owner. The batch that a client trains on in place of its own.
+
+        It is used in local steps and full gradients.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
-        """One owner. Who takes part: ``n`` distinct ids of ``available`` ``(a,)``, ascending,
-        int64, in any order.
+        """One owner. Choose who takes part: ``n`` distinct ids of ``available``, in any order.
 
-        Called in every process with the same values, before all else of a round; what it draws
-        comes from ``server.generator``. Choices are checkpointed.
+        ``available`` ``(a,)`` is ascending, int64. The hook is called in every process with the
+        same values, before all else of a round; it draws from ``server.generator``. Choices are
+        checkpointed.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
@@ -249,46 +249,37 @@ class FederatedCallback(pl.Callback):
         """At the server, before any client trains."""
 
     def on_local_start(self, clients: Clients) -> None:
-        """``clients.x`` ``(n, D)`` holds what the clients start from; change it in place or assign
-        it.
-        """
+        """Change or assign ``clients.x`` ``(n, D)``, from which the clients start."""
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
-        """One owner. The loss gradient is taken again at x + the returned ``(n, D)``: same batch,
-        same randomness.
+        """One owner. Return e ``(n, D)``: the loss gradient is taken again at x + e.
 
-        ``gradient`` may be changed and returned; its memory is reused, so keep a copy of what is
-        needed later.
+        Batch and randomness are the same. ``gradient`` may be changed and returned; its memory is
+        reused, so keep a copy of what is needed later.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """One owner. Mix the gradient of the loss ``(n, D)`` with others: in place, or return the
-        new one.
-        """
+        """One owner. Mix the loss gradient ``(n, D)`` with others, in place or returned."""
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """Add a correction to the gradient ``(n, D)``: in place, or return the new one. Clipping
-        comes next.
-        """
+        """Add a correction to the gradient ``(n, D)``, in place or returned; then it is clipped."""
 
     def on_local_step_end(self, clients: Clients) -> None:
-        """After the client optimizer's step."""
+        """Called after the client optimizer's step."""
 
     def on_local_end(self, clients: Clients) -> None:
-        """``clients.x`` holds x_{i,K}, read-only."""
+        """Called after the last step: ``clients.x`` holds x_{i,K}, read-only."""
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
-        """One owner. What the clients send ``(n, D)`` instead of x_{i,K} - w."""
+        """One owner. The message ``(n, D)`` that clients send instead of x_{i,K} - w."""
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_updates(self, server: Server) -> None:
-        """``server.updates`` ``(n, D)``, what was transmitted: change or assign it. The mean uses
-        it, too.
-        """
+        """Change or assign ``server.updates`` ``(n, D)``, which the mean uses too."""
 
     def aggregate(self, server: Server) -> Tensor:
-        """One owner. ``(D,)`` in place of the weighted mean of what was transmitted.
+        """One owner. The aggregated update ``(D,)`` in place of the weighted mean.
 
         With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's,
         ascending by client.
@@ -296,26 +287,26 @@ class FederatedCallback(pl.Callback):
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_server_update(self, server: Server) -> None:
-        """``server.update`` ``(D,)`` is the aggregated update; add to it. Then the server optimizer
-        steps.
-        """
+        """Add to the aggregated ``server.update`` ``(D,)``; then the server optimizer steps."""
 
     def on_round_end(self, server: Server) -> None:
-        """The new w is in place; staged rows can be read. Then the round is logged, and all of it
-        committed at once.
+        """Called when the new w is in place; staged rows can be read.
+
+        Then the round is logged, and all of it committed at once.
         """
 
     def parts(self, layout: Layout) -> list[Part]:
-        """One owner. Disjoint ``((D,) bool, period)``: coordinates averaged every ``period`` rounds
-        (None: never).
+        """One owner. Disjoint ``((D,) bool, period)``: which coordinates are averaged when.
+
+        ``period`` is in rounds; None: never.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def personal(self, clients: Clients) -> Tensor:
-        """One owner. What a client uses itself ``(n, D)``, after a round; without it w with its own
-        kept parts.
+        """One owner. The model ``(n, D)`` that a client uses itself after a round.
 
-        Asked for clients that have finished a round, the others use w. There are ``ids``, ``w``,
-        ``x`` (w with the client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
+        Without this hook it is w with the client's kept parts. It is asked for clients that have
+        finished a round; the others use w. There are ``ids``, ``w``, ``x`` (w with the client's
+        kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides Lightning's own, and how a run goes on from it."""
+"""The run's part of a checkpoint, besides Lightning's own, and how a run goes on from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERSION = 1  # of what lies there
 
 @dataclass
 class Identity:
-    """What has to be the same when a run is resumed.
+    """The settings that have to be the same when a run is resumed.
 
     Args:
         arguments: the settings that decide what a round does, as text, by name.
@@ -47,9 +47,7 @@ class Identity:
 
     @classmethod
     def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
-        """The identity of a run; ``arguments``: without the data's and methods', which are added
-        here.
-        """
+        """The identity of a run; the data's and methods' arguments are added to ``arguments``."""
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
@@ -65,21 +63,18 @@ class Identity:
         Raises:
             UserError: with what differs.
         """
-        now = self.arguments
-        then = held["arguments"]
-        # held where it is used
-        now, then = ({"client_scheduler": "ignore", **arguments} for arguments in (now, then))
+        # A checkpoint names the scheduler only where it is used, so "ignore" stands for none.
+        now = {"client_scheduler": "ignore", **self.arguments}
+        then = {"client_scheduler": "ignore", **held["arguments"]}
         differing = [
             f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]
         ]
-        methods = self.methods
-        before = held["methods"]
-        for name in sorted(set(methods) | set(before)):
-            if methods.get(name) != before.get(name):
-                differing.append(
-                    f"method {name}: {before.get(name, 'absent')} then, "
-                    f"{methods.get(name, 'absent')} now"
-                )
+        methods_then = held["methods"]
+        for name in sorted(set(self.methods) | set(methods_then)):
+            method_then = methods_then.get(name, "absent")
+            method_now = self.methods.get(name, "absent")
+            if method_then != method_now:
+                differing.append(f"method {name}: {method_then} then, {method_now} now")
         if held["seed"] != self.seed:
             differing.append(f"seed={held['seed']} then, {self.seed} now")
         if held["partition"] and held["partition"] != self.partition:
@@ -101,8 +96,7 @@ def content(
     plan: EnginePlan,
     disk: RowsOnDisk,
 ) -> dict[str, Any]:
-    """What lies under :data:`KEY` in a checkpoint; called in every process, because each writes its
-    rows.
+    """The part under :data:`KEY` of a checkpoint; every process calls it, to write its rows.
 
     ``named``: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
     """
@@ -115,10 +109,12 @@ def content(
         "w0": state.initial_vector,
         "buffers": {name: value for name, value in committed.buffers.items() if name not in named},
         "server": {key: value.clone() for key, value in state.server.items()},
-        **disk.flushed(state.rows),  # "clients": where rows lie, and "folders": in which
+        # "clients": the segment of each row, and "folders": where segments lie.
+        **disk.flushed(state.rows),
         "arguments": identity.arguments,
         "methods": identity.methods,
-        "partition": state.partition,  # a fit on other data that was refused saves, too
+        # The rows' partition: a fit on other data, which is refused, may save a checkpoint too.
+        "partition": state.partition,
         "engine": plan.as_dict(),
     }
 
@@ -126,8 +122,7 @@ def content(
 def restored(
     held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
 ) -> RunState:
-    """The run's state from a checkpoint, whose rows are read when they are needed; also sets w and
-    the buffers.
+    """The run's state from a checkpoint, whose rows are read when needed; sets w and buffers too.
 
     Raises:
         UserError: the rows are not where the checkpoint says.
@@ -140,7 +135,9 @@ def restored(
         check_vector(held["w0"], w)
     if held["w"] is None:
         model.set_buffers(held["buffers"])
-    else:  # the weights that were loaded by name are what is evaluated
+    else:
+        # Under partial averaging the weights that were loaded by name are what is evaluated, and
+        # w lies beside them.
         check_vector(held["w"], w)
         model.move_to(held["w"], w.clone(), held["buffers"])
     return RunState(
@@ -154,12 +151,11 @@ def restored(
 
 
 def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> None:
-    """Let a checkpoint that is written within a round resume at its beginning: a committed one is
-    not trained again.
+    """Let a checkpoint that is written within a round resume at the round's beginning.
 
     Lightning resumes in the middle, which leaves out the round (saved in ``on_train_epoch_start``)
-    or its validation. Only where validation is over, and nothing failed, there is nothing to
-    repeat.
+    or its validation. A committed round is not trained again. Only where validation is over, and
+    nothing failed, there is nothing to repeat.
 
     Args:
         loops: the state of Lightning's loops, changed in place.
@@ -183,7 +179,7 @@ def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> 
 
 
 class RowsOnDisk:
-    """Where a run's client rows lie on disk, and which of them its checkpoints need.
+    """The places of a run's client rows on disk, and which of them its checkpoints need.
 
     Args:
         folder: where their segments lie: ``state/`` of the run.
@@ -197,28 +193,27 @@ class RowsOnDisk:
 
     @classmethod
     def of(cls, trainer: Any) -> RowsOnDisk:
-        """Beside the run's checkpoints, those in its own folder first (a user's may lie with a
-        logger).
-        """
-        found = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        """The places beside the run's checkpoints."""
         root = Path(trainer.default_root_dir)
-        checkpoints = [Path(directory) for directory in found if directory]
-        checkpoints.sort(
-            key=lambda directory: directory.resolve() != (root / "checkpoints").resolve()
-        )
+        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        checkpoints = [Path(folder) for folder in folders if folder]
+        # The run's own folder comes first: checkpoints of the user's may lie with a logger.
+        own = (root / "checkpoints").resolve()
+        checkpoints.sort(key=lambda folder: folder.resolve() != own)
         if not checkpoints:
             return cls(root / "state", [])
         first = checkpoints[0]
-        return cls((first.parent if first.name == "checkpoints" else first) / "state", checkpoints)
+        beside = first.parent if first.name == "checkpoints" else first
+        return cls(beside / "state", checkpoints)
 
     def flushed(self, rows: ClientRows) -> dict[str, Any]:
-        """Write the rows that changed; gives what is needed to find them again. Called in every
-        process.
-        """
+        """Write the rows that changed, and return where they lie; every process calls it."""
         store = rows.store
         if store.names():
             store.flush(self.folder)
         index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
+        # The checkpoint that is being written is no file yet, so its index is given beside those
+        # of the files.
         if store.names():
             store.collect(self.folder, chain([index], self._indices()))
         folders = [str(self.folder.resolve())]
@@ -227,14 +222,14 @@ class RowsOnDisk:
         return {"clients": index, "folders": folders}
 
     def _indices(self) -> Iterator[Index]:
-        """Which rows the checkpoints in these folders need; each file is opened once, when it is
-        first asked for.
-        """
+        """The indices of the checkpoints in these folders; each file is opened once."""
         present: dict[Any, Any] = {}
         for directory in self.checkpoints:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
-                if not path.is_file():  # a link to nothing, a pipe
+                # A link to nothing, or a pipe, has that name too.
+                if not path.is_file():
                     continue
+                # A file that was written again has another inode, time or size.
                 stat = path.stat()
                 file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 if file in self._known:
@@ -246,22 +241,23 @@ class RowsOnDisk:
 
 
 def index_in(path: Path) -> Index:
-    """A checkpoint's index of rows, copied out of the file; of what is not ours or damaged: none."""
-    if not path.is_file():  # reading a pipe would wait for ever
+    """A checkpoint's index of rows, copied out of the file; empty if it is damaged or no run's."""
+    # Reading a pipe would wait for ever.
+    if not path.is_file():
         return {}
     try:
         loaded = read_plain(path, map_location="cpu", mmap=True)
         entries = loaded[KEY]["clients"]
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
         return {}
-    return {
-        name: {what: tensor.clone() for what, tensor in entry.items()}
-        for name, entry in entries.items()
-    }
+    index: Index = {}
+    for name, entry in entries.items():
+        index[name] = {column: tensor.clone() for column, tensor in entry.items()}
+    return index
 
 
 def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
-    """Where the segments lie: beside the checkpoint, or where they were."""
+    """The folder of the segments: beside the checkpoint, or where they were."""
     beside = Path(ckpt_path).parent if ckpt_path else Path()
     tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
     for folder in tried:
@@ -274,9 +270,7 @@ def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
 
 
 def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Put the learner's hyper-parameters into a checkpoint, as Lightning has them; of the data's,
-    what is plain.
-    """
+    """Put the learner's hyper-parameters into a checkpoint, and the data's where plain."""
     saved.update(model.hyper_parameters())
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
     saved["datamodule_hyper_parameters"] = {
@@ -285,7 +279,7 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
 
 
 def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What lies under :data:`KEY`.
+    """The part of a checkpoint under :data:`KEY`.
 
     Raises:
         UserError: the checkpoint is no federated run's.
@@ -328,10 +322,11 @@ def check_weights(learner: Any, weights: Any) -> None:
             not finite.
     """
     own = learner.state_dict()
-    strict = learner.strict_loading
-    if why := _differs(own, weights, strict):
+    difference = _differs(own, weights, learner.strict_loading)
+    if difference:
         raise UserError(
-            f"ckpt_path: the checkpoint is of another model than {type(learner).__name__}: {why}. "
+            "ckpt_path: the checkpoint is of another model than "
+            f"{type(learner).__name__}: {difference}. "
             "Use the learner (class and sizes) that the run was started with; its config.yaml "
             "has it."
         )
@@ -345,8 +340,9 @@ def check_weights(learner: Any, weights: Any) -> None:
 
 
 def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
-    """How weights by name differ from the learner's own in names, shapes and kinds of numbers;
-    empty: not.
+    """The first difference of weights from the learner's own, in name, shape or kind of number.
+
+    It is empty where there is none.
     """
     if not isinstance(weights, dict):
         return f"its state_dict is a {type(weights).__name__}"
@@ -356,12 +352,14 @@ def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
                 return f"it has {name}, which the learner has not"
         elif not isinstance(tensor, Tensor) or not isinstance(own[name], Tensor):
             if type(tensor) is not type(own[name]):
-                return f"{name} is a {type(tensor).__name__} there and a {type(own[name]).__name__} here"
+                there = type(tensor).__name__
+                return f"{name} is a {there} there and a {type(own[name]).__name__} here"
         elif own[name].shape != tensor.shape:
             return f"{name} has shape {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
         elif forged.kind(own[name]) != forged.kind(tensor):
             return f"{name} holds {tensor.dtype} there and {own[name].dtype} here"
-    return next((f"it lacks {name}" for name in own if strict and name not in weights), "")
+    missing = [name for name in own if name not in weights]
+    return f"it lacks {missing[0]}" if strict and missing else ""
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
@@ -382,8 +380,8 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
 
 def account(optimizer: Optimizer) -> str:
     """An optimizer's class and settings as text."""
-    groups = [
-        {k: v for k, v in g.items() if k not in ("params", "initial_lr")}
-        for g in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        # A scheduler's note of the first rate stands there only once a scheduler was made.
+        groups.append({k: v for k, v in group.items() if k not in ("params", "initial_lr")})
     return f"{type(optimizer).__name__} {groups}"

@@ -1,4 +1,4 @@
-"""What cannot work is refused before training starts, with the reason and the way out."""
+"""Refusals, before training starts, of settings that cannot work: the reason and the way out."""
 
 from __future__ import annotations
 
@@ -18,18 +18,30 @@ from fl_lightning.schedules import Schedule
 from fl_lightning.strategies import FederatedStrategy
 
 REFUSED_HOOKS = {
-    "optimizer_step": "the optimizer's step belongs to the federated loop. Remove it; a warm-up written there is an lr "
-    "scheduler of configure_optimizers with client_scheduler='local_steps' or 'rounds', and what "
-    "else it does a FederatedCallback (on_local_gradient, on_local_step_end)",
+    "optimizer_step": (
+        "the optimizer's step belongs to the federated loop. Remove it; a warm-up written there "
+        "is an lr scheduler of configure_optimizers with client_scheduler='local_steps' or "
+        "'rounds', and what else it does a FederatedCallback (on_local_gradient, "
+        "on_local_step_end)"
+    ),
     "configure_sharded_model": "layers are made in configure_model. Rename it",
 }
 
-REFUSED_CALLBACKS = {  # of Lightning
-    "LearningRateFinder": "its trial steps are steps of the server, not of clients; try some client_lr in short runs",
-    "BatchSizeFinder": "its trial steps are steps of the server, not of clients; give data.batch_size",
-    "ThroughputMonitor": "it counts samples of the Trainer's batches, and those of a round are the clients'; the "
-    "metrics time/round and cost/gradients say how much was done in what time",
-    "GradientAccumulationScheduler": "a round is one step of the server; use a larger data.batch_size",
+# Lightning's own callbacks, by the name of the class.
+REFUSED_CALLBACKS = {
+    "LearningRateFinder": (
+        "its trial steps are steps of the server, not of clients; try some client_lr in short runs"
+    ),
+    "BatchSizeFinder": (
+        "its trial steps are steps of the server, not of clients; give data.batch_size"
+    ),
+    "ThroughputMonitor": (
+        "it counts samples of the Trainer's batches, and those of a round are the clients'; the "
+        "metrics time/round and cost/gradients say how much was done in what time"
+    ),
+    "GradientAccumulationScheduler": (
+        "a round is one step of the server; use a larger data.batch_size"
+    ),
 }
 
 
@@ -79,9 +91,7 @@ def check_learner(learner: Any) -> None:
 
 
 def clears_gradients(learner: Any) -> bool:
-    """Whether the learner's own ``optimizer_zero_grad`` does what Lightning's does, tried on an
-    optimizer of no use.
-    """
+    """Tell whether the learner's own ``optimizer_zero_grad`` clears gradients, on a trial one."""
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.ones(1)
     try:
@@ -97,106 +107,105 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         UserError: names the setting, its value and what to use.
     """
-    quick = bool(trainer.fast_dev_run)
     for name in ("lr_decay", "server_lr_decay"):
         if trainer.lightning_module is not None:
             rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
-    refused = [
-        (
-            "max_steps",
-            trainer.max_steps,
-            trainer.max_steps == -1 or quick,
-            "rounds are epochs: use max_epochs",
-        ),
-        (
-            "min_steps",
-            trainer.fit_loop.min_steps,
-            not trainer.fit_loop.min_steps,
-            "rounds are epochs: use min_epochs",
-        ),
-        (
-            "accumulate_grad_batches",
-            trainer.accumulate_grad_batches,
-            trainer.accumulate_grad_batches == 1,
-            "a round is one step of the server: use a larger data.batch_size",
-        ),
-        (
-            "gradient_clip_val",
-            trainer.gradient_clip_val,
-            trainer.gradient_clip_val is None,
-            "clients clip with model.clip_norm",
-        ),
-        (
-            "val_check_interval",
-            trainer.val_check_interval,
-            trainer.val_check_interval in (None, 1.0),
-            "validation follows whole rounds: use check_val_every_n_epoch",
-        ),
-        (
-            "check_val_every_n_epoch",
-            trainer.check_val_every_n_epoch,
-            (trainer.check_val_every_n_epoch or 1) > 0 and trainer.check_val_every_n_epoch != 0,
-            "give a number of rounds from 1; limit_val_batches=0 leaves validation out",
-        ),
-        (
-            "limit_train_batches",
-            trainer.limit_train_batches,
-            trainer.limit_train_batches in (None, 1.0) or quick,
-            "an epoch is one round: use model.local_steps or model.participation",
-        ),
-        (
-            "overfit_batches",
-            trainer.overfit_batches,
-            trainer.overfit_batches in (None, 0, 0.0),
-            "give the clients less data, or model.local_steps",
-        ),
-        (
-            "precision",
-            trainer.precision,
-            trainer.precision != "16-mixed",
-            "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or "
-            "bf16-true",
-        ),
-    ]
-    for name, value, fine, instead in refused:
-        if not fine:
+    check_options(trainer)
+    check_fixed_parameters(trainer)
+    for callback in trainer.callbacks:
+        check_callback(trainer, callback)
+    if trainer.world_size > 1:
+        check_processes(trainer)
+
+
+def check_options(trainer: Any) -> None:
+    """Refuse options of the Trainer that have no meaning when one epoch is one round.
+
+    Raises:
+        UserError: names the option, its value and what to use.
+    """
+    # A trial run (fast_dev_run) sets some of them itself.
+    quick = bool(trainer.fast_dev_run)
+
+    def require(name: str, value: object, accepted: bool, instead: str) -> None:
+        if not accepted:
             raise UserError(
                 f"trainer.{name}={value!r} has no meaning in a federated run; {instead}."
             )
-    check_fixed_parameters(trainer)
-    for callback in trainer.callbacks:
-        for cls in type(callback).__mro__:
-            if cls.__name__ in REFUSED_CALLBACKS:
-                raise UserError(
-                    f"trainer.callbacks: {type(callback).__name__} cannot work in a federated run: "
-                    f"{REFUSED_CALLBACKS[cls.__name__]}."
-                )
-    for callback in trainer.callbacks:
-        averaging = any(c.__name__ == "StochasticWeightAveraging" for c in type(callback).__mro__)
+
+    value = trainer.max_steps
+    require("max_steps", value, value == -1 or quick, "rounds are epochs: use max_epochs")
+    value = trainer.fit_loop.min_steps
+    require("min_steps", value, not value, "rounds are epochs: use min_epochs")
+    value = trainer.accumulate_grad_batches
+    instead = "a round is one step of the server: use a larger data.batch_size"
+    require("accumulate_grad_batches", value, value == 1, instead)
+    value = trainer.gradient_clip_val
+    require("gradient_clip_val", value, value is None, "clients clip with model.clip_norm")
+    value = trainer.val_check_interval
+    instead = "validation follows whole rounds: use check_val_every_n_epoch"
+    require("val_check_interval", value, value in (None, 1.0), instead)
+    value = trainer.check_val_every_n_epoch
+    instead = "give a number of rounds from 1; limit_val_batches=0 leaves validation out"
+    require("check_val_every_n_epoch", value, value is None or value > 0, instead)
+    value = trainer.limit_train_batches
+    instead = "an epoch is one round: use model.local_steps or model.participation"
+    require("limit_train_batches", value, value in (None, 1.0) or quick, instead)
+    value = trainer.overfit_batches
+    instead = "give the clients less data, or model.local_steps"
+    require("overfit_batches", value, value in (None, 0, 0.0), instead)
+    value = trainer.precision
+    instead = (
+        "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or bf16-true"
+    )
+    require("precision", value, value != "16-mixed", instead)
+
+
+def check_callback(trainer: Any, callback: Any) -> None:
+    """Refuse a callback of Lightning that cannot work when one epoch is one round.
+
+    Raises:
+        UserError: with its name and what to use.
+    """
+    name = type(callback).__name__
+    # Told by name, as Lightning has two namespaces whose classes know nothing of each other.
+    kinds = [kind.__name__ for kind in type(callback).__mro__]
+    for kind in kinds:
+        if kind in REFUSED_CALLBACKS:
+            raise UserError(
+                f"trainer.callbacks: {name} cannot work in a federated run: "
+                f"{REFUSED_CALLBACKS[kind]}."
+            )
+    if "StochasticWeightAveraging" in kinds:
         normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _parts(trainer))
-        if averaging and any(normalised):
+        if any(normalised):
             raise UserError(
                 "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
                 "the statistics of the averaged weights, and here that epoch would be a round, "
                 "which trains them on. Use a learner without BatchNorm (GroupNorm), or average "
                 "exported models of late rounds outside the run."
             )
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
+
+
+def check_processes(trainer: Any) -> None:
+    """Refuse a strategy or a callback that cannot work in several processes.
+
+    Raises:
+        UserError: with what to use.
+    """
+    if not isinstance(trainer.strategy, FederatedStrategy):
         raise UserError(
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
             f"{type(trainer.strategy).__name__}, which would average gradients of different "
             "clients. Use --trainer.strategy federated (in Python: strategy='federated')."
         )
-    for callback in trainer.callbacks if trainer.world_size > 1 else ():
-        if (
-            getattr(callback, "save_on_exception", False)
-            or type(callback).__name__ == "OnExceptionCheckpoint"
-        ):
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if getattr(callback, "save_on_exception", False) or name == "OnExceptionCheckpoint":
             raise UserError(
-                f"callback {type(callback).__name__} saves as an exception passes "
-                "(save_on_exception), which several processes cannot do together: where one "
-                "fails, the others are elsewhere. Set save_on_exception=False; the checkpoint of "
-                "the last round is what to resume from."
+                f"callback {name} saves as an exception passes (save_on_exception), which several "
+                "processes cannot do together: where one fails, the others are elsewhere. Set "
+                "save_on_exception=False; the checkpoint of the last round is what to resume from."
             )
 
 
@@ -229,13 +238,13 @@ def check_data(data: Any) -> None:
     """
     if callable(getattr(data, "client_batches", None)):
         return
-    given = type(data).__name__ if data is not None else "a DataLoader"
+    name = "a DataLoader"
+    wrap = "FromDatasets(train, val=val, num_clients=100)"
     if data is not None:
-        wrap = f"FromDataModule({given}(…), num_clients=100)"
-    else:
-        wrap = "FromDatasets(train, val=val, num_clients=100)"
+        name = type(data).__name__
+        wrap = f"FromDataModule({name}(…), num_clients=100)"
     raise UserError(
-        f"data: {given} has no clients. Federate it: trainer.fit(module, {wrap}) with from "
+        f"data: {name} has no clients. Federate it: trainer.fit(module, {wrap}) with from "
         "fl_lightning.datamodules import FromDataModule, FromDatasets; or use InMemoryDataModule."
     )
 
@@ -252,7 +261,7 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
     if participation == "all":
         return num_clients
-    # NumPy's
+    # NumPy's numbers are no int and no float.
     if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
         if isinstance(participation, Integral):
             participation = int(participation)
@@ -272,6 +281,7 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
         return participation
     if not 0 < participation <= 1:
         raise UserError(f"participation={participation!r} is no fraction of clients; {accepted}.")
+    # 0.35 as a binary float is less than 0.35, which would round a half down.
     exact = Fraction(str(participation)) * num_clients
     return max(1, int(exact + Fraction(1, 2)))
 
@@ -279,26 +289,22 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
 def one_of(name: str, value: object, accepted: tuple[str | bool, ...]) -> None:
     """Refuse a word that is not known."""
     if value not in accepted:
-        known = ", ".join(repr(a) for a in accepted)
-        raise UserError(
-            f"{name}={value!r} is not known; accepted are "
-            f"{known}.{suggest(str(value), [str(a) for a in accepted])}"
-        )
+        known = ", ".join(map(repr, accepted))
+        hint = suggest(str(value), map(str, accepted))
+        raise UserError(f"{name}={value!r} is not known; accepted are {known}.{hint}")
 
 
 def positive(
     name: str, value: float | str | None, whole: bool = False, or_auto: bool = False
 ) -> None:
-    """Refuse what is not a number above 0 (``whole``: an integer; ``or_auto``: or ``"auto"``)."""
+    """Refuse all but numbers above 0 (``whole``: an integer; ``or_auto``: or ``"auto"``)."""
     if value is None or (or_auto and value == "auto"):
         return
     number = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
     if not number or (whole and int(value) != value):
         kind = "an integer" if whole else "a number"
-        raise UserError(
-            f"{name}={value!r} is not accepted; it has to be {kind} above "
-            f"0{' or auto' if or_auto else ''}."
-        )
+        auto = " or auto" if or_auto else ""
+        raise UserError(f"{name}={value!r} is not accepted; it has to be {kind} above 0{auto}.")
 
 
 def rate(name: str, value: object) -> None:
@@ -316,8 +322,7 @@ def rate(name: str, value: object) -> None:
 
 
 def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
-    """Refuse a decay or schedule that becomes negative, or too large for single precision, within a
-    run.
+    """Refuse a decay that becomes negative, or too large for single precision, within a run.
 
     Args:
         rounds: how many are asked for; -1: no end.
@@ -325,29 +330,33 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
     Raises:
         UserError: names the first such round.
     """
-    last = 10_000 if rounds < 0 else min(rounds, 10_000)  # later rounds are checked as they come
+    # A schedule is asked for its first rounds and the last one; others are checked as they come.
+    many = 10_000
+    asked = list(range(many if rounds < 0 else min(rounds, many)))
+    if rounds > many:
+        asked.append(rounds - 1)
     largest = float(torch.finfo(torch.float32).max)
     if isinstance(decay, Schedule):
-        for t in [*range(last), *([rounds - 1] if rounds > last else [])]:
-            if not 0 <= (value := float(decay(t))) <= largest:
+        for t in asked:
+            value = float(decay(t))
+            if not 0 <= value <= largest:
                 raise UserError(
                     f"{name}={decay!r} gives {value!r} in round {t}; learning rates are "
                     "multiplied by it, so it has to be a finite number from 0."
                 )
     elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(largest)):
+        run = f"{rounds} rounds"
         if rounds < 0:
-            asked = "a run without an end (trainer.max_epochs=-1)"
-        else:
-            asked = f"{rounds} rounds"
+            run = "a run without an end (trainer.max_epochs=-1)"
         raise UserError(
-            f"{name}={decay!r} multiplies the learning rate in every round: over {asked} it grows "
+            f"{name}={decay!r} multiplies the learning rate in every round: over {run} it grows "
             "beyond every number. Give one up to 1, such as 0.998, or a schedule that stays "
             "finite."
         )
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuse what is no optimizer, or one whose step cannot be taken here.
+    """Refuse an object that is no optimizer, or one whose step cannot be taken here.
 
     Args:
         name: the option that made it, ``"client_optimizer"`` or ``"server_optimizer"``.
@@ -357,9 +366,9 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             partly take.
     """
     if not isinstance(optimizer, Optimizer):
-        given = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
+        result = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
         raise UserError(
-            f"{name}: it gives {given}, but has to be a function params -> torch.optim.Optimizer."
+            f"{name}: it gives {result}, but has to be a function params -> torch.optim.Optimizer."
         )
     kind = type(optimizer).__name__
     why = ""
@@ -367,11 +376,9 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         why = "evaluates the loss several times a step"
     elif isinstance(optimizer, torch.optim.SparseAdam):
         why = "takes sparse gradients alone"
-    elif any(
-        g.get("capturable") and not all(p.is_cuda for p in g["params"])
-        for g in optimizer.param_groups
-    ):
-        why = "has capturable=True, which needs a GPU"
+    for group in optimizer.param_groups:
+        if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
+            why = why or "has capturable=True, which needs a GPU"
     if why:
         raise UserError(
             f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one "

@@ -1,4 +1,4 @@
-"""Memory: what the process keeps for reuse, and copies to a GPU and back through pinned memory."""
+"""Memory that the process keeps for reuse, and copies to a GPU and back through pinned memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# malloc.h
+# These are the numbers of malloc.h.
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
@@ -28,19 +28,16 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return
-    for option, value in (
-        (M_TRIM_THRESHOLD, 2**31 - 1),
-        (M_TOP_PAD, 2**26),
-        (M_MMAP_THRESHOLD, 2**25),
-    ):
-        # the largest values allowed; a thread's memory grows by 2**26, and shrinks by no less
-        mallopt(option, value)
+    # The largest values allowed; a thread's memory grows by 2**26, and shrinks by no less.
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 2**26)
+    mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 def prepare_process(device: torch.device) -> None:
-    """Before a run: memory is kept, and a GPU's kernels leave the same bits each time."""
+    """Let the process keep memory, and a GPU's kernels leave the same bits each time."""
     keep_memory()
-    # as Trainer(benchmark=True) sets it
+    # Trainer(benchmark=True) asks for the fastest kernels, whichever bits they leave.
     if device.type == "cuda" and not torch.backends.cudnn.benchmark:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
@@ -59,16 +56,16 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows in the host's memory; copies from a GPU run side by side, and are waited for once."""
-    there: dict[str, Tensor] = {}
+    """The rows in the host's memory."""
+    on_host: dict[str, Tensor] = {}
     for key, row in rows.items():
         row = row.detach()
         if row.is_cuda:
-            there[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            on_host[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            on_host[key].copy_(row, non_blocking=True)
         else:
-            there[key] = row
-        if row.is_cuda:
-            there[key].copy_(row, non_blocking=True)
+            on_host[key] = row
+    # Copies from a GPU run side by side, and are waited for once.
     if any(row.is_cuda for row in rows.values()):
         torch.cuda.current_stream().synchronize()
-    return there
+    return on_host

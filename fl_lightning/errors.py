@@ -1,4 +1,4 @@
-"""What a user did that cannot work, said in one paragraph."""
+"""Errors that a user can mend, said in one paragraph, and divergence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something to mend in a setting or a file: the message names it, its value and what is
-    accepted.
+    """A setting or a file is to be mended: the message names it, its value and what is accepted.
 
     The command line prints the message alone and exits with status 2.
     """
@@ -29,13 +28,14 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """What to say where memory did not suffice, the machine's or a GPU's; of another error:
-    nothing.
-    """
+    """The message where a machine's or GPU's memory did not suffice; empty for another error."""
     text = " ".join(str(error).split())
+    # Torch is not imported for this, and a CPU's allocator has no error of its own: so the class
+    # is told by name, or the error by its words.
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    told = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
-    if not kinds & {"MemoryError", "OutOfMemoryError"} and not any(words in text for words in told):
+    words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
+    by_class = kinds & {"MemoryError", "OutOfMemoryError"}
+    if not by_class and not any(phrase in text for phrase in words):
         return ""
     return (
         f"out of memory: {text[:200] or type(error).__name__}. Let fewer clients train side by "

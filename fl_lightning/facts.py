@@ -1,4 +1,4 @@
-"""What a run is, as one flat dict of numbers and text: for loggers, and for the card."""
+"""The facts of a run as one flat dict of numbers and text, for loggers and for the card."""
 
 from __future__ import annotations
 
@@ -23,58 +23,59 @@ _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
 
 
 def versions() -> dict[str, str]:
-    """Of what a result may depend on."""
-    return {
-        **{package: _version(package) for package in _PACKAGES},
-        "python": platform.python_version(),
-    }
+    """The versions of packages that a result may depend on."""
+    numbers = {package: _version(package) for package in _PACKAGES}
+    return {**numbers, "python": platform.python_version()}
 
 
 def of_learner(learner: Any) -> Facts:
-    """Class, hyper-parameters that are plain, and how many parameters are trained."""
-    hparams = {f"learner/{k}": _value(v) for k, v in dict(learner.hparams).items() if is_plain(v)}
-    trained = sum(p.numel() for p in learner.parameters() if p.requires_grad)
+    """The learner's class, its plain hyper-parameters, and how many parameters are trained."""
+    facts: Facts = {"learner": type(learner).__name__}
     network = getattr(learner, "network", None)
-    named = {} if network is None else {"learner/network": type(network).__name__}
-    return {"learner": type(learner).__name__, **named, **hparams, "learner/parameters": trained}
+    if network is not None:
+        facts["learner/network"] = type(network).__name__
+    for name, value in dict(learner.hparams).items():
+        if is_plain(value):
+            facts[f"learner/{name}"] = _value(value)
+    facts["learner/parameters"] = sum(p.numel() for p in learner.parameters() if p.requires_grad)
+    return facts
 
 
 def of_run(run: Any, trainer: Any) -> Facts:
-    """Learner, method, data, partition, seed, engine and versions of a run that is about to begin
-    its rounds.
-    """
+    """Learner, method, data, partition, seed, engine and versions of a run, before its rounds."""
     data = trainer.datamodule
     facts: Facts = {**of_learner(run.model.learner), "method": run.methods.title()}
     for callback in run.methods.callbacks:
-        own = {k: v for k, v in vars(callback).items() if k in _parameters(callback)}
-        kept = {k: v for k, v in own.items() if is_plain(v) or isinstance(v, Schedule)}
-        facts.update({f"method/{type(callback).__name__}/{k}": _value(v) for k, v in kept.items()})
+        arguments = _parameters(callback)
+        for name, value in vars(callback).items():
+            if name in arguments and (is_plain(value) or isinstance(value, Schedule)):
+                facts[f"method/{type(callback).__name__}/{name}"] = _value(value)
     facts["data"] = type(data).__name__
     facts.update({f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"})
     for name in ("num_clients", "batch_size"):
         facts[f"data/{name}"] = _value(getattr(data, name, None))
     facts["seed"] = run.seed(trainer)
     facts["rounds"] = _value(trainer.max_epochs)
+    # Optimizers and the seed have entries of their own, by what the run made of these settings.
+    elsewhere = ("client_optimizer", "server_optimizer", "seed", "strict_resume")
     for name, value in vars(run.settings).items():
-        if (
-            name not in ("client_optimizer", "server_optimizer", "seed", "strict_resume")
-            and value is not None
-        ):
+        if name not in elsewhere and value is not None:
             facts[name] = _value(value)
     for name, optimizer in (("client", run.clients), ("server", run.server)):
         facts[f"{name}_optimizer"] = type(optimizer).__name__
         for key, value in optimizer.param_groups[0].items():
             if key not in ("params", "initial_lr") and is_plain(value) and value is not None:
                 facts[f"{name}_optimizer/{key}"] = _value(value)
-    facts.update(
-        {f"machine/{name.replace(' ', '_')}": _value(v) for name, v in run.plan.facts().items()}
-    )
+    for name, value in run.plan.facts().items():
+        facts[f"machine/{name.replace(' ', '_')}"] = _value(value)
     facts["machine/processes"] = trainer.world_size
-    return {**facts, **{f"versions/{package}": number for package, number in versions().items()}}
+    for package, number in versions().items():
+        facts[f"versions/{package}"] = number
+    return facts
 
 
 def in_one_line(run: Any) -> str:
-    """What a run does: methods, cohort, optimizers, engine.
+    """Methods, cohort, optimizers and engine of a run in one line.
 
     Raises:
         UserError: it has not begun.
@@ -85,27 +86,21 @@ def in_one_line(run: Any) -> str:
             "callbacks."
         )
     rate = f"{run.clients.param_groups[0]['lr']:g}{decay_text(run.settings.lr_decay)}"
-    if run.schedule is None:
-        scheduled = ""
-    else:
-        scheduled = f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
-    clients = f"{type(run.clients).__name__} {rate}{scheduled}"
+    clients = f"{type(run.clients).__name__} {rate}"
+    if run.schedule is not None:
+        clients += f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
     server = f"server {type(run.server).__name__} {run.server_rates[0]:g}"
-    return " · ".join(
-        filter(
-            None,
-            [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")],
-        )
-    )
+    parts = [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")]
+    return " · ".join(filter(None, parts))
 
 
 def shown(trainer: Any) -> list[str]:
-    """The metrics by which a run is shown, the first first: accuracy, what is monitored, what the
-    learner shows.
+    """The metrics by which a run is shown, the most important first.
 
-    That is what it logs with ``prog_bar=True``. Where clients have parts or models of their own,
-    and PerClientEvaluation measures these, its values stand in place of what is validated: w with
-    the mean of personal parts serves nobody.
+    They are the accuracy, what callbacks monitor, and what the learner logs with
+    ``prog_bar=True``. Where clients have parts or models of their own, and PerClientEvaluation
+    measures these, its values stand in place of what is validated: w with the mean of personal
+    parts serves nobody.
     """
     module = trainer.lightning_module
     callbacks = trainer.callbacks
@@ -113,34 +108,37 @@ def shown(trainer: Any) -> list[str]:
     names = ["val/acc", *_monitored(trainer)]
     names += [] if logged is None else logged.shown_of(trainer.callback_metrics)
     if any(hasattr(callback, "of_own_models") for callback in callbacks) and _personal(module):
-        names = [
-            name if (bare := without_prefix(name)) == name else f"clients/{bare}" for name in names
-        ]
+        for j, name in enumerate(names):
+            if without_prefix(name) != name:
+                names[j] = f"clients/{without_prefix(name)}"
     return list(dict.fromkeys(names))
 
 
 def modes(trainer: Any) -> dict[str, str]:
-    """Which way is better in metrics, as torchmetrics and callbacks that monitor say: ``"max"`` or
-    ``"min"``.
-    """
+    """``"max"`` or ``"min"``, whichever is better, by metric: as torchmetrics and callbacks say."""
     logged = getattr(trainer.lightning_module, "logged", None)
-    given = _monitored(trainer)
-    told = {} if logged is None else logged.modes_of(trainer.callback_metrics)
-    return told | {name: mode for name, mode in given.items() if mode in MODES}
+    modes: dict[str, str] = {}
+    if logged is not None:
+        modes.update(logged.modes_of(trainer.callback_metrics))
+    # A callback that monitors was given its mode by the user, whose word comes last.
+    for name, mode in _monitored(trainer).items():
+        if mode in MODES:
+            modes[name] = mode
+    return modes
 
 
 def _monitored(trainer: Any) -> dict[str, Any]:
-    """What callbacks monitor, and the mode by which each does."""
-    callbacks = [
-        callback
-        for callback in trainer.callbacks
-        if isinstance(getattr(callback, "monitor", None), str)
-    ]
-    return {callback.monitor: getattr(callback, "mode", None) for callback in callbacks}
+    """The metrics that callbacks monitor, each with its mode."""
+    modes: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        metric = getattr(callback, "monitor", None)
+        if isinstance(metric, str):
+            modes[metric] = getattr(callback, "mode", None)
+    return modes
 
 
 def _personal(module: Any) -> bool:
-    """Whether clients end with parts or models of their own."""
+    """Tell whether clients end with parts or models of their own."""
     run = getattr(module, "run", None)
     if run is None or run.loop is None:
         return False
@@ -150,37 +148,40 @@ def _personal(module: Any) -> bool:
 
 
 def log_to(loggers: list[Any], facts: Facts) -> None:
-    """Give them to every logger as hyper-parameters."""
+    """Give the facts to every logger as hyper-parameters."""
     for logger in loggers:
+        # A logger is others' code: some refuse a value that changed since a resumed run began,
+        # which is no reason to end the run.
         try:
             logger.log_hyperparams(as_paths(facts) if _is(logger, "MLFlowLogger") else facts)
             if _is(logger, "TensorBoardLogger"):
                 _write_hparams(logger)
-        except (
-            Exception
-        ) as error:  # others' code: some refuse a value that changed since a resumed run began
+        except Exception as error:
             rank_zero_warn(
                 f"{type(logger).__name__} did not take the hyper-parameters: {str(error)[:200]}"
             )
 
 
 def as_paths(facts: Facts) -> Facts:
-    """The same under names that a store of files takes, such as MLflow's, where each is a path of
-    its own.
+    """The facts under names that are paths of files, as MLflow's store needs them.
 
     >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
     {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}
     """
-    folders = {
-        "/".join(name.split("/")[:depth])
-        for name in facts
-        for depth in range(1, name.count("/") + 1)
-    }
+    folders: set[str] = set()
+    for name in facts:
+        folder = name.rpartition("/")[0]
+        while folder:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
     paths: Facts = {}
     for name, value in facts.items():
         path = posixpath.normpath(re.sub(r"[^/\w. :-]", "_", name)).lstrip("/.")
-        path += ".class" if name in folders else ""
-        while path in paths:  # two names alike but for what a path cannot hold
+        # A name that others lie below would be a folder and a file at once.
+        if name in folders:
+            path += ".class"
+        # Two names may be alike but for characters that a path cannot hold.
+        while path in paths:
             path += "_"
         paths[path] = value
     return paths
@@ -188,14 +189,15 @@ def as_paths(facts: Facts) -> Facts:
 
 @rank_zero_only
 def _write_hparams(logger: Any) -> None:
-    """TensorBoard's hparams.yaml anew: Lightning writes it once, before a run has said what it is."""
+    """Write TensorBoard's hparams.yaml anew."""
+    # Lightning writes it once, before a run has said what it is, and never again.
     with suppress(OSError):
         (Path(logger.log_dir) / logger.NAME_HPARAMS_FILE).unlink()
     logger.save()
 
 
 def _is(logger: Any, name: str) -> bool:
-    """Of either Lightning, which may not be installed whole."""
+    """Tell by name whether a logger is of this class, in either Lightning."""
     return any(kind.__name__ == name for kind in type(logger).__mro__)
 
 

@@ -1,6 +1,4 @@
-"""A learner taken apart: its trainable parameters as one flat vector, its buffers, its layers, the
-modules inside.
-"""
+"""A learner taken apart: its parameters as one flat vector, its buffers, layers and modules."""
 
 from __future__ import annotations
 
@@ -17,14 +15,12 @@ from torch import Tensor, nn
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import Logged
 
+# A run replaces these methods of the learner, and of LightningModules inside it.
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
-"""Methods of a LightningModule that a run puts others in place of, on the learner and on modules inside it."""
-
+# These are replaced in a client's local steps.
 IN_STEPS = (*SHIMS, "train_dataloader")
-"""Those that are others in a client's local steps."""
-
+# A learner transfers its batches by these hooks, in the order of their calls.
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Hooks by which a learner transfers its batches, in the order of their calls."""
 
 LAYERS = (
     nn.modules.conv._ConvNd,
@@ -37,10 +33,9 @@ LAYERS = (
 
 
 class Layout(dict[str, tuple[slice, torch.Size]]):
-    """``{parameter name: (slice into the flat vector, shape)}`` of the parameters with
-    ``requires_grad``.
+    """``{parameter name: (slice into the flat vector, shape)}`` of the trainable parameters.
 
-    In ``named_parameters()`` order, each in C order whatever its memory format.
+    They are in ``named_parameters()`` order, each in C order whatever its memory format.
 
     >>> layout = Layout(nn.Linear(3, 2))
     >>> layout.size, layout["bias"]
@@ -57,34 +52,35 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             self[name] = (slice(start, start + parameter.numel()), parameter.shape)
             start += parameter.numel()
         self.size = start
-        self.layers = {
-            path: [n for n in names if n in self] for path, names in layers_of(learner).items()
-        }
+        # A frozen layer has no parameter in the vector, and stays as an empty layer.
+        self.layers: dict[str, list[str]] = {}
+        for path, names in layers_of(learner).items():
+            self.layers[path] = [name for name in names if name in self]
         self.norms = [name for name in norms_of(learner) if name in self]
 
     def named(self, which: str, asking: str) -> list[str]:
-        """Parameters by a pattern of names (``fnmatch``), or of a group: ``"last"`` (layer),
-        ``"norms"``, ``"all"``.
+        """Parameters by a pattern of names (``fnmatch``), or of a group.
+
+        Groups are ``"last"`` (the last layer), ``"norms"`` and ``"all"``.
 
         Raises:
             UserError: there are none; ``asking``: whose option that is.
         """
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
         if which in groups:
-            found = groups[which]
+            names = groups[which]
         else:
-            found = [name for name in self if fnmatchcase(name, which)]
-        if not found:
-            if which == "norms":
-                what = "the learner has no normalisation layer"
-            else:
-                what = f"no parameter is called {which!r}"
-            raise UserError(
-                f"{asking}: {what}: there are "
-                f"{', '.join(self)[:200]}.{suggest(which, [*self, *groups])} 'last' (layer), "
-                "'norms' and 'all' name groups."
-            )
-        return found
+            names = [name for name in self if fnmatchcase(name, which)]
+        if names:
+            return names
+        reason = f"no parameter is called {which!r}"
+        if which == "norms":
+            reason = "the learner has no normalisation layer"
+        hint = suggest(which, [*self, *groups])
+        raise UserError(
+            f"{asking}: {reason}: there are {', '.join(self)[:200]}.{hint} 'last' (layer), "
+            "'norms' and 'all' name groups."
+        )
 
     def mask(self, names: Sequence[str]) -> Tensor:
         """``(D,)`` bool: the coordinates of these parameters."""
@@ -114,17 +110,20 @@ def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
     if views[0].is_cuda:
         torch._foreach_copy_(views, dense)
         return
-    for view, t in zip(views, dense, strict=True):  # on a CPU half the time of torch.cat(out=…)
+    # On a CPU this takes half the time of torch.cat(out=…).
+    for view, t in zip(views, dense, strict=True):
         view.copy_(t)
 
 
 def all_finite(v: Tensor) -> bool:
-    """Whether no entry is infinite or NaN; where the sum is finite, which is quick to see, none is."""
+    """Tell whether no entry is infinite or NaN."""
+    # Where the sum is finite, which is quick to see, every entry is; the sum of finite numbers
+    # may overflow.
     return math.isfinite(v.sum()) or bool(torch.isfinite(v).all())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, NaN and the sign of zero included."""
+    """Tell whether two tensors are the same, where NaN is the same as NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
@@ -132,9 +131,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def gradient_hook(learner: nn.Module) -> str:
     """The first trainable parameter with a hook on its gradient; empty: none has one."""
-    return next(
-        (n for n, p in trainable(learner) if p._backward_hooks or p._post_accumulate_grad_hooks), ""
-    )
+    for name, parameter in trainable(learner):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return name
+    return ""
 
 
 def check_gradient_hooks(learner: nn.Module) -> None:
@@ -143,7 +143,8 @@ def check_gradient_hooks(learner: nn.Module) -> None:
     Raises:
         UserError: with the parameter.
     """
-    if name := gradient_hook(learner):
+    name = gradient_hook(learner)
+    if name:
         raise UserError(
             f"learner {type(learner).__name__}: since the run began, {name} has a hook on its "
             "gradient (register_hook, register_post_accumulate_grad_hook), which the copies of "
@@ -159,40 +160,41 @@ def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
 
 
 def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Which of a module's parts are in training mode."""
+    """A module's parts, each with whether it is in training mode."""
     return [(part, part.training) for part in module.modules()]
 
 
 def lightning_modules(learner: nn.Module) -> list[Any]:
     """The learner and the LightningModules inside it, of either namespace."""
-    return [
-        m
-        for m in learner.modules()
-        if any(c.__name__ == "LightningModule" for c in type(m).__mro__)
-    ]
+    return [part for part in learner.modules() if lightning_base(part) is not None]
 
 
 def lent_logs(learner: nn.Module) -> dict[int, Any]:
-    """By id, the ``log`` and ``log_dict`` that Lightning lends to parts that are callbacks: the
-    run's module's.
+    """The ``log`` and ``log_dict`` that Lightning lends to callbacks in the learner, by id.
+
+    They are methods of the run's module, of which no copy of the learner is to have its own.
     """
-    found = [vars(part).get(name) for part in learner.modules() for name in SHIMS[:2]]
-    return {id(log): log for log in found if isinstance(log, MethodType)}
+    lent: dict[int, Any] = {}
+    for part in learner.modules():
+        for name in ("log", "log_dict"):
+            log = vars(part).get(name)
+            if isinstance(log, MethodType):
+                lent[id(log)] = log
+    return lent
 
 
 def lightning_base(learner: object) -> Any:
     """``LightningModule`` of the namespace that the learner is of; None: it is none."""
-    return next(
-        (c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule"), None
-    )
+    for kind in reversed(type(learner).__mro__):
+        if kind.__name__ == "LightningModule":
+            return kind
+    return None
 
 
 def overrides(learner: object, hook: str) -> bool:
-    """Whether the learner has a hook of its own: in its class, or put on the instance."""
-    base = lightning_base(learner)
-    return hook in vars(learner) or getattr(type(learner), hook, None) is not getattr(
-        base, hook, None
-    )
+    """Tell whether the learner has a hook of its own: in its class, or put on the instance."""
+    of_base = getattr(lightning_base(learner), hook, None)
+    return hook in vars(learner) or getattr(type(learner), hook, None) is not of_base
 
 
 def check_trainable(learner: nn.Module, layout: Layout) -> None:
@@ -204,14 +206,13 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
     now = {name for name, _ in trainable(learner)}
     if now == layout.keys():
         return
-    frozen, added = (sorted(names) for names in (layout.keys() - now, now - layout.keys()))
-    what = [
-        f"{n[0]}{', …' if len(n) > 1 else ''} {how}"
-        for n, how in ((frozen, "frozen"), (added, "unfrozen"))
-        if n
-    ]
+    changes = []
+    for names, change in ((layout.keys() - now, "frozen"), (now - layout.keys(), "unfrozen")):
+        if names:
+            more = ", …" if len(names) > 1 else ""
+            changes.append(f"{min(names)}{more} {change}")
     raise UserError(
-        f"learner {type(learner).__name__}: {' and '.join(what)} since the run began "
+        f"learner {type(learner).__name__}: {' and '.join(changes)} since the run began "
         "(requires_grad was changed, by a hook or a callback such as BaseFinetuning). The set of "
         "trainable parameters is fixed at the start of a fit: set requires_grad in __init__, "
         "setup or configure_model; for another set, begin another fit with init_from."
@@ -221,7 +222,7 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
 def buffer_slots(
     learner: nn.Module,
 ) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
-    """Where each buffer is registered (a shared one in several places), and its tensor, or None."""
+    """The places of each buffer (a shared one has several), and its tensor, or None."""
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     tensors: dict[str, Tensor | None] = {}
     names: dict[int, str] = {}
@@ -242,59 +243,60 @@ def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str
 
 
 def layers_of(learner: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters of each layer by its module's path; a learner without layers is one,
-    called "".
+    """Names of the parameters of each layer by its module's path.
 
     Parameters of other modules belong to the last layer registered before them, else to the first.
+    A learner without layers is one layer, called "".
     """
     layers: dict[str, list[str]] = {}
     early: list[str] = []
     latest = early
+    # No module's name begins with a zero byte: we are inside of no layer.
     inside = "\0"
     for name, module in learner.named_modules():
         prefix = name + "." if name else ""
         if name.startswith(inside):
             continue
-        layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
-        own = [prefix + p for p, _ in module.named_parameters(recurse=layer)]
-        if layer:
-            latest = layers[name] = own if layers else early + own
+        is_layer = isinstance(module, LAYERS) and next(module.parameters(), None) is not None
+        parameters = [prefix + p for p, _ in module.named_parameters(recurse=is_layer)]
+        if is_layer:
+            latest = layers[name] = parameters if layers else early + parameters
             inside = prefix or "\0"
         else:
-            latest.extend(own)
+            latest.extend(parameters)
     return layers or {"": early}
 
 
 def norms_of(learner: nn.Module) -> list[str]:
-    """Names of the parameters of normalisation layers: those of torch, and classes whose names end
-    in Norm.
+    """Names of the parameters of normalisation layers.
+
+    These are torch's, and classes whose names end in Norm.
     """
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in learner.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        or re.search(r"Norm(\dd)?$", type(module).__name__)
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+    names: list[str] = []
+    for path, module in learner.named_modules():
+        is_torch_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if is_torch_norm or re.search(r"Norm(\dd)?$", type(module).__name__):
+            prefix = f"{path}." if path else ""
+            names += [prefix + name for name, _ in module.named_parameters(recurse=False)]
+    return names
 
 
 def logged_of(learner: Any) -> Logged:
-    """What the run that ``learner`` belongs to notes of the metrics that it logs; by itself, a note
-    for nobody.
-    """
+    """The notes on metrics of the run that ``learner`` belongs to; new ones where it has no run."""
     module = getattr(getattr(learner, "_trainer", None), "lightning_module", None)
     return getattr(module, "logged", None) or Logged()
 
 
 def without_graphs(learner: nn.Module) -> dict[int, Any]:
-    """For ``copy.deepcopy``: copies of the tensors that modules hold with a graph, which has none
-    of its own.
+    """A memo for ``copy.deepcopy`` with copies of tensors that have a graph, by id.
 
-    The hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` leave such a weight on their
-    layer.
+    ``deepcopy`` refuses such tensors. The hooks of ``torch.nn.utils.spectral_norm`` and
+    ``weight_norm`` leave such a weight on their layer.
     """
     memo: dict[int, Any] = {}
-    waiting: list[Any] = [value for module in learner.modules() for value in vars(module).values()]
+    waiting: list[Any] = []
+    for module in learner.modules():
+        waiting += vars(module).values()
     seen = set[int]()
     while waiting:
         value = waiting.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,9 @@ HOOKS = [
     "on_predict_batch_end",
     "on_predict_model_eval",
 ]
-WHERE_OVERRIDDEN = [  # Lightning does something else where a module has none of its own
+# Lightning does something else where a module has none of these, so they are forwarded only where
+# the learner has its own.
+WHERE_OVERRIDDEN = [
     "on_validation_model_train",
     "on_test_model_train",
     "val_dataloader",
@@ -51,9 +54,7 @@ STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class LearnerHooks(pl.LightningModule):
-    """Base of FederatedModule: every hook of :data:`HOOKS` and :data:`STEPS` goes to
-    ``self.learner``.
-    """
+    """Base of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS` to the learner."""
 
     learner: Any
     run: FederatedRun
@@ -63,9 +64,8 @@ class LearnerHooks(pl.LightningModule):
     _evaluated_batch_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
-        """What callbacks look for and this module has not, they find at the learner; private names
-        stay apart.
-        """
+        """The learner's attribute, where a callback looks for one that this module has not."""
+        # Private names stay apart: what looks for them means this very object.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -102,25 +102,26 @@ class LearnerHooks(pl.LightningModule):
 
     def configure_model(self) -> None:
         self.learner.configure_model()
-        self.adopt(self.learner)  # with hooks that its setup has put on it
+        # The learner's setup may have put hooks on it.
+        self.adopt(self.learner)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         strict = strict and self.learner.strict_loading
         return self.learner.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Inside another module, as WeightAveraging's, whose state has the learner's own names,
-        too.
+        """Load as a part of another module, whose state has the learner's own names too.
+
+        WeightAveraging's averaged model is such a module.
         """
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}learner.{name[len(prefix) :]}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def adopt(self, learner: Any) -> None:
-        """Hide steps that the learner does not have, so that Lightning skips their loops; take
-        hooks that it has.
-        """
+        """Show Lightning the steps and hooks that the learner has, and no others."""
         self.learner = learner
+        # A step that the learner does not have is Lightning's own here, whose loop is skipped.
         for step in STEPS[:2]:
             if not overrides(learner, step):
                 self._put(step, getattr(pl.LightningModule, step))
@@ -136,9 +137,7 @@ class LearnerHooks(pl.LightningModule):
         object.__setattr__(self, name, types.MethodType(function, self))
 
     def clients_optimizer(self) -> Any:
-        """The learner's ``self.optimizers()`` between rounds: the clients', at the present round's
-        rates.
-        """
+        """The clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
         optimizer = self.run.clients_now(self.current_epoch)
         return [] if optimizer is None else LightningOptimizer(optimizer)
 
@@ -150,44 +149,34 @@ class LearnerHooks(pl.LightningModule):
         return ShownScheduler(self.run.schedule, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle keeps: the learner is the model's copy, hooks are taken from it
-        anew.
-        """
-        kept = {
-            **super().__getstate__(),
-            "_modules": {k: v for k, v in self._modules.items() if k != "learner"},
-        }
-        return {
-            name: value
-            for name, value in kept.items()
-            if name not in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN)
-        }
+        """A copy or a pickle has no learner and no hooks of one: it takes the model's copy anew."""
+        state = dict(super().__getstate__())
+        state["_modules"] = {k: v for k, v in self._modules.items() if k != "learner"}
+        for name in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN):
+            state.pop(name, None)
+        return state
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
         self.adopt(self.global_model.learner)
 
     def connect_learner(self) -> None:
-        """Give the learner and LightningModules in it this run's trainer, and log here what they
-        log in evaluation.
-        """
+        """Give the learner and LightningModules in it this run's trainer, and take their logs."""
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
             # Lightning divides the number of samples by W as integers: W times as many divide
-            # exactly
+            # exactly.
             size = kwargs.get("batch_size") or self._evaluated_batch_size
             if world == 1:
                 return kwargs
             return {**kwargs, "sync_dist": True, "batch_size": size * world}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            self.log(
-                name,
-                value,
-                *args,
-                **(kwargs if isinstance(value, Metric) else over_processes(kwargs)),
-            )
+            # A metric brings its states together over processes itself.
+            if not isinstance(value, Metric):
+                kwargs = over_processes(kwargs)
+            self.log(name, value, *args, **kwargs)
 
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self.log_dict(dictionary, *args, **over_processes(kwargs))
@@ -220,9 +209,10 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _transfer(name: str) -> Callable[..., Any]:
-    """The learner's hook, for its own batches: Lightning's batch in training is the round's token."""
+    """The learner's hook for its own batches."""
 
     def hook(self: LearnerHooks, batch: Any, *args: Any) -> Any:
+        # Lightning's batch in training is the round's token, which no learner knows.
         if self.trainer.training:
             return batch
         return getattr(self.learner, name)(batch, *args)
@@ -233,12 +223,14 @@ def _transfer(name: str) -> Callable[..., Any]:
 
 def _step(name: str) -> Callable[..., Any]:
     def step(self: LearnerHooks, *args: Any) -> Any:
-        own = getattr(self.learner, name)
-        code = own.__code__
-        variadic = bool(code.co_flags & 0x04)
+        of_learner = getattr(self.learner, name)
         if self.trainer.world_size > 1:
             self._evaluated_batch_size = extract_batch_size(args[0])
-        return own(*(args if variadic else args[: code.co_argcount - 1]))
+        # Lightning gives a step as many arguments as it takes, and this one takes all.
+        code = of_learner.__code__
+        if not code.co_flags & inspect.CO_VARARGS:
+            args = args[: code.co_argcount - 1]
+        return of_learner(*args)
 
     step.__name__ = name
     return step

@@ -1,6 +1,6 @@
-"""The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``, whichever was
-imported first.
+"""The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``.
 
+It is the one that was imported first.
 Both are the same code under two names, whose classes know nothing of each other: a Trainer of one
 refuses a module of the other. So everything here comes from one of them, and nothing else in the
 package names either.
@@ -49,7 +49,6 @@ def _chosen() -> str:
 
 
 NAMESPACE = _chosen()
-"""``"pytorch_lightning"`` or ``"lightning.pytorch"``."""
 
 if TYPE_CHECKING:
     import pytorch_lightning
@@ -86,10 +85,10 @@ LOGGERS = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightn
 
 
 def explain_to_other_trainers(kind: type) -> None:
-    """Let a Trainer of the other Lightning, where a package has imported that, say why it takes no
-    ``kind`` of ours.
+    """Let a Trainer of the other Lightning say why it takes no ``kind`` of ours.
 
-    Its own error is that a module has to be a LightningModule, which ours is.
+    Another package may have imported it. Its own error is that a module has to be a
+    LightningModule, which ours is.
     """
     for name in NAMESPACES:
         other = getattr(sys.modules.get(name), "Trainer", None)
@@ -115,7 +114,8 @@ def _explaining(command: Any, kind: type, other: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Imported at first use: the command line's parser, say, is of no use to a script."""
+    """Lightning's own object of this name, imported at first use."""
+    # A script has no use for the command line's parser, which takes its time.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{NAMESPACE}.{_HOMES[name]}"), name)

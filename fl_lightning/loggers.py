@@ -1,6 +1,4 @@
-"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted; and
-reading it back.
-"""
+"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ from fl_lightning.storage.files import written_aside
 
 
 class MetricsCSV(Logger):
-    """Writes ``metrics.csv`` in ``save_dir``: first the column ``round``, then the others in order
-    of appearance.
+    """Writes ``metrics.csv`` in ``save_dir``, one row a round.
 
-    What is logged for one round becomes one row; floats are written so that they read back exactly.
-    The row is on disk when ``log_metrics`` returns. ``resume(t)`` forgets rounds from ``t`` on, so
-    that a run that was killed and resumed leaves the same file (its ``time/`` columns aside).
+    The first column is ``round``, the others follow in order of appearance. Floats are written so
+    that they read back exactly. The row is on disk when ``log_metrics`` returns. ``resume(t)``
+    forgets rounds from ``t`` on, so that a run that was killed and resumed leaves the same file
+    (its ``time/`` columns aside).
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
@@ -57,7 +55,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add ``metrics`` to the row of round ``step`` (None: the last one)."""
-        # Lightning adds "epoch" to what it logs: it is the round
+        # Lightning adds "epoch" to what it logs, which is the round.
         values = {
             key: _text(value) for key, value in metrics.items() if key not in ("epoch", "round")
         }
@@ -66,13 +64,15 @@ class MetricsCSV(Logger):
         columns = self._open()
         step = max(self._round, 0) if step is None else int(step)
         new = [key for key in values if key not in columns]
+        # A new column, or an earlier round, changes lines that are written already.
         if step < self._round or new:
             rows = {int(row["round"]): row for row in self._read()[1]}
             rows.setdefault(step, {"round": str(step)}).update(values)
             self._rewrite([*columns, *new], [rows[key] for key in sorted(rows)])
             return
         if step > self._round:
-            self._start += len(self._line(self._row, columns)) if self._row else 0
+            if self._row:
+                self._start += len(self._line(self._row, columns))
             self._round = step
             self._row = {"round": str(step)}
         self._row.update(values)
@@ -93,7 +93,11 @@ class MetricsCSV(Logger):
             return
         columns, rows = read_rows(self.path, before=round)
         rows = [row for row in rows if int(row["round"]) < round]
-        self._rewrite([c for c in columns if c == "round" or any(row.get(c) for row in rows)], rows)
+        # A column that first appeared in a round that is forgotten is forgotten too.
+        filled = {"round"}
+        for row in rows:
+            filled.update(name for name, value in row.items() if value)
+        self._rewrite([column for column in columns if column in filled], rows)
 
     def _open(self) -> list[str]:
         """The columns; at first use, those of the file that is there."""

@@ -36,8 +36,7 @@ Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
 
 @dataclass
 class FederatedLoop:
-    """Runs rounds on the objects of a run; a round that fails leaves all of them as if it had never
-    begun.
+    """Runs rounds on the objects of a run; a round that fails leaves them as it found them.
 
     Args:
         client_rates: the client optimizer's settings before any decay.
@@ -71,9 +70,11 @@ class FederatedLoop:
     loss: float | None = None
 
     def run_round(self, t: int) -> Metrics:
-        """Round t, committed when this returns; gives what was logged."""
-        began = time.perf_counter()
-        busy = time.process_time()
+        """Run round t, which is committed when this returns, and return its metrics."""
+        start = time.perf_counter()
+        start_cpu = time.process_time()
+        # Until the step nothing of the run changes: clients' rows and server states are staged in
+        # the ledger, so an exception needs no undoing.
         ledger = self.begin(t)
         round = ledger.round
         with ledger.server_hooks():
@@ -83,6 +84,7 @@ class FederatedLoop:
         ledger.finished = self.finished(round, diverged)
 
         server = Server(round, ledger)
+        # The optimizer changes w and its own state in place, so both are copied before.
         server.w_before, undo = self.server_step.undoing(self.model)
         try:
             with ledger.server_hooks():
@@ -94,62 +96,69 @@ class FederatedLoop:
                 if ledger.finished:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
-            rows = self.state.rows.bring_home(
-                ledger.settled_rows(self.methods.declared) if ledger.finished else {}
-            )
+            # What may still fail comes before the commit: rows travel to their owners, which
+            # takes all processes, and loggers write.
+            staged = ledger.settled_rows(self.methods.declared) if ledger.finished else {}
+            rows = self.state.rows.bring_home(staged)
+            server_states: dict[str, Tensor] = {}
             if self.counts(ledger):
                 server_states = ledger.settled_server(self.methods.declared)
-            else:
-                server_states = {}
-            metrics["time/round"] = time.perf_counter() - began
-            if self.model.w.device.type == "cpu":  # elsewhere a processor's seconds say little
-                metrics["time/cpu"] = sum(gathered(time.process_time() - busy))
+            metrics["time/round"] = time.perf_counter() - start
+            # On a GPU a processor's seconds say little.
+            if self.model.w.device.type == "cpu":
+                metrics["time/cpu"] = sum(gathered(time.process_time() - start_cpu))
             self.report(metrics, t)
             chosen = tuple(round.ids) if self.methods.owner("select") else None
             self.state.commit(t, rows, server_states, metrics, chosen)
-            ledger.rows = {}  # the store has them, in memory or on disk
+            # The store has the rows now, in memory or on disk, and drops those that exceed it.
+            ledger.rows = {}
         except BaseException:
+            # An exception within the commit comes after its one assignment, or before: then the
+            # commit is finished, or all is undone.
             if not self.state.settle(t):
                 undo()
             raise
-        self.state.rows.store.make_room()  # if this fails, the round is committed all the same
+        # Writing to disk may fail, and comes last: the round is committed all the same.
+        self.state.rows.store.make_room()
         return metrics
 
     def begin(self, t: int) -> Ledger:
-        """The facts of the round, from which model and at which rates; then who takes part:
-        sampled, or chosen.
-        """
+        """The ledger of round t, with its facts and those who take part, sampled or chosen."""
+        # A method that chooses reads server states, so the facts it may read come first.
         ledger = Ledger(self.facts(t))
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
-        self.state.rows.fetch(ids)  # from here on their rows are known here, whoever owns them
+        # From here on the participants' rows are known here, whichever process owns them.
+        self.state.rows.fetch(ids)
         steps = {i: self.cohort.steps(i) for i in ids}
         sizes = self.cohort.sizes(ids)
+        weights = dict.fromkeys(ids, 1.0)
+        if self.settings.weighting == "samples":
+            weights = {i: float(sizes[i]) for i in ids}
+        factor = decay_factor(self.settings.lr_decay, t)
         ledger.round = replace(
             ledger.round,
             ids=ids,
             steps=steps,
             sizes=sizes,
-            weights={
-                i: float(sizes[i]) if self.settings.weighting == "samples" else 1.0 for i in ids
-            },
+            weights=weights,
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
-            rates=self.client_rates.in_round(
-                t, decay_factor(self.settings.lr_decay, t), max(steps.values(), default=1)
-            ),
+            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
         )
         self.present = t, tuple(ids)
+        # The last thing that may refuse the round; from here on a checkpoint holds what it found.
         self.model.hold(ledger.round.buffers)
         return ledger
 
     def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:
-        """Who takes part by the choice of a method, ascending; the same in every process."""
+        """The participants by a method's choice, ascending; the same in every process."""
         available = torch.arange(self.cohort.m, device=ledger.round.w.device)
         n = min(self.cohort.number(ledger.t), len(available))
         with ledger.server_hooks():
-            given = select(Server(ledger.round, ledger), available, n)
-        ids = checked_choice(select, given, available, n)
+            choice = select(Server(ledger.round, ledger), available, n)
+        ids = checked_choice(select, choice, available, n)
+        # Processes that train different rounds would sum what does not belong together.
         if any(other != ids for other in gathered(ids)):
             raise ValueError(
                 f"{getattr(select, '__qualname__', select)} chose other clients in another "
@@ -189,21 +198,19 @@ class FederatedLoop:
         )
 
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
-        """Train this process's participants; gives the ordered sum over all of the round's, and who
-        diverged.
-        """
-        own = round.ids[self.rank :: self.world_size]
-        contributions = Contributions(ledger, self.methods, len(own), self.buffers)
+        """Train this process's share, and return the sum over all participants and who diverged."""
+        # Every W-th client, so that a process's share is one subtree of the sum.
+        clients = round.ids[self.rank :: self.world_size]
+        contributions = Contributions(ledger, self.methods, len(clients), self.buffers)
         done = 0
 
         def tell() -> None:
             nonlocal done
             done += 1
-            self.tell(done, len(own))
+            self.tell(done, len(clients))
 
-        self.engine.train(
-            round, [(leaf, own[leaf]) for leaf in visiting_order(len(own))], contributions.add, tell
-        )
+        leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
+        self.engine.train(round, leaves, contributions.add, tell)
         total = contributions.total()
         self.buffers.tell(contributions.changed, self.note)
         return total
@@ -219,9 +226,7 @@ class FederatedLoop:
         return [i for i in round.ids if i not in set(diverged)]
 
     def update(self, ledger: Ledger, server: Server) -> None:
-        """``server.update``: aggregated, and changed by methods; zero where the server takes no
-        step.
-        """
+        """Set ``server.update``: aggregated, and changed by methods; zero without a step."""
         if not self.counts(ledger):
             server.update = torch.zeros_like(server.w)
             return
@@ -230,42 +235,41 @@ class FederatedLoop:
         server.update = server_update.masked(server)
 
     def counts(self, ledger: Ledger) -> bool:
-        """Whether the server takes a step: where a client finished, or a method has it step without
-        any.
-        """
+        """Tell whether the server steps: a client finished, or a method has it step without any."""
         return bool(ledger.finished) or self.methods.aggregates_nobody
 
     def step(self, ledger: Ledger, server: Server) -> None:
-        """The server optimizer's step to w^{t+1}.
+        """Take the server optimizer's step to w^{t+1}.
 
         Raises:
             Diverged: w^{t+1} is not finite.
         """
-        if self.counts(ledger):
-            keep = server.averaged
-        else:
+        # Lightning counts the step of every epoch, so it is taken also where nobody finished, and
+        # leaves every coordinate as it is.
+        keep = server.averaged
+        if not self.counts(ledger):
             keep = torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, keep)
         if not all_finite(server.w):
             raise Diverged(diverged_text(server.round, "the server's model"))
 
     def evaluate(self, ledger: Ledger, server: Server) -> None:
-        """What is evaluated from here on, and the server's buffers."""
+        """Set the model that is evaluated from here on, and the server's buffers."""
         self.model.evaluate_at(server_update.evaluated(ledger, server))
         server.evaluated = self.model.evaluated.detach()
         self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
 
     def metrics(self, ledger: Ledger, server: Server) -> Metrics:
-        """What the learner, clients' and server hooks logged; sets ``loss``, and says what there is
-        to note.
-        """
+        """The metrics that the learner, clients' and server hooks logged; sets ``loss`` too."""
         self.warn_of_mean_gradient(ledger)
         for text in ledger.notes:
             self.note(text)
-        total = ledger.total
-        means = {
-            k[4:]: float(total[k] / total["num:" + k[4:]]) for k in total if k.startswith("log:")
-        }
+        means: dict[str, float] = {}
+        for key, total in ledger.total.items():
+            if key.startswith("log:"):
+                name = key.removeprefix("log:")
+                # Clients may log a name or not, so each has its own number of values.
+                means[name] = float(total / ledger.total["num:" + name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
@@ -273,26 +277,27 @@ class FederatedLoop:
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
-        """Say where ``clients.mean_gradient`` was read, but is not the mean of the steps'
-        gradients.
-        """
+        """Warn where ``clients.mean_gradient`` was read and is not the mean of the gradients."""
         if not ledger.mean_gradient_read:
             return
         rates = self.client_rates
-        what = f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean gradient of its steps"
+        reading = (
+            f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean "
+            "gradient of its steps"
+        )
         if rates.optimizer == "SGD" and rates.momentum:
             self.note(
-                f"{what}; with momentum={rates.momentum:g} it is up to "
+                f"{reading}; with momentum={rates.momentum:g} it is up to "
                 f"{1 / (1 - rates.momentum):.3g} times that"
             )
         elif not rates.plain_sgd:
             self.note(
-                f"{what}; a step of {rates.optimizer} is not its gradient times the learning "
+                f"{reading}; a step of {rates.optimizer} is not its gradient times the learning "
                 "rate, so what the method keeps is on another scale than the gradients that it "
                 "is added to. SGD is what the method is made for"
             )
         if float(ledger.total.get("log:clipped_steps", 0)) > 0:
             self.note(
-                f"{what}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
+                f"{reading}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
                 "less than that"
             )

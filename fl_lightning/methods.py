@@ -1,6 +1,4 @@
-"""The callbacks of a run taken together: who owns which hook, what they declare, and how hooks are
-called.
-"""
+"""The callbacks of a run taken together: who owns which hook, and how hooks are called."""
 
 from __future__ import annotations
 
@@ -63,50 +61,56 @@ class Methods:
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
-        self._hooks = {
-            hook: [getattr(c, hook) for c in self.callbacks if overrides(c, hook)]
-            for hook in SHARED
-        }
+        # What changes updates for the clients comes before what the server does to them, and what
+        # keeps coordinates at rest comes after all that moves them.
         ordered = sorted(self.callbacks, key=lambda c: (c.rests, not c.stands_for_clients))
-        for hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
-            self._hooks[hook] = [getattr(c, hook) for c in ordered if overrides(c, hook)]
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        for hook in SHARED:
+            in_order = self.callbacks
+            if hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
+                in_order = ordered
+            self._hooks[hook] = [getattr(c, hook) for c in in_order if overrides(c, hook)]
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
-        for hook, what in OWNED.items():
+        for hook, decision in OWNED.items():
             owners = [c for c in self.callbacks if overrides(c, hook)]
             if len(owners) > 1:
                 both = " and ".join(type(c).__name__ for c in owners)
                 raise UserError(
-                    f"method: {both} both decide {what} (the hook `{hook}`), which one callback "
-                    "of a run can do. Keep one of them."
+                    f"method: {both} both decide {decision} (the hook `{hook}`), which one "
+                    "callback of a run can do. Keep one of them."
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
                 if hook == "transmit":
                     self._sends = owners[0].sends
-        self.declared: dict[str, Declaration] = {
-            d.key(c): d for c in self.callbacks for d in c.declarations().values()
-        }
+        self.declared: dict[str, Declaration] = {}
+        for callback in self.callbacks:
+            for declaration in callback.declarations().values():
+                self.declared[declaration.key(callback)] = declaration
         for callback in self.callbacks:
             self._refuse_companions(callback)
 
     def _refuse_companions(self, callback: FederatedCallback) -> None:
-        """Refuse what a callback cannot run with, and states that do not say what partial averaging
-        does to them.
+        """Refuse callbacks that this one cannot run with, and partial averaging of silent states.
+
+        A state is silent where it does not say what partial averaging does to it.
         """
         name = type(callback).__name__
-        for what, why in callback.cannot_run_with.items():
+        for companion, why in callback.cannot_run_with.items():
             for other in self.callbacks:
-                if what in (*SHARED, *OWNED):
-                    has = overrides(other, what)
+                if companion in (*SHARED, *OWNED):
+                    meant = overrides(other, companion)
                 else:
-                    has = type(other).__name__ == what
-                if other is not callback and has:
+                    meant = type(other).__name__ == companion
+                if other is not callback and meant:
                     raise UserError(
                         f"method: {name} and {type(other).__name__} cannot run together: {why}. "
                         "Keep one of them."
                     )
-        for declared in callback.declarations().values() if "parts" in self._owners else ():
+        if "parts" not in self._owners:
+            return
+        for declared in callback.declarations().values():
             if isinstance(declared, State) and declared.synchronised is None:
                 raise UserError(
                     f"method: {declared.key(callback)} does not say what partial averaging does "
@@ -115,12 +119,17 @@ class Methods:
                 )
 
     def notes(self, run: RunFacts) -> list[str]:
-        """What the methods have to say about a run before it begins."""
-        said = (note.about(callback, run) for callback in self.callbacks for note in callback.notes)
-        return [text for text in said if text]
+        """The notes of the methods about a run before it begins."""
+        texts = []
+        for callback in self.callbacks:
+            for note in callback.notes:
+                text = note.about(callback, run)
+                if text:
+                    texts.append(text)
+        return texts
 
     def bind(self, ledger: Staging) -> None:
-        """From here on, declared state reads and writes this round's ledger."""
+        """Let declared state read and write this round's ledger, from here on."""
         for callback in self.callbacks:
             callback._bound_ledger = ledger
 
@@ -138,9 +147,7 @@ class Methods:
                 raise _returned(call, returned, "nothing")
 
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
-        """Call a hook that takes a gradient; gives the gradient, whether it was changed in place or
-        returned.
-        """
+        """The gradient after a hook, which may change it in place or return another."""
         returned = call(clients, gradient)
         if returned is None:
             return gradient
@@ -155,56 +162,54 @@ class Methods:
 
     @property
     def move_starts(self) -> bool:
-        """Whether a method may let clients start elsewhere than at w (their own kept parts do not
-        count).
+        """Tell whether a method may let clients start elsewhere than at w.
+
+        Parts that clients keep as their own do not count.
         """
         return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
 
     @property
     def aggregates_nobody(self) -> bool:
-        """Whether the server takes its step where no client finished, too."""
+        """Tell whether the server takes its step where no client finished, too."""
         return any(c.aggregates_nobody for c in self.callbacks if overrides(c, "aggregate"))
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """What a private run draws noise and coins from: its secret, or this seed; None: it is not
-        private.
-        """
+        """The source of a private run's noise and coins: its secret or a seed; else None."""
         return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
 
     @property
     def gathering(self) -> list[str]:
-        """Those that take all updates of a round together, by name."""
+        """The names of callbacks that take all updates of a round together."""
         return [type(c).__name__ for c in self.callbacks if c.gathers or overrides(c, "on_updates")]
 
     @property
     def reads_loss(self) -> bool:
-        """Whether one of them asks for the mean loss of a client's local steps."""
+        """Tell whether a callback asks for the mean loss of a client's local steps."""
         return any(c.reads_loss for c in self.callbacks)
 
     @property
     def start_from_w0(self) -> bool:
-        """Whether a state starts from w^0, so that w^0 has to be kept."""
+        """Tell whether a state starts from w^0, so that w^0 has to be kept."""
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
     def sent_by_clients(self) -> dict[str, Upload]:
-        """Uploads that are counted; those that the server can compute from what is sent anyway are
-        not.
-        """
+        """The uploads that are counted: the server cannot compute them from what is sent anyway."""
         known = {self._sends}
-        if self._sends and not self.move_starts:  # one gives the other
+        # Where clients start at w, their model gives their displacement, and the other way round.
+        if self._sends and not self.move_starts:
             known = {"x", "displacement"}
         source = {"derived": "displacement", "derived from x": "x"}
-        return {
-            k: d
-            for k, d in self.declared.items()
-            if isinstance(d, Upload) and d.sent and source.get(str(d.sent)) not in known
-        }
+        uploads: dict[str, Upload] = {}
+        for key, declaration in self.declared.items():
+            if not isinstance(declaration, Upload) or not declaration.sent:
+                continue
+            if source.get(str(declaration.sent)) not in known:
+                uploads[key] = declaration
+        return uploads
 
     def in_steps_of_others(self) -> str:
-        """The first callback from outside this package with a hook in each local step; or an empty
-        string.
-        """
+        """The first callback of others with a hook in each local step, or an empty string."""
         hooks = ("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end")
         for callback in self.callbacks:
             packaged = type(callback).__module__.startswith("fl_lightning.")
@@ -213,19 +218,17 @@ class Methods:
         return ""
 
     def fingerprint(self) -> dict[str, str]:
-        """Stateful callbacks and their plain arguments, to be compared with those of a checkpoint."""
+        """Stateful callbacks and their plain arguments, to compare with those of a checkpoint."""
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
 
     def stateless(self) -> str:
-        """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``:
-        compared as well.
-        """
-        told = (
-            f"{type(c).__name__}({arguments(c)})"
-            for c in self.callbacks
-            if not c.declarations() and any(overrides(c, hook) for hook in CHANGING)
-        )
-        return ", ".join(sorted(told)) or "none"
+        """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``."""
+        texts = []
+        for callback in self.callbacks:
+            changes = any(overrides(callback, hook) for hook in CHANGING)
+            if changes and not callback.declarations():
+                texts.append(f"{type(callback).__name__}({arguments(callback)})")
+        return ", ".join(sorted(texts)) or "none"
 
     def title(self) -> str:
         """The methods' names, without those that only measure."""
@@ -249,14 +252,13 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
 
 
 def overrides(callback: FederatedCallback, hook: str) -> bool:
-    """Whether a callback has this hook: in its class, or put on the instance in ``__init__``."""
-    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(
-        FederatedCallback, hook
-    )
+    """Tell whether a callback has this hook: in its class, or put on the instance."""
+    base = getattr(FederatedCallback, hook)
+    return hook in vars(callback) or getattr(type(callback), hook) is not base
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
-    """What a hook returned, which has to be a tensor with the shape of ``like``."""
+    """The result of a hook, which has to be a tensor with the shape of ``like``."""
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned
@@ -264,8 +266,8 @@ def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Te
 
 def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n: int) -> list[int]:
     """The clients that ``select`` returned, ascending: n distinct ones of the available."""
-    given = returned.tolist() if hasattr(returned, "tolist") else returned
-    ids = sorted(int(i) for i in given) if isinstance(given, Iterable) else []
+    choice = returned.tolist() if hasattr(returned, "tolist") else returned
+    ids = sorted(int(i) for i in choice) if isinstance(choice, Iterable) else []
     if len(ids) != n or len(set(ids)) != n or not set(ids) <= set(available.tolist()):
         raise _returned(
             call, returned, f"{n} distinct ids of the {len(available)} available clients"
@@ -274,16 +276,15 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
+    result = repr(returned)
     if isinstance(returned, Tensor):
-        what = f"a tensor of shape {tuple(returned.shape)}"
-    else:
-        what = repr(returned)
+        result = f"a tensor of shape {tuple(returned.shape)}"
     return TypeError(
-        f"{getattr(call, '__qualname__', call)} returned {what}; it has to return {expected}"
+        f"{getattr(call, '__qualname__', call)} returned {result}; it has to return {expected}"
     )
 
 
 def reads_outputs(callback: Any) -> bool:
-    """Whether a callback may look at ``outputs["loss"]``; those of Lightning and ours do not."""
+    """Tell whether a callback may look at ``outputs["loss"]``; Lightning's and ours do not."""
     home = getattr(callback.on_train_batch_end, "__module__", None) or ""
     return home.split(".")[0] not in ("pytorch_lightning", "lightning", "fl_lightning")

@@ -1,5 +1,6 @@
-"""A run's metrics as a table, and which way each is better, without importing torch: who only looks
-need not wait.
+"""A run's metrics as a table, and which way each is better.
+
+It does without torch, so that who only looks at a run need not wait for it.
 """
 
 from __future__ import annotations
@@ -24,39 +25,38 @@ Column = np.ndarray[Any, np.dtype[np.float64]]
 
 MODES = ("max", "min")
 _ACCURACIES = ("acc", "accuracy")
-_GREATER = {
-    *_ACCURACIES, "f1", "f1score", "precision", "recall", "auroc", "auc", "ap", "map", "iou", "dice", "psnr", "ssim",
-    "bleu", "r2", "kappa", "mcc", "cosine",
-}  # fmt: skip
-_LESS = {
-    "loss", "error", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer", "ece", "brier", "fid",
-    "kl", "hamming",
-}  # fmt: skip
+_GREATER = set(_ACCURACIES)
+_GREATER |= {"f1", "f1score", "precision", "recall", "auroc", "auc", "ap", "map", "iou", "dice"}
+_GREATER |= {"psnr", "ssim", "bleu", "r2", "kappa", "mcc", "cosine"}
+_LESS = {"loss", "error", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}
+_LESS |= {"ece", "brier", "fid", "kl", "hamming"}
 _LESS_OF_OURS = re.compile(
     r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$"
 )
 _APPENDED = re.compile(r"(_finetuned)?(_weighted|_std|_worst10)?$")  # by PerClientEvaluation
 _FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
 _STEP = re.compile(r"_step(/dataloader_idx_\d+)?$")
-# between the words of a class's name
+# The words of a class's name begin at these places.
 _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether more of a metric is better, by the last word of its name: the rule of reports, sweeps
-    and fits alike.
+    """Tell whether more of a metric is better, by the last word of its name.
 
-    Words end at ``/``, ``_``, ``-`` and ``.``; a class's name counts by how it ends. What
-    PerClientEvaluation appends is left out. Of the deviation of what is better where it is greater,
-    such as ``clients/acc_std``, it is asked: clients that differ more are not better off.
+    This is the rule of reports, sweeps and fits alike. Words end at ``/``, ``_``, ``-`` and ``.``;
+    a class's name counts by how it ends. Suffixes of PerClientEvaluation are left out. The
+    deviation of a metric that is better where it is greater, such as ``clients/acc_std``, tells
+    nothing: clients that differ more are not better off.
 
     Raises:
         UserError: the name does not tell.
 
-    >>> higher_is_better("val/acc"), higher_is_better("val_MulticlassF1Score"),
-    higher_is_better("clients/auc_worst10") (True, True, True)
-    >>> higher_is_better("val/perplexity"), higher_is_better("MeanSquaredError"),
-    higher_is_better("divergence/all") (False, False, False)
+    >>> names = ("val/acc", "val_MulticlassF1Score", "clients/auc_worst10")
+    >>> [higher_is_better(name) for name in names]
+    [True, True, True]
+    >>> names = ("val/perplexity", "MeanSquaredError", "divergence/all")
+    >>> [higher_is_better(name) for name in names]
+    [False, False, False]
     """
     greater = _by_name(name)
     if greater is None:
@@ -69,12 +69,12 @@ def higher_is_better(name: str) -> bool:
 
 
 def without_prefix(name: str) -> str:
-    """A metric's name without what says that it is of validation: ``val/acc`` → ``acc``."""
+    """A metric's name without the prefix of validation: ``val/acc`` → ``acc``."""
     return re.sub(r"^(validation|valid|val)[/_.-]", "", name)
 
 
 def is_accuracy(name: str) -> bool:
-    """Whether a metric is an accuracy, by the last word of its name."""
+    """Tell whether a metric is an accuracy, by the last word of its name."""
     return any(ending in _ACCURACIES for ending in _endings(name))
 
 
@@ -90,17 +90,18 @@ def _by_name(name: str) -> bool | None:
 
 
 def _endings(name: str) -> list[str]:
-    """The endings of a name's last word, the shortest first: ``val/BinaryF1Score`` → score,
-    f1score, binaryf1score.
+    """The endings of a name's last word, the shortest first.
+
+    ``val/BinaryF1Score`` → score, f1score, binaryf1score.
     """
-    words = re.split(r"[/_.-]", _APPENDED.sub("", name))
-    last = next((word for word in reversed(words) if word), "")
-    starts = [0, *(found.start() for found in _BOUNDARY.finditer(last))]
+    words = list(filter(None, re.split(r"[/_.-]", _APPENDED.sub("", name))))
+    last = words[-1] if words else ""
+    starts = [0, *(boundary.start() for boundary in _BOUNDARY.finditer(last))]
     return [last[start:].lower() for start in reversed(starts)]
 
 
 def check_mode(option: str, mode: Any) -> None:
-    """Refuse what is neither None, ``max`` nor ``min``."""
+    """Refuse a mode that is neither None, ``max`` nor ``min``."""
     if mode is not None and mode not in MODES:
         raise UserError(
             f"{option} {mode!r}: which way is better. Accepted: max (greater is), min (less is)."
@@ -108,22 +109,20 @@ def check_mode(option: str, mode: Any) -> None:
 
 
 def read_modes(modes: Any) -> dict[str, str]:
-    """The ``modes`` of a run.json; what are none, as older runs have it or a hand wrote it, are
-    passed over.
+    """The ``modes`` of a run.json, without entries that are none, which a hand may have written.
 
     >>> read_modes({"val/x": "max", "val/y": 3}), read_modes(None)
     ({'val/x': 'max'}, {})
     """
-    given = modes.items() if isinstance(modes, dict) else ()
-    return {name: mode for name, mode in given if mode in MODES}
+    entries = modes.items() if isinstance(modes, dict) else ()
+    return {name: mode for name, mode in entries if mode in MODES}
 
 
 class Directions:
-    """Which way metrics are better: as the user says, else as torchmetrics said in a run, else by
-    name; or asked.
+    """Knows which way metrics are better: by the user, else by torchmetrics in a run, else by name.
 
     Args:
-        ask: how to say it, for who is asked, such as ``report: give --mode max or --mode min``.
+        ask: how the user can say it, such as ``report: give --mode max or --mode min``.
         given: metric → ``"max"`` or ``"min"``, as the user says.
 
     >>> directions = Directions("Give a mode.", {"val/mine": "min"})
@@ -144,16 +143,17 @@ class Directions:
 
     def known(self, metric: str, mode: str | None = None) -> bool | None:
         """As :meth:`greater`; None where it would have to be asked."""
-        said = mode or self.given.get(metric)
-        if said is not None:
-            return said == "max"
+        word = mode or self.given.get(metric)
+        if word is not None:
+            return word == "max"
         recorded = self._recorded.get(metric, set())
-        if len(recorded) > 1:  # runs whose learners disagree
+        # Runs whose learners disagree tell nothing, and the name must not decide between them.
+        if len(recorded) > 1:
             return None
-        return _by_name(metric) if not recorded else "max" in recorded
+        return "max" in recorded if recorded else _by_name(metric)
 
     def greater(self, metric: str, mode: str | None = None) -> bool:
-        """Whether more of it is better; ``mode``: as said of this one use.
+        """Tell whether more of it is better; ``mode``: the user's word on this one use.
 
         Raises:
             UserError: it is not known.
@@ -164,15 +164,11 @@ class Directions:
         return greater
 
     def question(self, names: Iterable[str]) -> str:
-        """What the user is asked about metrics whose direction is not known."""
+        """The question to the user about metrics whose direction is not known."""
         names = list(names)
-        both = any(len(self._recorded.get(name, ())) > 1 for name in names)
-        if both:
+        why = "by its name" if len(names) == 1 else "by their names"
+        if any(len(self._recorded.get(name, ())) > 1 for name in names):
             why = "runs recorded both"
-        elif len(names) == 1:
-            why = "by its name"
-        else:
-            why = "by their names"
         return (
             f"which way is better in {', '.join(names)} is not known ({why}). {self.ask}: max "
             "where greater is better, min where less is."
@@ -181,7 +177,7 @@ class Directions:
 
 @dataclass
 class Logged:
-    """What a learner says of its metrics when it logs them.
+    """The facts that a learner tells of its metrics when it logs them.
 
     Args:
         modes: ``"max"`` or ``"min"`` of the torchmetrics of which it is known.
@@ -192,7 +188,7 @@ class Logged:
     shown: dict[str, None] = field(default_factory=dict)
 
     def note(self, name: str, value: Any, prog_bar: Any = False) -> None:
-        """``value`` is logged as ``name``."""
+        """Note that ``value`` is logged as ``name``."""
         greater = getattr(value, "higher_is_better", None)
         if isinstance(greater, bool):
             self.modes[name] = MODES[not greater]
@@ -200,25 +196,32 @@ class Logged:
             self.shown[name] = None
 
     def modes_of(self, names: Iterable[str]) -> dict[str, str]:
-        """The modes, under the names that Lightning makes of one where there are several, too."""
-        found = {name: self.modes.get(_FORKED.sub("", name)) for name in names}
-        return {**self.modes, **{name: mode for name, mode in found.items() if mode is not None}}
+        """The modes, also under the names that Lightning forks from one, such as ``acc_epoch``."""
+        modes = dict(self.modes)
+        for name in names:
+            mode = self.modes.get(_FORKED.sub("", name))
+            if mode is not None:
+                modes[name] = mode
+        return modes
 
     def shown_of(self, names: Iterable[str]) -> list[str]:
-        """What is shown, under the names that Lightning makes of one; of a step's and an epoch's
-        value the latter.
+        """The metrics that are shown, under the names that Lightning forks from one.
+
+        Of a step's and an epoch's value it is the epoch's.
         """
-        given = [name for name in names if not _STEP.search(name)]
-        return [
-            name for own in self.shown for name in given if own in (name, _FORKED.sub("", name))
-        ]
+        of_epochs = [name for name in names if not _STEP.search(name)]
+        forked: list[str] = []
+        for shown in self.shown:
+            forked += [name for name in of_epochs if shown in (name, _FORKED.sub("", name))]
+        return forked
 
 
 def read_rows(
     path: Path, complete: bool = False, before: int | None = None
 ) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, or its .gz: values as text ("" where missing), no last
-    line torn by a kill.
+    """Columns and rows of a metrics.csv, or its .gz, without a last line that a kill tore.
+
+    Values are text, "" where one is missing.
 
     Args:
         path: the file.
@@ -229,7 +232,8 @@ def read_rows(
     Raises:
         UserError: it is missing or no such file.
     """
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+    # Reading a pipe would wait for ever.
+    if path.exists() and not path.is_file():
         raise UserError(f"Cannot read {path}: it is no file. It should be a run's metrics.csv.")
     try:
         content = _content(path)
@@ -238,7 +242,7 @@ def read_rows(
         raise UserError(
             f"Cannot read {path}: {error}. It should be a run's metrics.csv."
         ) from error
-    # what a crash of the machine leaves
+    # A crash of the machine may leave zero bytes, which the reader of CSV refuses as a whole.
     text = content.decode(errors="replace").replace("\0", "\ufffd")
     text = text if complete else text[: text.rfind("\n") + 1]
     try:
@@ -247,27 +251,30 @@ def read_rows(
         raise UserError(
             f"Cannot read {path}: {error}. It should be a run's metrics.csv."
         ) from error
-    columns, rows = (lines[0], lines[1:]) if lines else (["round"], [])
-    whole: list[Row] = []
-    for number, row in enumerate(rows, start=2):
-        if columns[0] == "round" and len(row) == len(columns) and row[0].isdecimal():
-            whole.append(dict(zip(columns, row, strict=True)))
+    if not lines:
+        return ["round"], []
+    columns = lines[0]
+    rows: list[Row] = []
+    for number, values in enumerate(lines[1:], start=2):
+        if columns[0] == "round" and len(values) == len(columns) and values[0].isdecimal():
+            rows.append(dict(zip(columns, values, strict=True)))
             continue
-        needed = before is None or (
-            before > 0 and (not whole or int(whole[-1]["round"]) < before - 1)
-        )
-        torn = not complete and number == len(rows) + 1
+        # A line that is no row ends the table. It is an error unless it is the last one, which a
+        # kill tore, or belongs to rounds that a resumed run trains again.
+        latest = int(rows[-1]["round"]) if rows else -1
+        needed = before is None or latest < before - 1
+        torn = not complete and number == len(lines)
         if columns[0] != "round" or (needed and not torn):
             raise UserError(
                 f"{path}, line {number}: not a row of metrics (a round, then {len(columns) - 1} "
                 "values). Mend or remove the file."
             )
         break
-    return columns, whole
+    return columns, rows
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of ``path``; where it is not there, those that ``path.gz`` holds."""
+    """The bytes of ``path``, or of ``path.gz`` unpacked where there is no ``path``."""
     packed = path.with_name(f"{path.name}.gz")
     if packed.is_file() and not path.is_file():
         return gzip.decompress(packed.read_bytes())
@@ -275,9 +282,9 @@ def _content(path: Path) -> bytes:
 
 
 class Metrics(Mapping[str, Column]):
-    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``, nan where
-    nothing was logged.
+    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``.
 
+    It is nan where nothing was logged.
     ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` turns it into a frame.
     """
 
@@ -290,19 +297,18 @@ class Metrics(Mapping[str, Column]):
         self.rounds = list(rounds)
         self._directions = Directions('Metrics.best: give mode="max" or mode="min"')
         self._directions.record(modes)
-        self._columns = {
-            name: np.asarray(values, dtype=np.float64) for name, values in columns.items()
-        }
+        self._columns: dict[str, Column] = {}
+        for name, values in columns.items():
+            self._columns[name] = np.asarray(values, dtype=np.float64)
 
     @classmethod
     def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
         """The table of a metrics.csv; ``modes``: as in run.json."""
         names, rows = read_rows(path)
-        columns = {
-            n: [float(row[n]) if row[n] else math.nan for row in rows]
-            for n in names
-            if n != "round"
-        }
+        columns: dict[str, list[float]] = {}
+        for name in names:
+            if name != "round":
+                columns[name] = [float(row[name] or math.nan) for row in rows]
         return cls([int(row["round"]) for row in rows], columns, modes)
 
     def __getitem__(self, name: str) -> Column:
@@ -327,8 +333,8 @@ class Metrics(Mapping[str, Column]):
     def best(self, name: str, mode: str | None = None) -> tuple[float, int]:
         """The best value and the round that first reached it; (nan, -1) where there is none.
 
-        ``mode``: ``"max"`` or ``"min"``, where the name does not tell which way is better, and no
-        torchmetrics did.
+        ``mode``: ``"max"`` or ``"min"``, where neither the name nor torchmetrics tells which way
+        is better.
         """
         if not len(self._logged(name)):
             return math.nan, -1
@@ -340,11 +346,11 @@ class Metrics(Mapping[str, Column]):
     def described(self, name: str) -> str:
         """The last value, and the best with its round where it is known which way is better."""
         form = "{:.4f}" if is_accuracy(name) else "{:.4g}"
-        told = f"last {form.format(self.last(name))}"
+        last = f"last {form.format(self.last(name))}"
         if self._directions.known(name) is None:
-            return told
+            return last
         best, at = self.best(name)
-        return f"{told}, best {form.format(best)} (round {at + 1})"
+        return f"{last}, best {form.format(best)} (round {at + 1})"
 
     def median(self, name: str) -> float:
         """The median of the logged values; nan where there is none."""

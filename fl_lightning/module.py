@@ -119,7 +119,7 @@ class FederatedModule(LearnerHooks):
         self.run = FederatedRun(self.settings, self.global_model)
         self.logged = Logged()
         self.stop_requested = False
-        # of a checkpoint, until its settings are known to be this run's
+        # Those of a checkpoint wait here until its settings are known to be this run's.
         self._optimizer_states: Any = None
 
     # For users, callbacks and loggers
@@ -142,22 +142,22 @@ class FederatedModule(LearnerHooks):
 
     @property
     def client_rows(self) -> ClientRows:
-        """What methods keep for each client: ``client_rows.read("ClassName.name", i)``."""
+        """The clients' rows of methods: ``client_rows.read("ClassName.name", i)``."""
         return self.run.state.rows
 
     @property
     def server_states(self) -> dict[str, Tensor]:
-        """What methods keep at the server, by ``"ClassName.name"``."""
+        """The server's states of methods, by ``"ClassName.name"``."""
         return self.run.state.server
 
     @property
     def engine_facts(self) -> dict[str, str]:
-        """Which engine trains the clients and why, to be read by people; empty before training."""
+        """The engine that trains the clients, and why, for people; empty before training."""
         return {} if self.run.plan is None else self.run.plan.facts()
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know about the run; the card repeats it."""
+        """The run's warnings, which the card repeats."""
         return self.run.notes
 
     @property
@@ -171,7 +171,7 @@ class FederatedModule(LearnerHooks):
         return self.run.cohort(self.trainer)
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """Who takes part in round t, ascending; the same in every process and after every resume.
+        """The participants of round t, ascending; the same in every process and after a resume.
 
         Raises:
             UserError: a method chooses them (``select``), and has not chosen for this round yet.
@@ -183,7 +183,7 @@ class FederatedModule(LearnerHooks):
         return self.cohort.steps(i)
 
     def describe(self) -> str:
-        """What runs, in one line."""
+        """The run in one line."""
         return facts.in_one_line(self.run)
 
     def note(self, text: str) -> None:
@@ -191,26 +191,25 @@ class FederatedModule(LearnerHooks):
         self.run.note(text)
 
     def export(self, path: str | Path | None = None, client: int | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers; to ``path`` too, as a
-        checkpoint.
+        """A copy of the learner with the evaluated weights and buffers.
 
-        ``client``: whose personal model to take in their place; to be called in every process.
+        ``path``: where to save it too, as a checkpoint. ``client``: whose personal model to take in
+        their place; every process has to call it then.
         """
         model = None if client is None else personal.of_client(self.run, client)
         return self.global_model.export(path, self._trainer, model)
 
     def evaluator(self) -> Evaluator:
-        """Measures losses and gradients of clients' samples at any vector, on a copy of the learner
-        as it is now.
-        """
+        """An evaluator of losses and gradients at any vector, on a copy of the learner."""
         return Evaluator.of_run(self.run, self.trainer)
 
     # Lightning's hooks, in the order of a fit
     # ------------------------------------------------------------------------
 
     def configure_callbacks(self) -> Any:
-        batch_callbacks.give_back(self.trainer)  # of a fit that ended with an exception
-        # the first hook of a fit: before Lightning's own, terser refusals
+        # A fit that ended with an exception called no teardown.
+        batch_callbacks.give_back(self.trainer)
+        # This is the first hook of a fit: we refuse before Lightning does, in terser words.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
         return self.learner.configure_callbacks()
@@ -229,6 +228,7 @@ class FederatedModule(LearnerHooks):
             self.run.load_start(self.trainer)
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
+        # All of a checkpoint is checked before anything of it is restored.
         self.global_model.build()
         forged.check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
@@ -242,10 +242,13 @@ class FederatedModule(LearnerHooks):
             self.run.take_up(held, self.trainer)
 
     def configure_optimizers(self) -> Optimizer:
+        # Lightning has moved the parameters to their device by now.
         self.global_model.build(again=True)
         return self.run.make_optimizers(self.trainer)
 
     def on_fit_start(self) -> None:
+        # Lightning has loaded a checkpoint's weights by now, and other callbacks may have changed
+        # them: w is what the learner has when its first round begins.
         checks.check_fixed_parameters(self.trainer)
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
@@ -268,8 +271,9 @@ class FederatedModule(LearnerHooks):
         self.learner.on_train_epoch_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
-        """The round of this epoch; gives its mean loss, where a callback asks for it."""
+        """Run the round of this epoch; returns its mean loss, where a callback asks for it."""
         self.run.run_round(self.current_epoch)
+        # A signal may reach one process alone, and all have to stop after the same round.
         self.trainer.should_stop |= any(gathered(self.stop_requested))
         return self.run.outputs()
 
@@ -286,6 +290,7 @@ class FederatedModule(LearnerHooks):
         self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
+        # The learner's hook comes last, as in plain training, and may change all of it.
         self.run.save(saved, self.trainer)
         self.learner.on_save_checkpoint(saved)
 

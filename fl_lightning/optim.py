@@ -19,8 +19,9 @@ from fl_lightning.errors import UserError
 
 
 class _Adaptive(Optimizer):
-    """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ), where the gradient is
-    -d.
+    """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ).
+
+    The gradient is -d.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class _Adaptive(Optimizer):
         bias_correction: bool,
     ) -> None:
         name = type(self).__name__
-        for what, value, fine, accepted in (
+        for option, value, fine, accepted in (
             ("lr", lr, 0 <= lr < inf, "from 0"),
             ("beta1", beta1, 0 <= beta1 < 1, "from 0, below 1"),
             ("beta2", beta2, 0 <= beta2 < 1, "from 0, below 1"),
@@ -41,20 +42,18 @@ class _Adaptive(Optimizer):
         ):
             if not fine:
                 raise UserError(
-                    f"{name}: {what}={value!r} is not accepted; it has to be a number {accepted}."
+                    f"{name}: {option}={value!r} is not accepted; it has to be a number {accepted}."
                 )
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "beta1": beta1,
-                "beta2": beta2,
-                "tau": tau,
-                "bias_correction": bias_correction,
-            },
-        )
-        # state exists before the first step: partial averaging restores it where a part is not
-        # averaged
+        defaults = {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "tau": tau,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+        # The state exists before the first step, since partial averaging puts it back where a part
+        # is not averaged.
         for group in self.param_groups:
             for p in group["params"]:
                 v = 0.0 if bias_correction else tau**2

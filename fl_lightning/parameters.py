@@ -1,5 +1,6 @@
-"""A learner's parameters as objects in memory: what cannot lie in one flat vector, and what would
-leave it.
+"""A learner's parameters as objects in memory.
+
+Refused are those that cannot lie in one flat vector, and those that would leave it in a step.
 """
 
 from __future__ import annotations
@@ -22,17 +23,13 @@ def check_learner_parameters(learner: nn.Module) -> None:
     Raises:
         UserError: lazy parameters, several dtypes, nothing to train, or two over the same memory.
     """
-    lazy = [
-        n
-        for n, p in learner.named_parameters()
-        if isinstance(p, nn.parameter.UninitializedParameter)
-    ]
-    if lazy:
-        raise UserError(
-            f"learner {type(learner).__name__} has lazy parameters ({lazy[0]}, …), whose shape is "
-            "not known yet. Run one batch through it first, or build it with the sizes written "
-            "out (Linear, not LazyLinear)."
-        )
+    for name, parameter in learner.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UserError(
+                f"learner {type(learner).__name__} has lazy parameters ({name}, …), whose shape "
+                "is not known yet. Run one batch through it first, or build it with the sizes "
+                "written out (Linear, not LazyLinear)."
+            )
     dtypes = {p.dtype for _, p in trainable(learner)}
     if len(dtypes) > 1:
         named = ", ".join(sorted(str(d) for d in dtypes))
@@ -63,6 +60,7 @@ def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             start = tensor.data_ptr()
             spans.append((start, start + extent(tensor) * tensor.element_size(), name, tensor))
+    # By their first byte: a tensor meets only those that begin before it ends.
     spans.sort(key=lambda span: span[:3])
     for j, (_, end, name, tensor) in enumerate(spans):
         for start, _, other, beside in spans[j + 1 :]:
@@ -73,21 +71,18 @@ def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def extent(tensor: Tensor) -> int:
-    """How many elements lie from its first to its last."""
-    return 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    """The number of elements of memory from a tensor's first to its last."""
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in dimensions)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors whose extents meet have an element in common, which two columns of one
-    have not.
-    """
-    if (
-        one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-        or one.dtype != other.dtype
-    ):
+    """Tell whether two tensors whose extents meet have an element in common."""
+    same_storage = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if not same_storage or one.dtype != other.dtype:
         return True
+    # Two columns of a matrix meet without sharing anything, so one's elements are marked, and the
+    # other's looked up.
     first = min(one.storage_offset(), other.storage_offset())
     last = max(t.storage_offset() + extent(t) for t in (one, other))
     marks = torch.zeros(last - first, dtype=torch.bool)
@@ -96,7 +91,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def slots_of_parameters(learner: nn.Module) -> Slots:
-    """Which Parameter, and which module, each module has under which name."""
+    """The Parameters and modules that each module has, by name."""
     return [
         (path, part, dict(part._parameters), dict(part._modules))
         for path, part in learner.named_modules()
@@ -104,24 +99,27 @@ def slots_of_parameters(learner: nn.Module) -> Slots:
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
-    """Refuse a learner that has put another Parameter in the place of one, or a module with one to
-    train.
+    """Refuse a learner that has another Parameter than the run began with, or a new module of them.
 
     Raises:
         UserError: with its name.
     """
+    # Every client comes by here, and the walk over all modules takes its time: so parameters that
+    # stand are told by their identity, and names are looked up only for an error.
     same_modules = True
-    for path, part, before, inside in slots:
+    for path, part, at_first, modules in slots:
         now = part._parameters
-        same_modules = same_modules and part._modules == inside
-        if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+        same_modules = same_modules and part._modules == modules
+        if len(now) == len(at_first) and all(map(operator.is_, now.values(), at_first.values())):
             continue
-        leaf = next((n for n in {**before, **now} if now.get(n) is not before.get(n)), None)
-        if leaf is not None:
-            raise replaced(learner, f"{path}.{leaf}" if path else leaf)
+        for leaf in {**at_first, **now}:
+            if now.get(leaf) is not at_first.get(leaf):
+                raise replaced(learner, f"{path}.{leaf}" if path else leaf)
     if same_modules:
         return
-    known = {id(parameter) for _, _, before, _ in slots for parameter in before.values()}
+    known: set[int] = set()
+    for _, _, at_first, _ in slots:
+        known.update(map(id, at_first.values()))
     for name, parameter in trainable(learner):
         if id(parameter) not in known:
             raise replaced(learner, name)

@@ -19,9 +19,10 @@ def default_timeout() -> timedelta:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """From here on no process waits longer for another."""
+    """Let no process wait longer for another, from here on."""
     global _timeout
     _timeout = timeout
+    # Older versions of torch have the function under a private name.
     c10d: Any = dist.distributed_c10d
     setter = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
     setter(timeout)
@@ -53,7 +54,7 @@ def gathered(value: T) -> list[T]:
 
 
 def collective_device() -> torch.device:
-    """Where tensors that travel between processes have to lie."""
+    """The device on which tensors that travel between processes have to lie."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -56,7 +56,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """What was logged, one row per round."""
+        """The metrics that were logged, one row per round."""
         modes = read_modes(read_record(self.folder / "run.json").get("modes"))
         return Metrics.read(self.folder / "metrics.csv", modes)
 
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def checkpoint_path(self) -> Path:
-        """Where it is, or would be."""
+        """The checkpoint's place, or where it would be."""
         if self._asked_for is not None:
             return self._asked_for
         paths = [self.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt")]
@@ -88,8 +88,7 @@ class Run:
         return store
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        """The row of ``"ClassName.name"`` that ``client`` had at the last checkpoint; None where it
-        had none.
+        """The client's row of ``"ClassName.name"`` at the last checkpoint; None where it had none.
 
         Raises:
             UserError: no client has a row of that name.
@@ -105,9 +104,7 @@ class Run:
 
     @cached_property
     def learner(self) -> pl.LightningModule:
-        """The learner with the global weights of the last checkpoint, on the CPU, in evaluation
-        mode.
-        """
+        """The learner at the last checkpoint's global weights, on the CPU, in evaluation mode."""
         learner: pl.LightningModule = self.built.model.learner
         learner.configure_model()
         learner.load_state_dict(self.checkpoint["state_dict"])
@@ -124,6 +121,7 @@ class Run:
         """The run's data module, set up and split as the run had it."""
         data = self.built.datamodule
         held = self.checkpoint.get("federated", {})
+        # A run without a seed of its own split its data by the seed that it drew.
         if getattr(data, "seed", None) is None:
             data.seed = held.get("seed")
         data.setup("fit")
@@ -136,22 +134,19 @@ class Run:
 
     @cached_property
     def built(self) -> FederatedCLI:
-        """Learner and data as config.yaml describes them; random state and the environment's seed
-        stay as they are.
-        """
-        before = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+        """Learner and data as config.yaml describes them."""
+        # The command line seeds the process, which a notebook must not notice.
+        seeds = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
         with isolate_rng():
             try:
                 return FederatedCLI("export", prepare("export", [str(self.folder)]))
             finally:
-                for key, value in before.items():
+                for key, value in seeds.items():
                     os.environ.pop(key, None)
                     if value is not None:
                         os.environ[key] = value
 
 
 def load(folder: str | os.PathLike[str]) -> Run:
-    """The run in ``folder``: ``learner``, ``metrics``, ``config``, ``partition``,
-    ``client_state(name, client)``.
-    """
+    """The run in ``folder``, with its learner, metrics, config, partition and client states."""
     return Run(folder)

@@ -1,6 +1,4 @@
-"""One federated run, from the start of a fit on: what it owns besides the model, and how it
-describes itself.
-"""
+"""One federated run, from the start of a fit on: the objects it owns besides the model."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from torch.optim import Optimizer
 from fl_lightning import checkpoint, checks, facts, sampling
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
+from fl_lightning.buffers import BufferPolicy
 from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
 from fl_lightning.devices import prepare_process
@@ -33,6 +32,7 @@ from fl_lightning.loop import FederatedLoop, Metrics, Participants
 from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
+from fl_lightning.round.context import ClientRates
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.schedules import decay_factor
@@ -75,11 +75,11 @@ class FederatedRun:
         self._drawn_seed: int | None = None
         self._trainer: Any = None
         self._fitted_by = 0  # the id of a Trainer
-        # while training, of the module and its parts
+        # The modes of the module and its parts while training, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: settings, model and state; no Trainer, engine or thread."""
+        """A copy has settings, model and state; no Trainer, engine or thread."""
         names = ("settings", "model", "state", "notes", "_drawn_seed")
         return {name: getattr(self, name) for name in names}
 
@@ -109,10 +109,10 @@ class FederatedRun:
             return given
         if self._drawn_seed is None:
             drawn = sampling.fresh_seed()
-            if trainer is None:
-                self._drawn_seed = drawn
-            else:
-                self._drawn_seed = int(trainer.strategy.broadcast(drawn))
+            # All processes take the seed that the first one drew.
+            if trainer is not None:
+                drawn = int(trainer.strategy.broadcast(drawn))
+            self._drawn_seed = drawn
         return self._drawn_seed
 
     def take_up(self, held: dict[str, Any], trainer: Any) -> None:
@@ -136,48 +136,47 @@ class FederatedRun:
         )
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
-        """Who takes part in round t, ascending: sampled, or by a method's choice (see
-        :meth:`RunState.chosen_in`).
-        """
+        """The participants of round t, ascending: sampled, or chosen by a method."""
         if self.methods.owner("select") is None:
             return cohort.participants(t)
-        return self.state.chosen_in(t, (-1, ()) if self.loop is None else self.loop.present)
+        present = (-1, ()) if self.loop is None else self.loop.present
+        return self.state.chosen_in(t, present)
 
     def clients_now(self, t: int) -> Optimizer | None:
-        """The clients' optimizer over the learner's parameters at the rates of round t, to look at;
-        None: no fit.
-        """
+        """The clients' optimizer at the rates of round t, to look at; None outside of a fit."""
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
         return configured_optimizer.shown_at(self.clients, rates)
 
     def goes_on(self, trainer: Any) -> bool:
-        """Whether this is another fit by the same Trainer, after rounds that were committed."""
+        """Tell whether this is another fit by the same Trainer, after rounds were committed."""
         return self.held is None and self._fitted_by == id(trainer) and self.state.rounds > 0
 
     def load_start(self, trainer: Any) -> None:
-        """The weights of ``init_from``, where this is no other fit of the same run."""
+        """Load the weights of ``init_from``, where this is the run's first fit."""
         if self.settings.init_from is not None and not self.goes_on(trainer):
             weights = checkpoint.load_weights(self.settings.init_from)
             checkpoint.check_weights(self.model.learner, weights)
             self.model.learner.load_state_dict(weights)
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
-        """The optimizers of clients and server; gives the server's."""
-        before = self.server if self.goes_on(trainer) else None
+        """Make the optimizers of clients and server, and return the server's."""
+        earlier = self.server if self.goes_on(trainer) else None
+        # A run has one secret, in all its fits and after a resume: another one would draw other
+        # noise onto what was shown already.
         if self.methods.draws_from == "secret" and (
-            before is None or self.secret is secret.NOT_YET
+            earlier is None or self.secret is secret.NOT_YET
         ):
             self.secret = secret.of_fit(trainer, self.held, self.note)
         server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
         checks.check_optimizer("server_optimizer", server)
         self.server_rates = [float(group["lr"]) for group in server.param_groups]
         self.server = server
-        given = self.settings.client_optimizer
+        factory = self.settings.client_optimizer
         scheduler = self.settings.client_scheduler
         self.clients, self.schedule = configured_optimizer.of_clients(
-            given, self.model.learner, scheduler, self.note
+            factory, self.model.learner, scheduler, self.note
         )
         checks.check_optimizer("client_optimizer", self.clients)
         optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
@@ -186,22 +185,23 @@ class FederatedRun:
         }
         if self.schedule is not None:
             self._accounts["client_scheduler"] = self.schedule.account
+            # A scheduler that ends before the last round is refused now, and not in that round.
             if scheduler == "rounds" and trainer.max_epochs > 0:
-                # so that one that ends before is refused now
                 self.schedule.reach(min(trainer.max_epochs, 10_000))
-        if before is not None:
-            server.load_state_dict(before.state_dict())
+        if earlier is not None:
+            server.load_state_dict(earlier.state_dict())
         return server
 
     def restore(self, trainer: Any) -> None:
-        """Set the state from which rounds go on: this run's so far, a checkpoint's, or a new one."""
+        """Set the state from which rounds go on: this run's, a checkpoint's, or a new one."""
         prepare_process(self.model.w.device)
-        # an exception in validation leaves them as validation has them
+        # An exception in validation left the modes as validation has them.
         for part, training in self._modes:
             part.training = training
         if self.goes_on(trainer):
             self.state.keep_rows_for(trainer.datamodule)
-            fit = trainer.fit_loop  # the loggers' axis, which an exception can leave one ahead
+            # The loggers' axis, which an exception can leave one ahead of the rounds.
+            fit = trainer.fit_loop
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
         rank = trainer.global_rank
@@ -210,62 +210,30 @@ class FederatedRun:
         w = self.model.w.detach()
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
-            self.state = RunState(
-                rows, initial_vector=w.clone() if self.methods.start_from_w0 else None
-            )
+            w0 = w.clone() if self.methods.start_from_w0 else None
+            self.state = RunState(rows, initial_vector=w0)
         else:
+            # Refused before anything of the checkpoint is taken over.
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
         self.state.keep_rows_for(trainer.datamodule)
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
-        """Choose the engine and make the loop; before the first round. ``server_optimizer``: in
-        Lightning's wrapper.
+        """Choose the engine and make the loop, before the first round.
+
+        ``server_optimizer``: in Lightning's wrapper.
         """
-        settings = self.settings
         model = self.model
         cohort = self.cohort(trainer)
         rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
-        about = RunFacts(
-            cohort.n, cohort.m, settings.weighting, "" if rates.plain_sgd else rates.optimizer
-        )
-        for text in [*settings.notes(), *self.methods.notes(about)]:
-            self.note(text)
-        if sampling.given_seed(settings.seed) is None:
-            whose = "was drawn" if self.held is None else "is the checkpoint's"
-            self.note(
-                f"no seed was given: seed={self.seed(trainer)} {whose}; give it to repeat this run"
-            )
-        if who := self.methods.gathering:
-            self.note(gathering.memory(" and ".join(who), cohort.most, model.w))
-        work = Work(
-            cohort.data,
-            self.methods,
-            cohort.seed,
-            settings.clip_norm,
-            settings.keep_optimizer_state,
-        )
-        work.evaluate = ClientEvaluation(self, trainer)
-        setting = setting_of(trainer, settings, model, self.clients, self.schedule, work, cohort)
-        setting = replace(
-            setting,
-            keeps_loss=self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks)),
-        )
-        if self.held is None:
-            before = self.plan
-        else:
-            before = EnginePlan.from_dict(self.held["engine"] or {})
-        self.close_engine()
-        self.engine, self.plan = choose(setting, before, self.note, self._not_captured)
-        model.written = self.plan.written
-        if before is not None and before.engine != self.plan.engine:
-            went_on = f"engine='{self.plan.engine}' goes on with what '{before.engine}' began"
-            self.note(went_on + ": alike to rounding, not to the bit")
+        self._note_settings(trainer, cohort, rates)
+        policy = self._choose_engine(trainer, cohort)
+        assert self.engine is not None
         parts = self.methods.parts(model.layout)
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self.loop = FederatedLoop(
-            settings=settings,
+            settings=self.settings,
             model=model,
             cohort=cohort,
             methods=self.methods,
@@ -278,25 +246,73 @@ class FederatedRun:
             report=self.report,
             tell=self._tell,
             note=self.note,
-            buffers=setting.policy,
+            buffers=policy,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
+        # Only now has this fit begun: one that was refused above leaves no trace of itself, and
+        # the next fit takes up the checkpoint anew.
         self.held = None
         self._trainer = trainer
         self._fitted_by = id(trainer)
         self._modes = modes(trainer.lightning_module)
 
+    def _note_settings(self, trainer: Any, cohort: Cohort, rates: ClientRates) -> None:
+        """Warn of what settings and methods mean in this run, before its first round."""
+        settings = self.settings
+        other_optimizer = "" if rates.plain_sgd else rates.optimizer
+        about = RunFacts(cohort.n, cohort.m, settings.weighting, other_optimizer)
+        for text in [*settings.notes(), *self.methods.notes(about)]:
+            self.note(text)
+        if sampling.given_seed(settings.seed) is None:
+            whose = "was drawn" if self.held is None else "is the checkpoint's"
+            self.note(
+                f"no seed was given: seed={self.seed(trainer)} {whose}; give it to repeat this run"
+            )
+        names = self.methods.gathering
+        if names:
+            self.note(gathering.memory(" and ".join(names), cohort.most, self.model.w))
+
+    def _choose_engine(self, trainer: Any, cohort: Cohort) -> BufferPolicy:
+        """Set engine and plan; the policy of buffers comes with them."""
+        settings = self.settings
+        work = Work(
+            cohort.data,
+            self.methods,
+            cohort.seed,
+            settings.clip_norm,
+            settings.keep_optimizer_state,
+        )
+        work.evaluate = ClientEvaluation(self, trainer)
+        setting = setting_of(
+            trainer, settings, self.model, self.clients, self.schedule, work, cohort
+        )
+        keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
+        setting = replace(setting, keeps_loss=keeps_loss)
+        earlier = self.plan
+        if self.held is not None:
+            earlier = EnginePlan.from_dict(self.held["engine"] or {})
+        # An engine that an earlier fit left has threads and memory that the trials need.
+        self.close_engine()
+        self.engine, self.plan = choose(setting, earlier, self.note, self._not_captured)
+        self.model.written = self.plan.written
+        if earlier is not None and earlier.engine != self.plan.engine:
+            self.note(
+                f"engine='{self.plan.engine}' goes on with what '{earlier.engine}' began: "
+                "alike to rounding, not to the bit"
+            )
+        return setting.policy
+
     def identity(self, trainer: Any) -> Identity:
-        """What has to be the same when this run is resumed."""
+        """The settings that have to be the same when this run is resumed."""
         arguments = {**self.settings.compared(), **self._accounts}
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Before round t, the first of this fit: tell loggers where the run goes on, and what it
-        is.
-        """
-        self.state.rounds = self.state.rounds or t  # for an older checkpoint, which does not say
+        """Tell loggers, before round t, the first of this fit, where the run goes on."""
+        # An older checkpoint does not say how many rounds are committed, Lightning's epoch does.
+        self.state.rounds = self.state.rounds or t
+        # A logger has to forget later rounds before it is given anything new.
         for logger in self._trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
@@ -304,42 +320,41 @@ class FederatedRun:
         self._random_state = RandomState(self.model.w)
 
     def seed_round(self, t: int) -> None:
-        """Make what is drawn outside of clients from here on, as in validation, a function of
-        (seed, t).
-        """
+        """Make draws outside of clients, as in validation, a function of (seed, t)."""
         seed_round(self.seed(self._trainer), t)
 
     def end(self) -> None:
-        """After the last round: leave the process's random numbers as they were before the first."""
+        """Leave the process's random generators as they were before the first round."""
         self._random_state.restore()
 
     def run_round(self, t: int) -> Metrics:
-        """Round t; gives what was logged. Where it was committed before an interruption, that is
-        reported once more.
-        """
+        """Run round t and return its metrics; a committed round is only reported once more."""
         assert self.loop is not None
         self._modes = modes(self._trainer.lightning_module)
+        # After an interruption Lightning begins the epoch again, whose round may have been
+        # committed before: its validation is missing, but its training is not.
         if t < self.state.rounds:
             self.report(self.state.logged, t)
             return self.state.logged
         try:
+            # The server computes in full precision and keeps no graph; steps have contexts of
+            # their own.
             with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
                 return self.loop.run_round(t)
         except BaseException:
-            self.close_engine()  # Lightning calls no teardown after an exception
+            # Lightning calls no teardown after an exception, and threads must not stay.
+            self.close_engine()
             raise
         finally:
             self.model.found = None
 
     def outputs(self) -> dict[str, torch.Tensor] | None:
-        """What callbacks get of the latest round: ``{"loss": …}``; None where nobody asks."""
+        """The latest round's ``{"loss": …}`` for callbacks; None where nobody asks."""
         loss = None if self.loop is None else self.loop.loss
         return None if loss is None else {"loss": torch.tensor(loss)}
 
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
-        """Add what the run needs, besides Lightning's own, to a checkpoint; before training, no
-        state.
-        """
+        """Add the run's part to a checkpoint; before training there is no state to add."""
         checkpoint.with_hyper_parameters(saved, self.model)
         if self.loop is None or self.plan is None:
             return
@@ -348,6 +363,8 @@ class FederatedRun:
                 "a run of several processes cannot save a checkpoint as an exception passes: the "
                 "other processes are elsewhere. Resume from the last checkpoint of a round."
             )
+        # A checkpoint within a round holds what the round found, unless it is committed: a commit
+        # that was interrupted is finished before.
         if self.state.settle(self.loop.present[0]):
             self.model.found = None
         server_update.undo_in(saved, self.model)
@@ -360,15 +377,14 @@ class FederatedRun:
             self.plan,
             self.disk,
         )
-        self.secret.keep(
-            saved[checkpoint.KEY], self.disk.folder if trainer.is_global_zero else None
-        )
+        folder = self.disk.folder if trainer.is_global_zero else None
+        self.secret.keep(saved[checkpoint.KEY], folder)
         checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
         for logger in trainer.loggers:
             logger.save()
 
     def report(self, metrics: Metrics, t: int) -> None:
-        """Log metrics of round t: to every logger, and where callbacks that monitor look for them."""
+        """Log metrics of round t to every logger, and where callbacks that monitor find them."""
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=t)
@@ -377,30 +393,30 @@ class FederatedRun:
         self._validation_began = time.perf_counter()
 
     def validation_ends(self, trainer: Any) -> None:
-        """Log how long it took, where it belongs to a fit."""
+        """Log how long validation took, where it belongs to a fit."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.report(
-                {"time/validation": time.perf_counter() - self._validation_began},
-                trainer.current_epoch,
-            )
+            seconds = time.perf_counter() - self._validation_began
+            self.report({"time/validation": seconds}, trainer.current_epoch)
 
     def claim(self, trainer: Any, begins: bool) -> None:
-        """Make the folder of the run's checkpoints its own, before one is read; ``begins``: make
-        it, to write there.
+        """Make the folder of the run's checkpoints this run's own, before one is read.
+
+        ``begins``: make the folder, to write there.
 
         Raises:
             UserError: another process writes there.
         """
-        if trainer.checkpoint_callbacks and not any(
-            hasattr(c, "claims_folder") for c in trainer.callbacks
-        ):
-            folder = RowsOnDisk.of(trainer).folder.parent
-            if begins:
-                folder.mkdir(parents=True, exist_ok=True)
-            if self.lock is None and folder.is_dir():
-                self.lock = held_by_all(folder, trainer)
-            if begins and self.lock is not None:
-                self.lock.use()
+        # The command line claims a run's folder by a callback, earlier than we could.
+        claimed = any(hasattr(c, "claims_folder") for c in trainer.callbacks)
+        if claimed or not trainer.checkpoint_callbacks:
+            return
+        folder = RowsOnDisk.of(trainer).folder.parent
+        if begins:
+            folder.mkdir(parents=True, exist_ok=True)
+        if self.lock is None and folder.is_dir():
+            self.lock = held_by_all(folder, trainer)
+        if begins and self.lock is not None:
+            self.lock.use()
 
     def close(self) -> None:
         """Release what the engine holds, and the folder."""

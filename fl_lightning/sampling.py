@@ -1,5 +1,4 @@
-"""Counter-based randomness: every draw is a function of (seed, purpose, counters), never of what
-ran before.
+"""Counter-based randomness: every draw is a function of (seed, purpose, counters).
 
 So resuming, the size of a group, the engine and the number of processes cannot change who is
 sampled, in which order samples come or how they are augmented.
@@ -21,8 +20,9 @@ from fl_lightning.errors import UserError
 
 
 class _Key(ISeedSequence):
-    """Philox's key as it is; ``Philox(key=…)`` reads the system's entropy first, and takes five
-    times as long.
+    """Philox's key as it is.
+
+    ``Philox(key=…)`` reads the system's entropy first, and takes five times as long.
     """
 
     def __init__(self, *key: int) -> None:
@@ -33,8 +33,7 @@ class _Key(ISeedSequence):
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """The generator for (seed, purpose, counters): up to three counters, such as (round, client,
-    epoch).
+    """The generator for (seed, purpose, counters), up to three, such as (round, client, epoch).
 
     >>> draw = lambda: generator(0, "order", 3, 7).permutation(5).tolist()
     >>> draw() == draw()
@@ -47,6 +46,8 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
         raise ValueError(f"at most three counters, got {counters}")
     if type(seed) is not int or not 0 <= seed < 2**63:
         seed = check_seed("seed", seed)
+    # Philox counts the numbers that it draws in the first word of its counter, so ours are the
+    # other three.
     words: Any = np.array([0, *counters, *[0] * (3 - len(counters))], np.uint64)
     key: Any = _Key(seed, zlib.crc32(purpose.encode()))
     return np.random.Generator(np.random.Philox(key, counter=words))

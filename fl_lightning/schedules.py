@@ -10,8 +10,7 @@ from fl_lightning.errors import UserError
 
 
 class Schedule(ABC):
-    """A function of the round t = 0, 1, …: a factor for a learning rate, the value itself for a
-    coefficient.
+    """A function of the round t = 0, 1, …: a learning rate's factor, or a coefficient's value.
 
     >>> [Exponential(0.5)(t) for t in range(3)]
     [1.0, 0.5, 0.25]
@@ -21,7 +20,7 @@ class Schedule(ABC):
     def __call__(self, round: int) -> float: ...
 
     def __repr__(self) -> str:
-        # as older checkpoints have it
+        # Older checkpoints know no scale, and a resumed run compares this text.
         shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}
         arguments = ", ".join(f"{k}={v!r}" for k, v in shown.items())
         return f"{type(self).__name__}({arguments})"
@@ -62,9 +61,8 @@ class Cosine(Schedule):
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
             return self.scale * self.end
-        return self.scale * (
-            self.end + (1 - self.end) * (1 + math.cos(math.pi * round / self.rounds)) / 2
-        )
+        share = (1 + math.cos(math.pi * round / self.rounds)) / 2
+        return self.scale * (self.end + (1 - self.end) * share)
 
 
 class Steps(Schedule):
@@ -75,9 +73,9 @@ class Steps(Schedule):
     """
 
     def __init__(self, values: dict[int, float]) -> None:
-        self.values = {
-            int(t): float(_finite(f"Steps: the value of round {t}", v)) for t, v in values.items()
-        }
+        self.values: dict[int, float] = {}
+        for t, value in values.items():
+            self.values[int(t)] = float(_finite(f"Steps: the value of round {t}", value))
 
     def __call__(self, round: int) -> float:
         past = [t for t in self.values if t <= round]
@@ -85,7 +83,7 @@ class Steps(Schedule):
 
 
 def decay_factor(decay: float | Schedule, t: int) -> float:
-    """What a learning rate is multiplied by in round t."""
+    """The factor of a learning rate in round t."""
     return float(decay(t) if isinstance(decay, Schedule) else decay**t)
 
 
@@ -107,14 +105,19 @@ def _finite(what: str, value: float) -> float:
 
 
 def arguments(of: object) -> str:
-    """The arguments that an object was made with and keeps, as text; what has no text but its
-    address is left out.
+    """The arguments that an object was made with and keeps, as text.
 
     >>> arguments(Cosine(100))
     'rounds=100, end=0.0, scale=1.0'
     """
-    own = {k: vars(of)[k] for k in inspect.signature(type(of)).parameters if k in vars(of)}
-    told = {k: v for k, v in own.items() if repr(v) != object.__repr__(v)}  # addresses change
-    return ", ".join(
-        f"{k}={v!r}" for k, v in told.items() if isinstance(v, Schedule) or not callable(v)
-    )
+    texts = []
+    for name in inspect.signature(type(of)).parameters:
+        if name not in vars(of):
+            continue
+        value = vars(of)[name]
+        # The text of a function, or of an object that has none but its address, is another one in
+        # every process.
+        has_text = repr(value) != object.__repr__(value)
+        if has_text and (isinstance(value, Schedule) or not callable(value)):
+            texts.append(f"{name}={value!r}")
+    return ", ".join(texts)

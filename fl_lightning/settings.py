@@ -50,10 +50,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.count_participants(self.participation, 2**62)
-        # NumPy's too: what is no int is a share, wherever it is read
+        # NumPy's numbers become Python's, since elsewhere whatever is no int is a share.
         if isinstance(self.participation, Real):
-            kind = int if isinstance(self.participation, Integral) else float
-            object.__setattr__(self, "participation", kind(self.participation))
+            number = int if isinstance(self.participation, Integral) else float
+            object.__setattr__(self, "participation", number(self.participation))
         checks.one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
         for name in ("client_optimizer", "server_optimizer"):
             check_factory(name, getattr(self, name))
@@ -68,10 +68,9 @@ class Settings:
         )
         checks.one_of("weighting", self.weighting, ("uniform", "samples"))
         if isinstance(self.buffers, Mapping):
-            object.__setattr__(
-                self, "buffers", {str(name): word for name, word in self.buffers.items()}
-            )
-            for pattern, word in self.buffers.items():
+            words = {str(pattern): word for pattern, word in self.buffers.items()}
+            object.__setattr__(self, "buffers", words)
+            for pattern, word in words.items():
                 checks.one_of(f"buffers[{pattern!r}]", word, BUFFER_WORDS)
         else:
             checks.one_of("buffers", self.buffers, BUFFER_WORDS)
@@ -86,7 +85,7 @@ class Settings:
             object.__setattr__(self, "local_steps", int(self.local_steps))
 
     def notes(self) -> list[str]:
-        """What there is to say about them before a run."""
+        """Warnings about the settings before a run."""
         notes = []
         if self.local_steps is not None and self.local_epochs is not None:
             notes.append(
@@ -97,7 +96,7 @@ class Settings:
         return notes
 
     def compared(self) -> dict[str, str]:
-        """Those that decide what a round does, as text: a resumed run needs the same."""
+        """The settings that decide what a round does, as text: a resumed run needs the same."""
         names = (
             "participation",
             "sampling",
@@ -109,14 +108,14 @@ class Settings:
             "server_lr_decay",
             "weighting",
         )
-        return {
-            **{name: repr(getattr(self, name)) for name in names},
-            "buffer_policy": repr(self.buffers),
-        }
+        settings = {name: repr(getattr(self, name)) for name in names}
+        settings["buffer_policy"] = repr(self.buffers)
+        return settings
 
     def cohort(self, quick: bool | int = 0) -> dict[str, Any]:
-        """Those that say who takes part, and how much each does; ``quick``: the Trainer's
-        ``fast_dev_run``.
+        """The settings that say who takes part, and how much each client does.
+
+        ``quick``: the Trainer's ``fast_dev_run``.
         """
         return {
             "quick": int(quick),
@@ -128,15 +127,12 @@ class Settings:
 
 
 def check_factory(name: str, given: object) -> None:
-    """Refuse what makes no optimizer: a dict as configs have it, a name, an optimizer that is made
-    already.
-    """
+    """Refuse what makes no optimizer: a dict as in configs, a name, or an optimizer."""
     if given is None or (callable(given) and not isinstance(given, Optimizer)):
         return
+    shown = f"a {type(given).__name__}"
     if isinstance(given, (dict, str)):
         shown = f"{given!r}"[:100]
-    else:
-        shown = f"a {type(given).__name__}"
     raise UserError(
         f"{name}={shown} is no function; in Python it is one of the parameters, such as "
         f"{name}=lambda params: torch.optim.SGD(params, lr=0.1). A mapping with class_path and "

@@ -1,6 +1,6 @@
-"""What a method keeps and sends, declared in its class body: the framework saves, moves, counts and
-restores it.
+"""A method declares what it keeps and sends in its class body.
 
+The framework saves, moves, counts and restores it.
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
 """
 
@@ -86,7 +86,7 @@ class Declaration:
 
 
 class State(Declaration):
-    """Base class of what outlives a round."""
+    """Base class of state that outlives a round."""
 
     def __init__(
         self,
@@ -119,11 +119,10 @@ class PerClient(Declaration):
 
 
 class ClientState(State, PerClient):
-    """Kept per client: ``self.name[clients]`` → rows ``(n, *shape)``, the same storage each time
-    within a round.
+    """State of each client: ``self.name[clients]`` → rows ``(n, *shape)``.
 
-    Assignments copy into the rows; a client's row exists once written and is committed at the end
-    of the round.
+    Within a round they have the same storage each time, and assignments copy into it. A client's
+    row exists once written, and is committed at the end of the round.
 
     Args:
         initial: what a client without a row reads: ``"zeros"``, ``"initial_model"`` (w^0),
@@ -134,14 +133,15 @@ class ClientState(State, PerClient):
 
 
 class Scratch(PerClient):
-    """Rows ``self.name[clients]`` that live for one round, zeros at its start; not saved, not sent."""
+    """Rows ``self.name[clients]`` of one round, zeros at its start; neither saved nor sent."""
 
     initial: Initial = "zeros"
 
 
 class ServerState(State):
-    """Kept by the server: ``self.name`` → tensor, assigned or changed in place only in hooks that
-    take ``server``.
+    """State of the server: ``self.name`` → tensor.
+
+    Only hooks that take ``server`` may assign it or change it in place.
 
     Args:
         initial: as for :class:`ClientState`.
@@ -174,8 +174,9 @@ class ServerState(State):
 
 
 class Upload(Declaration):
-    """Given by each participant in ``on_local_end``, ``self.name[clients] = …``; the server reads
-    sums of it.
+    """A value of each participant, ``self.name[clients] = …`` in ``on_local_end``.
+
+    The server reads sums of it.
 
     Args:
         sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0}
@@ -201,15 +202,13 @@ class Upload(Declaration):
         return self if callback is None else UploadSums(callback, self)
 
     def summed_as(self, default: torch.dtype) -> torch.dtype:
-        """The dtype of its sums: at least float32 for floating point; ``default``: the learner's."""
-        kind = self.dtype or default
-        return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
+        """The dtype of its sums, at least float32 for floats; ``default``: the learner's."""
+        dtype = self.dtype or default
+        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 class StateRows:
-    """``self.name`` of a :class:`ClientState` or :class:`Scratch`: ``[clients]`` gives and takes
-    their rows.
-    """
+    """``self.name`` of a :class:`ClientState` or :class:`Scratch`, with rows by ``[clients]``."""
 
     def __init__(self, callback: Owner, declaration: PerClient) -> None:
         self._callback = callback
@@ -222,17 +221,17 @@ class StateRows:
         clients.write(self._declaration.key(self._callback), self._declaration, value)
 
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
-        """In ``on_round_end``: ``(ids, rows)`` written this round, ascending by client, the same in
-        every process.
+        """``(ids, rows)`` that were written this round, ascending; to read in ``on_round_end``.
+
+        They are the same in every process.
         """
         return server.staged(self._declaration.key(self._callback))
 
     def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
-        """In hooks that take ``server``: committed rows ``(k, …)`` of these clients, the same in
-        every process.
+        """Committed rows ``(k, …)`` of these clients, to read in hooks that take ``server``.
 
-        A client without a row has what it would read first. What this round writes is not in them;
-        see :meth:`staged`.
+        They are the same in every process. A client without a row has the initial value. Rows that
+        this round writes are not among them; see :meth:`staged`.
         """
         if not isinstance(self._declaration, ClientState):
             raise TypeError(
@@ -243,9 +242,7 @@ class StateRows:
 
 
 class UploadSums:
-    """``self.name`` of an :class:`Upload`: clients assign to ``[clients]``, the server reads a mean
-    or sum.
-    """
+    """``self.name`` of an :class:`Upload`: clients assign to it, the server reads mean or sum."""
 
     def __init__(self, callback: Owner, declaration: Upload) -> None:
         self._callback = callback
@@ -276,11 +273,10 @@ class UploadSums:
 
 
 class Coefficient:
-    """A number of a method, or a :class:`~fl_lightning.schedules.Schedule`: ``mu = Coefficient()``
-    in the class body.
+    """A number of a method, or a schedule of one: ``mu = Coefficient()`` in the class body.
 
-    Reading it gives this round's value. Anything but a finite number or a schedule is refused by
-    name.
+    Reading it gives this round's value. It has to be a finite number, or a
+    :class:`~fl_lightning.schedules.Schedule`.
 
     Args:
         above, below: the value has to lie strictly between; a schedule's value is checked in each
@@ -300,20 +296,20 @@ class Coefficient:
         value = callback.__dict__[self.name]
         if not isinstance(value, Schedule):
             return value
-        now = float(value(callback._ledger.t))
-        self._check(callback, now, f"{value!r}, {now:g} in round {callback._ledger.t},")
-        return now
+        # A schedule may leave its bounds in any round, so it is checked where it is read.
+        number = float(value(callback._ledger.t))
+        self._check(callback, number, f"{value!r}, {number:g} in round {callback._ledger.t},")
+        return number
 
     def __set__(self, callback: Any, value: float | Schedule) -> None:
-        number = (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        if not number and not isinstance(value, Schedule):
-            raise UserError(
-                f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted are "
-                f"a finite number or a schedule, for example {self.name}=0.1 or Exponential(0.99)."
-            )
         if not isinstance(value, Schedule):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value):
+                raise UserError(
+                    f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted "
+                    f"are a finite number or a schedule, for example {self.name}=0.1 or "
+                    "Exponential(0.99)."
+                )
             self._check(callback, value, repr(value))
         callback.__dict__[self.name] = value
 
@@ -322,11 +318,12 @@ class Coefficient:
         high = self.below
         if (low is None or value > low) and (high is None or value < high) and math.isfinite(value):
             return
-        bounds = [
-            f"above {low:g}" if low is not None else "",
-            f"below {high:g}" if high is not None else "",
-        ]
-        accepted = " and ".join(filter(None, bounds)) or "finite"
+        bounds = []
+        if low is not None:
+            bounds.append(f"above {low:g}")
+        if high is not None:
+            bounds.append(f"below {high:g}")
+        accepted = " and ".join(bounds) or "finite"
         raise UserError(
             f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be "
             f"{accepted}."

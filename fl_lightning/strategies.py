@@ -1,4 +1,4 @@
-"""A round's participants spread over processes, GPUs and nodes, with torch.distributed underneath."""
+"""A round's participants spread over processes, GPUs and nodes, by torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from fl_lightning.lightning import DDPStrategy, StrategyRegistry, _sync_module_s
 from fl_lightning.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
-# seconds for the others to say that they are there; after a closed connection
+# The others have so many seconds to say that they are there. After a closed connection they need
+# fewer, as one of them has gone.
 _ANSWER = 10.0
 _ANSWER_CLOSED = 2.0
+# One of these words is in the errors of a broken connection, which have no class of their own.
 _BROKEN = (
     "gloo",
     "timed out",
@@ -33,11 +35,11 @@ _BROKEN = (
 
 
 class FederatedStrategy(DDPStrategy):
-    """``Trainer(strategy="federated", devices=2)``: launchers, torchrun, SLURM and backends are
-    Lightning's own.
+    """``Trainer(strategy="federated", devices=2)``: several processes for one run.
 
-    The module is not wrapped in DistributedDataParallel: clients' gradients stay with the client;
-    what is summed over processes is summed by the round, in a fixed order.
+    Launchers, torchrun, SLURM and backends are Lightning's own. The module is not wrapped in
+    DistributedDataParallel: clients' gradients stay with the client, and the round sums over
+    processes, in a fixed order.
 
     Args:
         timeout: how long a process waits for another before the run ends, a timedelta or seconds.
@@ -56,7 +58,8 @@ class FederatedStrategy(DDPStrategy):
             raise UserError(
                 f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0."
             )
-        at_first = max(timeout or default_timeout(), default_timeout())  # processes start slowly
+        # Processes start slowly, so at first they wait half an hour at least.
+        at_first = max(timeout or default_timeout(), default_timeout())
         super().__init__(timeout=at_first, **kwargs)
         self.given_timeout = timeout
         self._longest = 0.0
@@ -70,9 +73,8 @@ class FederatedStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning splits no loader: every process reads the round's token, and evaluation splits
-        its own data.
-        """
+        """The arguments with which Lightning splits no loader."""
+        # Every process reads the round's token, and evaluation splits its own data.
         return {"num_replicas": 1, "rank": 0}
 
     def setup_distributed(self) -> None:
@@ -85,7 +87,7 @@ class FederatedStrategy(DDPStrategy):
         self._who = [store.get(f"fl/who/{rank}").decode() for rank in range(self.world_size)]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One round; the time since the last one began says how long the others may take."""
+        """Run one round; the longest so far says how long the others may take."""
         now = time.monotonic()
         if self._began is None:
             set_timeout(self.given_timeout or default_timeout())
@@ -98,29 +100,26 @@ class FederatedStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         text = str(exception).lower()
-        if (
-            isinstance(exception, RuntimeError)
-            and any(word in text for word in _BROKEN)
-            and self._who
-        ):
+        if not isinstance(exception, RuntimeError) or not self._who:
+            return
+        if any(word in text for word in _BROKEN):
             closed = "closed" in text or "reset" in text
-            self._lost = (
-                self._paragraph(self._silent(_ANSWER_CLOSED if closed else _ANSWER)),
-                exception,
-            )
+            silent = self._silent(_ANSWER_CLOSED if closed else _ANSWER)
+            self._lost = (self._paragraph(silent), exception)
 
     def teardown(self) -> None:
         super().teardown()
         if self._lost is not None:
             (text, cause) = self._lost
             self._lost = None
+            # Processes that this one started can do nothing without it, and would wait.
             kill = getattr(self.launcher, "kill", None)
-            if kill is not None:  # processes that this one started: without it they can do nothing
+            if kill is not None:
                 kill(signal.SIGKILL)
             raise UserError(text) from cause
 
     def _silent(self, seconds: float) -> list[int]:
-        """The ranks that do not say, within a few seconds, that they are there."""
+        """The ranks that do not say, within so many seconds, that they are there."""
         others = [rank for rank in range(self.world_size) if rank != self.global_rank]
         silent = set(others)
         deadline = time.monotonic() + seconds
@@ -134,31 +133,33 @@ class FederatedStrategy(DDPStrategy):
                     store.wait([f"fl/there/{rank}"], timedelta(seconds=left))
                     silent.discard(rank)
                 except RuntimeError as error:
+                    # Any other error: the store is gone, with the process that has it.
                     if "timeout" not in str(error).lower():
-                        return  # the store is gone, with the process that has it
+                        return
 
-        # a stopped process that has the store answers nothing
+        # Where the process that has the store is stopped, the store never answers, so that a
+        # thread asks and is not waited for beyond its time.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(seconds + 2)
-        known = sorted(silent)
-        return known[:1] if asking.is_alive() or len(known) == len(others) else known
+        ranks = sorted(silent)
+        # Where nobody answers, the first rank, which has the store, is the one that is lost.
+        if asking.is_alive() or len(ranks) == len(others):
+            return ranks[:1]
+        return ranks
 
     def _paragraph(self, lost: list[int]) -> str:
-        named = " and ".join(f"rank {rank} ({self._who[rank]})" for rank in lost)
         own = f"rank {self.global_rank} ({self._who[self.global_rank]})"
+        story = f"{own} lost the other processes, which ended the run: it was stopped, or too slow"
         if lost:
-            what = (
-                f"{named} does not answer, so {own} ends the run: it was stopped or has ended, "
+            silent = " and ".join(f"rank {rank} ({self._who[rank]})" for rank in lost)
+            story = (
+                f"{silent} does not answer, so {own} ends the run: it was stopped or has ended, "
                 "or its machine is lost"
-            )
-        else:
-            what = (
-                f"{own} lost the other processes, which ended the run: it was stopped, or too slow"
             )
         seconds = processes.timeout().total_seconds()
         return (
-            f"{what}. The run goes on from its last checkpoint, on any number of processes: "
+            f"{story}. The run goes on from its last checkpoint, on any number of processes: "
             f"--ckpt_path last. Where a process only needs longer than {seconds:g} s, give "
             "FederatedStrategy(timeout=…) more seconds, --trainer.strategy.timeout at the "
             "command line."

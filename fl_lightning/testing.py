@@ -1,5 +1,4 @@
-"""For those who write a method: ``check_method(factory)`` holds it to its contracts, ``tiny_run``
-tries it out.
+"""For authors: ``check_method(factory)`` holds a method to its contracts, ``tiny_run`` tries it.
 
 >>> from fl_lightning.callbacks import SharpnessAwareMinimization
 >>> check_method(SharpnessAwareMinimization).ok
@@ -19,6 +18,7 @@ from fl_lightning.module import FederatedModule
 
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]
 
+# Every invariant by name; its function raises where it does not hold.
 INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
     "neutral setting is FedAvg": runs.neutral,
     "order of clients": runs.order_of_clients,
@@ -39,12 +39,10 @@ INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
     "buffers untouched": runs.buffers,
     "another callback, either order": runs.beside_another,
 }
-"""Every invariant by name; it raises where it does not hold."""
 
 
 def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
-    """Put a method through every contract: some forty runs of three rounds of a tiny model, a few
-    seconds.
+    """Put a method through every contract, in some forty runs of three rounds of a tiny model.
 
     Args:
         factory: makes a new callback at each call: a class, or for example ``partial(OwnAnchor,
@@ -62,20 +60,17 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
     """
     with quiet():
         method = runs.Method(factory)
-        return CheckReport(
-            method.cls.__name__,
-            [_checked(name, check, method) for name, check in INVARIANTS.items()],
-        )
+        checks = [_checked(name, check, method) for name, check in INVARIANTS.items()]
+        return CheckReport(method.cls.__name__, checks)
 
 
 def tiny_run(
     *callbacks: FederatedCallback, rounds: int = ROUNDS, **arguments: Any
 ) -> FederatedModule:
-    """Run methods and loggers on the tiny federation of the contracts: a tenth of a second, always
-    the same bits.
+    """Run methods and loggers on the contracts' tiny federation, always to the same bits.
 
-    Six clients of 1 to 12 samples, three of them a round, two local epochs of SGD at 0.2 × 0.9^t
-    with weight decay 0.01, a model of 31 parameters.
+    It takes a tenth of a second. Six clients of 1 to 12 samples, three of them a round, two local
+    epochs of SGD at 0.2 × 0.9^t with weight decay 0.01, a model of 31 parameters.
 
     Args:
         callbacks: methods and loggers.
@@ -100,6 +95,7 @@ def _checked(name: str, check: Callable[[runs.Method], None], method: runs.Metho
         return Check(name, "fails", failed.reason, failed.hint)
     except NotApplicable as reason:
         return Check(name, "n/a", str(reason))
-    except Exception as error:  # the user's code may raise anything: it is what the report is about
+    except Exception as error:
+        # The user's code may raise anything, and that is what the report is about.
         return Check(name, "fails", where(error), "the run itself failed; mend this first")
     return Check(name, "holds")

@@ -203,13 +203,13 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/loop.py",
-        "ledger.rows = {}  # the store has them, in memory or on disk",
+        "ledger.rows = {}",
         "equivalent, but memory is given back later",
         "left out: ledger.rows = {} (column 0)",
     ),
     **_equal(
         "fl_lightning/loop.py",
-        "self.state.rows.fetch(ids)  # from here on their rows are known here, whoever owns them",
+        "self.state.rows.fetch(ids)",
         "one process has nothing to fetch; two are tested in storage/test_rows and test_resume",
         "left out: self.state.rows.fetch(ids) (column 0)",
     ),
