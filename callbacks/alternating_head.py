@@ -17,8 +17,8 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Note, Part
 
 
 class AlternatingHead(FederatedCallback):
-    """The head is never averaged. Of K_i local steps the first K_h train the head alone, the others
-    the body alone.
+    """The first K_h of K_i local steps train the head alone, which is never averaged, others the
+    body.
 
     K_h are the steps of ``head_epochs`` local epochs, at most K_i. What rests does not move at all:
     its gradient is 0 before clipping, and after the optimizer's step (weight decay, momentum) it is
@@ -41,12 +41,11 @@ class AlternatingHead(FederatedCallback):
 
         >>> from fl_lightning.callbacks import AlternatingHead
         >>> from fl_lightning.testing import tiny_run
-        >>> one, two = (tiny_run(AlternatingHead(head_epochs=2), rounds=t, local_epochs=2) for t in
-        (1, 2))
-        >>> one.global_vector.equal(two.global_vector)
+        >>> def run(head_epochs, rounds):
+        ...     return tiny_run(AlternatingHead(head_epochs), rounds=rounds, local_epochs=2)
+        >>> run(2, rounds=1).global_vector.equal(run(2, rounds=2).global_vector)
         True
-        >>> one, two = (tiny_run(AlternatingHead(head_epochs=1), rounds=t, local_epochs=2) for t in
-        (1, 2))
+        >>> one, two = run(1, rounds=1), run(1, rounds=2)
         >>> moved = one.global_vector != two.global_vector
         >>> {name: bool(moved[where].any()) for name, (where, _) in one.layout.items()}
         {'first.weight': True, 'first.bias': True, 'head.weight': False, 'head.bias': False}
@@ -67,11 +66,8 @@ class AlternatingHead(FederatedCallback):
 
     def __init__(self, head_epochs: float = 1, head: str | Sequence[str] = "last") -> None:
         super().__init__()
-        if (
-            isinstance(head_epochs, bool)
-            or not isinstance(head_epochs, int | float)
-            or not head_epochs > 0
-        ):
+        is_number = isinstance(head_epochs, int | float) and not isinstance(head_epochs, bool)
+        if not is_number or not head_epochs > 0:
             raise UserError(
                 f"AlternatingHead: head_epochs={head_epochs!r} is not accepted; give a number "
                 "above 0."
@@ -87,18 +83,21 @@ class AlternatingHead(FederatedCallback):
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
         self.before[clients] = clients.x
+        # Zeros before clipping, so that what rests has no share in the gradient's norm.
         gradient.masked_fill_(self.resting(clients), 0.0)
 
     def on_local_step_end(self, clients: Clients) -> None:
+        # Weight decay and momentum move coordinates whose gradient is 0.
         clients.x = torch.where(self.resting(clients), self.before[clients], clients.x)
 
     def resting(self, clients: Clients) -> Tensor:
-        """``(n, D)``: what does not move in the present step."""
+        """``(n, D)`` bool: the coordinates that rest in the present step."""
         trains_head = clients.step < clients.steps_of(self.head_epochs)
         return self.of_head[clients] ^ trains_head
 
     def _mask(self, layout: Layout) -> Tensor:
         patterns = [self.head] if isinstance(self.head, str) else self.head
-        return layout.mask(
-            [name for pattern in patterns for name in layout.named(pattern, "AlternatingHead")]
-        )
+        names: list[str] = []
+        for pattern in patterns:
+            names += layout.named(pattern, "AlternatingHead")
+        return layout.mask(names)

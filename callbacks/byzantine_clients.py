@@ -22,8 +22,9 @@ ATTACKS = ["sign_flip", "noise", "label_flip", "alie"]
 
 
 class ByzantineClients(FederatedCallback):
-    """⌊fraction · m⌋ clients, fixed by the run's seed, change what they transmitted; they count as
-    participants.
+    """⌊fraction · m⌋ clients, fixed by the run's seed, change what they transmitted.
+
+    They count as participants.
 
     ``"sign_flip"``: u ← -scale · u. ``"noise"``: u ← N(0, scale² I). ``"alie"``: u ← μ - z σ, mean
     and deviation of each coordinate over the round's honest participants (an attack that knows
@@ -79,8 +80,9 @@ class ByzantineClients(FederatedCallback):
             raise UserError(
                 f"{name}: fraction={fraction!r} is not accepted; it is a share from 0 to below 1."
             )
-        given = isinstance(scale, numbers) and not isinstance(scale, bool)
-        if scale is not None and (attack == "label_flip" or not (given and 0 < scale < math.inf)):
+        is_number = isinstance(scale, numbers) and not isinstance(scale, bool)
+        fits = is_number and 0 < (scale or 0.0) < math.inf
+        if scale is not None and (attack == "label_flip" or not fits):
             none = ", and label flips have none" if attack == "label_flip" else ""
             raise UserError(
                 f"{name}: scale={scale!r} is not accepted with attack={attack!r}; it is a number "
@@ -90,8 +92,9 @@ class ByzantineClients(FederatedCallback):
         self.fraction = fraction
         self.scale = scale
         self.attackers: tuple[int, ...] = ()
+        # This instance alone has the hook of its attack.
         if attack == "label_flip":
-            vars(self)["local_batch"] = self.flipped  # this instance alone owns the hook
+            vars(self)["local_batch"] = self.flipped
         else:
             vars(self)["on_updates"] = self.attacked
 
@@ -113,7 +116,7 @@ class ByzantineClients(FederatedCallback):
         server.log("byzantine/participants", len(set(self.attackers) & set(server.ids.tolist())))
 
     def attacked(self, server: Server) -> None:
-        """``on_updates`` of all attacks but on labels."""
+        """The hook ``on_updates`` of all attacks but the one on labels."""
         ids = server.ids.tolist()
         u = server.updates
         bad = torch.tensor([client in self.attackers for client in ids], device=u.device)
@@ -125,6 +128,8 @@ class ByzantineClients(FederatedCallback):
                 noise = server.generator("byzantine noise", ids[row]).standard_normal(u.shape[1])
                 u[row] = scale * torch.from_numpy(noise).to(u)
         elif bool((~bad).any()):
+            # Mean and deviation of the honest alone: with the attackers' own updates among them
+            # the attack would be milder.
             honest = u[~bad].double()
             n = len(ids)
             a = int(bad.sum())
@@ -132,14 +137,11 @@ class ByzantineClients(FederatedCallback):
             u[bad] = (honest.mean(0) - z * honest.std(0, correction=0)).to(u.dtype)
 
     def flipped(self, client: int, batch: Any) -> Any:
-        """``local_batch`` of the attack on labels."""
+        """The hook ``local_batch`` of the attack on labels."""
         if client not in self.attackers:
             return batch
-        if (
-            not isinstance(batch, (tuple, list))
-            or not isinstance(batch[-1], Tensor)
-            or batch[-1].is_floating_point()
-        ):
+        labels = batch[-1] if isinstance(batch, (tuple, list)) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
             raise UserError(
                 "ByzantineClients: attack='label_flip' takes batches (x, y) with integer labels "
                 f"y, and those of client {client} are of type {type(batch).__name__}. Use another "
@@ -150,6 +152,6 @@ class ByzantineClients(FederatedCallback):
 
 
 def hiding(n: int, attackers: int) -> float:
-    """The z of alie: how far from the mean so many of n still pass for honest ones."""
+    """The z of alie: so far from the mean, that many of n still pass for honest ones."""
     share = min(1.0, (n - (n // 2 + 1)) / (n - attackers))
     return float(torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).clamp(0, 3))

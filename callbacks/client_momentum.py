@@ -38,8 +38,8 @@ class ClientMomentum(FederatedCallback):
 
         >>> from fl_lightning.callbacks import ClientMomentum
         >>> from fl_lightning.testing import tiny_run
-        >>> one, two = (tiny_run(ClientMomentum(), rounds=t, local_steps=4, lr_decay=1.0) for t in
-        (1, 2))
+        >>> options = {"local_steps": 4, "lr_decay": 1.0}
+        >>> one, two = (tiny_run(ClientMomentum(), rounds=t, **options) for t in (1, 2))
         >>> delta = two.server_states["ClientMomentum.delta"]
         >>> (one.global_vector - two.global_vector).allclose(0.2 * 4 * delta)
         True

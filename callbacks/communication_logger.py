@@ -1,5 +1,4 @@
-"""What a run has communicated, counted from what methods declare, not from what the simulation
-happens to copy.
+"""The communication of a run, counted from what methods declare, not from what is copied here.
 
 The count follows the algorithms as published: docs/methods.md has it as a table, method by method.
 """
@@ -14,8 +13,7 @@ COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers
 
 
 class CommunicationLogger(FederatedCallback):
-    """Logs ``communication/{up,down,total}_parameters`` and ``_bytes``, cumulative; buffers
-    separately.
+    """Logs ``communication/{up,down,total}_parameters`` and ``_bytes`` of all rounds so far.
 
     A participant is sent the model (the parts of which it has no valid copy) and the server states
     declared ``sent``; it sends its update (the parts averaged this round) and its uploads. Buffers,
@@ -29,8 +27,8 @@ class CommunicationLogger(FederatedCallback):
 
         >>> from fl_lightning.callbacks import CommunicationLogger, ControlVariates
         >>> from fl_lightning.testing import tiny_run
-        >>> fedavg, scaffold = (tiny_run(*methods, CommunicationLogger()) for methods in ([],
-        [ControlVariates()]))
+        >>> fedavg = tiny_run(CommunicationLogger())
+        >>> scaffold = tiny_run(ControlVariates(), CommunicationLogger())
         >>> name = "communication/total_parameters"
         >>> float(scaffold.trainer.callback_metrics[name] / fedavg.trainer.callback_metrics[name])
         2.0
@@ -39,12 +37,11 @@ class CommunicationLogger(FederatedCallback):
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 
     def on_round_end(self, server: Server) -> None:
-        self.counted += torch.tensor(
-            [server.communication[name] for name in COUNTS], device=self.counted.device
-        )
+        counts = [server.communication[name] for name in COUNTS]
+        self.counted += torch.tensor(counts, device=self.counted.device)
         totals = dict(zip(COUNTS, self.counted.tolist(), strict=True))
-        for what in ("parameters", "bytes"):
-            totals[f"total_{what}"] = totals[f"up_{what}"] + totals[f"down_{what}"]
+        for unit in ("parameters", "bytes"):
+            totals[f"total_{unit}"] = totals[f"up_{unit}"] + totals[f"down_{unit}"]
         for name, value in totals.items():
             server.log(f"communication/{name}", value)
         server.log("cost/kept_vectors", server.kept_vectors)

@@ -13,8 +13,7 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Up
 
 
 class ConsensusDistanceLogger(FederatedCallback):
-    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖² with x̄ their mean, and three
-    forms of it by layer.
+    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖², x̄ their mean, and it by layer.
 
     ``consensus/<layer>``: the sum over the layer's coordinates, as in FedALS;
     ``consensus_per_coordinate/<layer>``: divided by their number; ``consensus_relative/<layer>``:
@@ -50,9 +49,12 @@ class ConsensusDistanceLogger(FederatedCallback):
         self.squared[clients] = moved**2 if self.per_layer else (moved**2).sum(1)
 
     def on_round_end(self, server: Server) -> None:
+        # The mean of squares less the square of the mean needs no second pass over the clients;
+        # rounding may make it negative.
         mean = self.moved.mean()
         if not self.per_layer:
-            server.log("consensus/total", (self.squared.mean() - ordered_sum(mean**2)).clamp(min=0))
+            total = self.squared.mean() - ordered_sum(mean**2)
+            server.log("consensus/total", total.clamp(min=0))
             return
         variance = (self.squared.mean() - mean**2).clamp(min=0)
         server.log("consensus/total", ordered_sum(variance))
@@ -60,23 +62,24 @@ class ConsensusDistanceLogger(FederatedCallback):
         for layer, slices in layers(server.layout).items():
             raw = torch.stack([ordered_sum(variance[s]) for s in slices]).sum()
             norm = torch.stack([ordered_sum(centre[s]) for s in slices]).sum()
+            size = sum(s.stop - s.start for s in slices)
             server.log(f"consensus/{layer}", raw)
-            server.log(
-                f"consensus_per_coordinate/{layer}", raw / sum(s.stop - s.start for s in slices)
-            )
+            server.log(f"consensus_per_coordinate/{layer}", raw / size)
             if norm > 0:
                 server.log(f"consensus_relative/{layer}", raw / norm)
 
 
 def layers(layout: Layout) -> dict[str, list[slice]]:
-    """Coordinates of each layer by the path of its module; of a learner without layers, by what
-    owns them.
+    """Coordinates of each layer by the path of its module.
+
+    In a learner without layers they are by the module that owns them.
     """
-    found = {
-        path: [layout[name][0] for name in names] for path, names in layout.layers.items() if names
-    }
-    if "" in found:
-        found = {}
+    slices: dict[str, list[slice]] = {}
+    if layout.layers.get(""):
         for name, (where, _) in layout.items():
-            found.setdefault(name.rpartition(".")[0] or name, []).append(where)
-    return found
+            slices.setdefault(name.rpartition(".")[0] or name, []).append(where)
+        return slices
+    for path, names in layout.layers.items():
+        if names:
+            slices[path] = [layout[name][0] for name in names]
+    return slices

@@ -27,9 +27,9 @@ from fl_lightning.callback import (
 
 
 class ControlVariates(FederatedCallback):
-    """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i), and c ← c + (n/m)
-    mean(c_i⁺ - c_i).
+    """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i).
 
+    At the server c ← c + (n/m) mean(c_i⁺ - c_i).
     Sent: c down, c_i⁺ - c_i up. Kept: c_i by each client, c by the server.
 
     Args:
@@ -80,6 +80,7 @@ class ControlVariates(FederatedCallback):
         if self.estimate == "gradient":
             change = clients.full_gradient(clients.w) - self.c_i[clients]
         else:
+            # At rate 0 a client has no displacement to estimate by, and c_i stays.
             change = (clients.mean_gradient - self.c) * (clients.elapsed > 0)
         self.c_i[clients] += change
         self.change[clients] = change

@@ -31,9 +31,9 @@ from fl_lightning.callback import (
 
 
 class DifferentialPrivacy(FederatedCallback):
-    """u_i ← u_i min(1, C/‖u_i‖); the server adds d = (Σ u_i + σ C N(0, I))/(q m). C = ``clip``, q =
-    participation.
+    """u_i ← u_i min(1, C/‖u_i‖); the server adds d = (Σ u_i + σ C N(0, I))/(q m).
 
+    C is ``clip``, q the participation.
     Each round every one of the m clients takes part by its own coin (``sampling="poisson"``); a
     round without anybody adds its noise all the same. ε(δ) of the rounds so far is logged as
     ``privacy/epsilon`` (0.1 s a round; seconds with little noise), and the run stops before a round
@@ -81,7 +81,10 @@ class DifferentialPrivacy(FederatedCallback):
     aggregates_nobody = True
     cannot_run_with = {
         "select": "who takes part has to be drawn by coins, or ε does not hold",
-        "parts": "the mean of what is not averaged, which is evaluated, would be neither clipped nor noised",
+        "parts": (
+            "the mean of what is not averaged, which is evaluated, would be neither clipped nor "
+            "noised"
+        ),
     }
     notes = (
         Note(
@@ -96,11 +99,11 @@ class DifferentialPrivacy(FederatedCallback):
         ),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
-    # σ, q
+    # σ and q of the rounds so far; ε composes rounds that are alike, so they must not change.
     spent_at = ServerState(
         initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False
     )
-    # whose noise nobody can compute
+    # Rounds whose noise nobody can compute.
     private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)
 
     def __init__(
@@ -153,25 +156,23 @@ class DifferentialPrivacy(FederatedCallback):
                 "of its own), or its ε does not hold; this run has "
                 f"sampling={settings.sampling!r}."
             )
-        given = settings.participation
-        if isinstance(given, float):
-            self._share = given
-        elif given == "all":
+        participation = settings.participation
+        if isinstance(participation, float):
+            self._share = participation
+        elif participation == "all":
             self._share = 1.0
         else:
-            self._share = given / m
+            self._share = participation / m
         self._rounds = trainer.max_epochs
         if self.noise_multiplier is None and self._rounds < 0:
             raise UserError(
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, "
                 "to share it."
             )
-        self._refuse_buffers(
-            settings.buffers, [name for name, _ in pl_module.learner.named_buffers()]
-        )
-        self._look_at(
-            [c for c in trainer.callbacks if isinstance(c, FederatedCallback) and c is not self]
-        )
+        names = [name for name, _ in pl_module.learner.named_buffers()]
+        self._refuse_buffers(settings.buffers, names)
+        methods = [c for c in trainer.callbacks if isinstance(c, FederatedCallback)]
+        self._look_at([method for method in methods if method is not self])
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
@@ -180,16 +181,12 @@ class DifferentialPrivacy(FederatedCallback):
         return "secret" if self.noise_seed is None else self.noise_seed
 
     def _refuse_buffers(self, policy: Any, names: Iterable[str]) -> None:
-        """Of whatever kind of number: a count of samples is a client's, too."""
+        """Refuse buffers that clients would send."""
+        words = {"*": policy} if isinstance(policy, str) else policy
         for name in names:
-            words = {"*": policy} if isinstance(policy, str) else policy
-            if (
-                next(
-                    (word for pattern, word in words.items() if fnmatchcase(name, pattern)),
-                    "average",
-                )
-                != "keep"
-            ):
+            fitting = [word for pattern, word in words.items() if fnmatchcase(name, pattern)]
+            # Integers are refused too: a count of samples tells of a client.
+            if not fitting or fitting[0] != "keep":
                 raise UserError(
                     f"DifferentialPrivacy: clients would send the buffer {name} neither clipped "
                     "nor noised. Use buffers='keep', or a network without buffers (GroupNorm in "
@@ -197,39 +194,41 @@ class DifferentialPrivacy(FederatedCallback):
                 )
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
-        """Refuse what would reveal clients; clip once more after what changes what clients send."""
+        """Refuse methods that would reveal clients, and clip again what stands for updates."""
         measuring = []
         for other in others:
             name = type(other).__name__
             uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
-            changes = (
-                "on_updates" in vars(other)
-                or type(other).on_updates is not FederatedCallback.on_updates
-            )
-            gathers = other.gathers or changes
-            if any(d.sent for d in uploads) or (gathers and not other.stands_for_clients):
-                if any(d.sent for d in uploads):
-                    what = "its clients send more than their update"
-                else:
-                    what = "it sees all updates"
+            own_class = type(other).on_updates is not FederatedCallback.on_updates
+            gathers = other.gathers or own_class or "on_updates" in vars(other)
+            leak = ""
+            if gathers and not other.stands_for_clients:
+                leak = "it sees all updates"
+            if any(upload.sent for upload in uploads):
+                leak = "its clients send more than their update"
+            if leak:
                 raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: {what}, which "
+                    f"method: DifferentialPrivacy and {name} cannot run together: {leak}, which "
                     "is neither clipped nor noised. Keep one of them."
                 )
-            measuring += [name] if uploads else []
+            if uploads:
+                measuring.append(name)
+            # An attacker does not clip: what it puts in place of its update is clipped after it.
             if other.stands_for_clients and gathers:
                 vars(self)["on_updates"] = self.clip_again
         if measuring:
-            self.outside = f"who takes part, what is logged of the training, and what {', '.join(measuring)} measures"
+            self.outside = (
+                "who takes part, what is logged of the training, and what "
+                f"{', '.join(measuring)} measures"
+            )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.noise_multiplier is not None:
             self._refuse_to_exceed(1, self.noise_multiplier)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Those that ``configure_model`` has made as well, and frozen parameters that local steps
-        write.
-        """
+        """Refuse buffers that are known only now."""
+        # `configure_model` may have made some, and frozen parameters that steps write are others.
         self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
 
     def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
@@ -246,40 +245,42 @@ class DifferentialPrivacy(FederatedCallback):
         return target is not None and epsilon(sigma, self._share, rounds, self.delta) > target
 
     def on_round_start(self, server: Server) -> None:
-        now = [self._noise(), self._share]
-        self._refuse_to_exceed(server.round + 1, now[0])  # where a run that stopped is resumed
+        settings = [self._noise(), self._share]
+        # A run that stopped at its target may be resumed, and must stop again.
+        self._refuse_to_exceed(server.round + 1, settings[0])
         seeded = isinstance(self.draws_from, int)
-        before = ""
-        if server.round and self.spent_at.tolist() != now:
+        story = ""
+        if server.round and self.spent_at.tolist() != settings:
+            story = "had no privacy"
             if float(self.spent_at[0]) >= 0:
-                before = "had other noise or coins"
-            else:
-                before = "had no privacy"
-        elif not seeded and now[0] and int(self.private_rounds) != server.round:
-            before = "were not all private: some had no DifferentialPrivacy, or noise that a known seed gives"
-        if before:
+                story = "had other noise or coins"
+        elif not seeded and settings[0] and int(self.private_rounds) != server.round:
+            story = (
+                "were not all private: some had no DifferentialPrivacy, or noise that a known "
+                "seed gives"
+            )
+        if story:
             raise UserError(
-                f"DifferentialPrivacy: the rounds before round {server.round} {before}, and ε "
+                f"DifferentialPrivacy: the rounds before round {server.round} {story}, and ε "
                 "would not hold for them. Go on with the settings that the run began with, or "
                 "begin another run with init_from."
             )
-        self.spent_at = torch.tensor(now, dtype=torch.float64)
+        self.spent_at = torch.tensor(settings, dtype=torch.float64)
         self.private_rounds += 0 if seeded else 1
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         return self.clipped(update)
 
     def clip_again(self, server: Server) -> None:
-        """``on_updates`` where others stand for clients: what they put in place of an update is
-        clipped as well.
-        """
+        """The hook ``on_updates`` where others stand for clients, to clip what they put there."""
         server.updates = self.clipped(server.updates)
 
     def clipped(self, update: Tensor) -> Tensor:
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
-        c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)  # the norm is rounded
+        # The computed norm is rounded, so rows are scaled to a little less than C.
+        c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)
         exact = update.to(torch.float64, copy=True)
-        # sums in pairs: vector_norm's rounding grows with D
+        # This sums in pairs; the rounding of `vector_norm` grows with D.
         norm = exact.square().sum(1, keepdim=True).sqrt_()
         return torch.where(
             norm > self.clip, _towards_zero(exact.div_(norm).mul_(c), update.dtype), update
@@ -290,7 +291,8 @@ class DifferentialPrivacy(FederatedCallback):
         sigma = self._noise()
         expected = self._share * server.num_clients
         if sigma > 0:
-            # one sum at two scales would tell of it
+            # The scales are part of the noise's key: one noise on one sum at two scales would
+            # tell the sum.
             onto = torch.cat([d, d.new_tensor([sigma, self.clip, expected])])
             noise = server.private_generator("differential privacy", onto).standard_normal(len(d))
             d += sigma * self.clip * torch.from_numpy(noise).to(d)
@@ -299,33 +301,33 @@ class DifferentialPrivacy(FederatedCallback):
     def _noise(self) -> float:
         if self.noise_multiplier is not None:
             return self.noise_multiplier
-        if not self.sigma:  # the first round; a run that is resumed for more rounds keeps it
+        # The first round sets σ. A run that is resumed for more rounds keeps it, and stops where
+        # the target is reached.
+        if not self.sigma:
             assert self.target_epsilon is not None
-            self.sigma = torch.tensor(
-                calibrated(self.target_epsilon, self._share, self._rounds, self.delta)
-            )
+            sigma = calibrated(self.target_epsilon, self._share, self._rounds, self.delta)
+            self.sigma = torch.tensor(sigma)
         return float(self.sigma)
 
     def on_server_update(self, server: Server) -> None:
-        server.log(
-            "privacy/epsilon", epsilon(self._noise(), self._share, server.round + 1, self.delta)
-        )
+        spent = epsilon(self._noise(), self._share, server.round + 1, self.delta)
+        server.log("privacy/epsilon", spent)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        kept = pl_module.server_states.get(
-            self.declarations()["sigma"].key(self), self.noise_multiplier
-        )
-        trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))
+        key = self.declarations()["sigma"].key(self)
+        sigma = pl_module.server_states.get(key, self.noise_multiplier)
+        # The round that comes next must not exceed the target.
+        trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma))
 
 
 def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded so that no magnitude grows, in the smallest numbers of a short type too; ``values``
-    are lost.
-    """
+    """``values``, which are lost, rounded so that no magnitude grows."""
     rounded = values.to(dtype, copy=True)
     grown = rounded.abs() > values.abs_()
+    # The bits of a number, less 1 as a whole number, are the next smaller magnitude: for the
+    # smallest numbers of a short type too, where a factor below 1 would round back.
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
-    rounded.view(whole).sub_(grown.view(torch.int8))  # as a whole number, the next one below
+    rounded.view(whole).sub_(grown.view(torch.int8))
     return rounded
 
 
@@ -346,8 +348,8 @@ def _one_round(sigma: float, share: float) -> Any:
             "DifferentialPrivacy needs the package dp-accounting for ε: pip install "
             "'fl-lightning[privacy]'."
         ) from None
-    # of little noise the losses, some 1/σ², are told apart less finely, rounded up: memory would go
-    # with them
+    # With little noise the losses are some 1/σ², and memory grows with their number: they are told
+    # apart less finely then, and rounded up, so that ε is never too small.
     grid = 1e-4 * max(1.0, (0.3 / sigma) ** 2)
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma, sampling_prob=share, value_discretization_interval=grid
@@ -360,7 +362,8 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
 
     Infinite where σ is below 0.001: of one round it is above 10⁵ there.
     """
-    if sigma < 1e-3:  # above 10⁵ a round, which is none
+    # ε of more than 10⁵ a round is no privacy, and its distribution would not fit into memory.
+    if sigma < 1e-3:
         return math.inf
     return float(_one_round(sigma, share).self_compose(rounds).get_epsilon_for_delta(delta))
 

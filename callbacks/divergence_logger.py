@@ -22,8 +22,7 @@ from fl_lightning.callback import (
 
 
 class DivergenceLogger(FederatedCallback):
-    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``, with w⁺ =
-    w^{t+1}.
+    """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``; w⁺ = w^{t+1}.
 
     - participants: the mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO).
     - all: (1/m) Σ_i ‖last_i - w⁺‖², where last_i is the client's latest x_{i,K}, or w^0 before its
@@ -64,10 +63,13 @@ class DivergenceLogger(FederatedCallback):
         return registered <= 1000 if self.all_clients is None else self.all_clients
 
     def on_local_end(self, clients: Clients) -> None:
+        # Distances to w⁺, which nobody knows yet, follow at the server from sums of
+        # displacements and of their squares.
         moved = clients.x - clients.w
         self.moved[clients] = moved
         self.moved_squared[clients] = clients.norm(moved)[:, 0].double() ** 2
         if self._every_client(clients.num_clients):
+            # Relative to w^0 the sums begin at 0, without a look at all m clients.
             w0 = clients.initial_model
             old = (self.last[clients] - w0).double()
             new = (clients.x - w0).double()

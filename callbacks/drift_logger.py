@@ -8,8 +8,7 @@ from fl_lightning.callback import Clients, FederatedCallback, Server, Upload, or
 
 
 class DriftLogger(FederatedCallback):
-    """Logs ``drift/norm``, the mean over S_t of ‖u_i‖, and ``drift/cosine``, the mean cosine over
-    pairs of clients.
+    """Logs ``drift/norm``, the mean of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs.
 
     u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A
     client that did not move is in no pair, and without a pair no cosine is logged. Sent and kept:
@@ -39,6 +38,7 @@ class DriftLogger(FederatedCallback):
 
     def on_round_end(self, server: Server) -> None:
         server.log("drift/norm", self.length.mean())
+        # ‖Σ e_i‖² of unit vectors is n plus twice the sum of all pairs' cosines.
         together = self.direction.sum()
         n = self.moving.sum()
         if n > 1:

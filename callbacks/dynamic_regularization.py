@@ -25,11 +25,10 @@ from fl_lightning.callback import (
 
 
 class DynamicRegularization(FederatedCallback):
-    """g ← g - λ_i + a (x - w); λ_i ← λ_i - a (x_{i,K} - w), λ ← λ - (a/m) Σ (x_{i,K} - w); d ← d -
-    λ/a.
+    """g ← g - λ_i + a (x - w); λ_i ← λ_i - a (x_{i,K} - w), λ ← λ - (a/m) Σ (x_{i,K} - w).
 
-    The pull is towards w^t under relaxed initialization too. While a is constant, λ is the mean of
-    all λ_i.
+    The server adds -λ/a to its update: d ← d - λ/a. The pull is towards w^t under relaxed
+    initialization too. While a is constant, λ is the mean of all λ_i.
     Sent: nothing more, as the server knows λ from x_{i,K} and w. Kept: λ_i by each client, λ by the
     server.
 
@@ -47,8 +46,8 @@ class DynamicRegularization(FederatedCallback):
         >>> from fl_lightning.testing import tiny_run
         >>> run = tiny_run(DynamicRegularization(), participation="all")
         >>> lambda_i = [run.client_rows.read("DynamicRegularization.lambda_i", i) for i in range(6)]
-        >>>
-        torch.stack(lambda_i).mean(0).allclose(run.server_states["DynamicRegularization.lambda_mean"])
+        >>> lambda_mean = run.server_states["DynamicRegularization.lambda_mean"]
+        >>> torch.stack(lambda_i).mean(0).allclose(lambda_mean)
         True
     """
 
@@ -66,6 +65,7 @@ class DynamicRegularization(FederatedCallback):
         self.penalty = penalty
 
     def on_local_start(self, clients: Clients) -> None:
+        # All that a step adds besides a x is fixed for the round: one vector less a step.
         self.anchor[clients] = self.lambda_i[clients].add(clients.w, alpha=self.penalty)
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The loss of the global model on all clients' samples, and what it leaves to generalise.
+"""The loss of the global model on all clients' samples, and its generalisation gap.
 
 Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise
 Relaxed Initialization (NeurIPS 2023), arXiv:2306.05706, Fig. 3 and 4, and the excess risk of its
@@ -17,8 +17,7 @@ from fl_lightning.round.sums import ordered_norm
 
 
 class GlobalLossLogger(Measurement):
-    """Logs ``global/train_loss``, ``global/train_acc``, ``global/gap`` and ``global/grad_norm`` of
-    the evaluated model.
+    """Logs ``global/{train_loss,train_acc,gap,grad_norm}`` of the evaluated model.
 
     - train_loss: the mean of the loss over the clients' training samples, each counted as often as
       clients hold it: what ``training_step`` gives in evaluation mode, biases applied, without
@@ -55,16 +54,16 @@ class GlobalLossLogger(Measurement):
         w = module.evaluated_vector
         samples = drawn(trainer.datamodule, self.samples, module.run_seed, "global loss")
         evaluator = module.evaluator()
-        found = evaluator.mean(w, samples, gradient=True)
-        accuracy = _accuracy(found.logged)
+        measured = evaluator.mean(w, samples, gradient=True)
+        accuracy = _accuracy(measured.logged)
         if accuracy is None:
             accuracy = _accuracy(evaluator.mean(w, samples, step="validation_step").logged)
-        assert found.gradient is not None
-        values = {"train_loss": found.loss, "grad_norm": float(ordered_norm(found.gradient))}
+        assert measured.gradient is not None
+        values = {"train_loss": measured.loss, "grad_norm": float(ordered_norm(measured.gradient))}
         if accuracy is not None:
             values["train_acc"] = accuracy
         if self.validated(trainer.current_epoch) and "val/loss" in trainer.callback_metrics:
-            values["gap"] = float(trainer.callback_metrics["val/loss"]) - found.loss
+            values["gap"] = float(trainer.callback_metrics["val/loss"]) - measured.loss
         return {f"global/{name}": value for name, value in values.items()}
 
 

@@ -26,9 +26,9 @@ from fl_lightning.callback import (
 
 
 class GlobalSharpnessAwareMinimization(FederatedCallback):
-    """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e. s ← r U/‖U‖,
-    U = mean(μ_i - e).
+    """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e.
 
+    At the server s ← r U/‖U‖ with U = mean(μ_i - e).
     The paper does not define it together with partial averaging, which is refused.
     Sent: s down, μ_i - e up. Kept: μ_i by each client, s by the server. Two gradients a step.
 
@@ -42,8 +42,8 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     Example:
         FedSMOO. The common perturbation lies on the sphere of radius r.
 
-        >>> from fl_lightning.callbacks import DynamicRegularization,
-        GlobalSharpnessAwareMinimization
+        >>> from fl_lightning.callbacks import DynamicRegularization
+        >>> from fl_lightning.callbacks import GlobalSharpnessAwareMinimization
         >>> from fl_lightning.testing import tiny_run
         >>> run = tiny_run(DynamicRegularization(), GlobalSharpnessAwareMinimization(radius=0.1))
         >>> round(float(run.server_states["GlobalSharpnessAwareMinimization.s"].norm()), 6)
@@ -54,7 +54,9 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     moves_start = False
     neutral = {"radius": 0.0}
     cannot_run_with = {
-        "parts": "the paper does not say what the common perturbation is where a part is not averaged"
+        "parts": (
+            "the paper does not say what the common perturbation is where a part is not averaged"
+        )
     }
     radius = Coefficient()
     mu_i = ClientState(synchronised=False)
@@ -74,6 +76,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         shift = self.shift[clients]
         e = self.last[clients]
         q = torch.sub(gradient, shift, out=e)
+        # Where q = 0 there is no direction: e = 0. Memory of the last e is used once more.
         norm = clients.norm(q)
         e = q.mul_((self.radius / norm).nan_to_num(posinf=0.0))
         shift.add_(e).sub_(self.s)

@@ -25,10 +25,10 @@ class HessianLogger(Measurement):
     clients' training samples, each counted as often as clients hold it: what ``training_step``
     gives in evaluation mode, biases applied, without augmentation and weight decay.
 
-    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: ‖Hv - λv‖ / |λ|
-    of it.
-    - trace: by Hutchinson's method, but exactly along directions in which H is large; trace_stderr:
-    its standard error.
+    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: its residual
+      ‖Hv - λv‖ / |λ|.
+    - trace: by Hutchinson's method, but exactly along directions in which H is large;
+      trace_stderr: its standard error.
     - norm: ‖w‖ of the evaluated model. A dual variable changes it and curvature together: read them
       side by side, and ``global/train_loss`` with them.
 
@@ -72,10 +72,7 @@ class HessianLogger(Measurement):
 
     def measure(self, module: Any) -> dict[str, float]:
         subset = drawn(module.trainer.datamodule, self.samples, module.run_seed, "hessian")
-        hessian = curvature.Hessian(
-            Evaluator.of_run(module.run, module.trainer, exact=True),
-            module.evaluated_vector,
-            subset,
-        )
-        found = curvature.measure(hessian, self.tolerance, self.probes, module.run_seed)
-        return {f"hessian/{name}": getattr(found, name) for name in NAMES}
+        evaluator = Evaluator.of_run(module.run, module.trainer, exact=True)
+        hessian = curvature.Hessian(evaluator, module.evaluated_vector, subset)
+        measured = curvature.measure(hessian, self.tolerance, self.probes, module.run_seed)
+        return {f"hessian/{name}": getattr(measured, name) for name in NAMES}

@@ -21,12 +21,12 @@ from fl_lightning.callback import (
 
 
 class MoreauEnvelope(FederatedCallback):
-    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)) on its batch; then x's gradient
-    is λ (x - θ).
+    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)); then x's gradient is λ (x - θ).
 
-    θ is w at the start of a client's round, goes on from step to step, and is what the client uses
-    itself. Weight decay acts on x alone. Sent: nothing more than by FedAvg. Kept by each client: θ.
-    S + 1 gradients a step: one is the loss's at x, whose value is what is logged.
+    All S steps are on the local step's batch. θ is w at the start of a client's round, goes on from
+    step to step, and is what the client uses itself. Weight decay acts on x alone. Sent: nothing
+    more than by FedAvg. Kept by each client: θ. S + 1 gradients a step: one is the loss's at x,
+    whose value is what is logged.
 
     Args:
         strength: λ.
@@ -44,8 +44,8 @@ class MoreauEnvelope(FederatedCallback):
         >>> from fl_lightning.callbacks import MoreauEnvelope
         >>> from fl_lightning.testing import tiny_run
         >>> arguments = dict(rounds=1, local_steps=1, local_epochs=None)
-        >>> pfedme = tiny_run(MoreauEnvelope(strength=10.0, inner_steps=1, inner_lr=0.1),
-        **arguments)
+        >>> method = MoreauEnvelope(strength=10.0, inner_steps=1, inner_lr=0.1)
+        >>> pfedme = tiny_run(method, **arguments)
         >>> pfedme.global_vector.allclose(tiny_run(**arguments).global_vector)
         True
     """

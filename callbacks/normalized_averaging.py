@@ -14,11 +14,11 @@ from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
 
 
 class NormalizedAveraging(FederatedCallback):
-    """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i, τ_i = ‖a_i‖₁: K_i, or with momentum ρ Σ_{j=1}^{K_i}
-    (1 - ρ^j)/(1 - ρ).
+    """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i with τ_i = ‖a_i‖₁.
 
-    With equal K_i it is FedAvg. Refused together with partial averaging: a kept part moves over
-    several rounds. Sent and kept: nothing more, as the server knows K_i.
+    τ_i is K_i, or with momentum ρ Σ_{j=1}^{K_i} (1 - ρ^j)/(1 - ρ). With equal K_i it is FedAvg.
+    Refused together with partial averaging: a kept part moves over several rounds. Sent and kept:
+    nothing more, as the server knows K_i.
 
     Raises:
         UserError: another callback of the run decides what clients send, or the run averages parts
@@ -39,14 +39,14 @@ class NormalizedAveraging(FederatedCallback):
     title = "FedNova"
     sends = "x"
     cannot_run_with = {
-        "parts": "a part that is not averaged moves over several rounds, for which the paper has no norm"
+        "parts": (
+            "a part that is not averaged moves over several rounds, for which the paper has no norm"
+        )
     }
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
 
     def work(self, clients: Clients) -> Tensor:
-        """τ_i ``(n, 1)``: how far the client's optimizer moves in K_i steps with gradient 1, in
-        units of η.
-        """
+        """τ_i ``(n, 1)``: the way of the optimizer in K_i steps with gradient 1, over η."""
         k = clients.steps
         rho = clients.momentum
         return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)

@@ -19,22 +19,21 @@ from torch import Tensor
 from fl_lightning.callback import FederatedCallback, Layout, Note, RunFacts, UserError
 
 Period = int | Literal["never"]
-KNOWN = {"last": "FedPer", "norms": "FedBN", "all": "local training"}  # by what is never averaged
+# These have names in the field: a group of parameters that is never averaged.
+KNOWN = {"last": "FedPer", "norms": "FedBN", "all": "local training"}
 
 
 def lost_work(method: PartialAveraging, run: RunFacts) -> float:
-    """The share of the local work on the part with the longest period that never reaches the
-    server.
-    """
+    """The share of work on the part with the longest period that never reaches the server."""
     return (1 - run.n / run.m) * (method.longest - 1) / method.longest
 
 
 class PartialAveraging(FederatedCallback):
-    """A part with period P is averaged at the end of round t when (t + 1) mod P = 0; else clients
-    keep their copies.
+    """A part with period P is averaged at the end of round t when (t + 1) mod P = 0.
 
-    What no pattern names is averaged every round. Without ``periods``, ``extractor`` and
-    ``extractor_layers`` the extractor is all layers but the last.
+    Otherwise clients keep their copies. Parameters that no pattern names are averaged every round.
+    Without ``periods``, ``extractor`` and ``extractor_layers`` the extractor is all layers but the
+    last.
     Sent: down, the parts of which a client has no valid copy; up, those averaged this round. Kept
     by each client: its copy of the parts not averaged, and where that copy began.
 
@@ -90,17 +89,16 @@ class PartialAveraging(FederatedCallback):
         extractor_layers: int | None = None,
     ) -> None:
         super().__init__()
-        given = {"periods": periods, "extractor": extractor, "extractor_layers": extractor_layers}
-        named = [name for name, value in given.items() if value is not None]
+        options = {"periods": periods, "extractor": extractor, "extractor_layers": extractor_layers}
+        named = [name for name, value in options.items() if value is not None]
         if len(named) > 1:
             raise UserError(
                 f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one "
                 "of them."
             )
         for value in (period, *(periods or {}).values()):
-            if value != "never" and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value != "never" and not (is_whole and int(value) >= 1):
                 raise UserError(
                     f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, "
                     "and 'never'."
@@ -117,14 +115,15 @@ class PartialAveraging(FederatedCallback):
     @property
     def longest(self) -> int:
         """The longest period in rounds, of those that end."""
-        return max(
-            [p for p in (self.periods or {"": self.period}).values() if p != "never"], default=1
-        )
+        periods = (self.periods or {"": self.period}).values()
+        return max([period for period in periods if period != "never"], default=1)
 
     def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
         period_of: dict[str, Period] = {}
         for pattern, period in self._patterns(layout).items():
             matched = layout.named(pattern, "PartialAveraging")
+            # Of several patterns that match a parameter, the first counts. The order of the parts
+            # is that of a checkpoint's rows, and must stay.
             period_of = {name: period for name in matched} | period_of
         parts = []
         for period in dict.fromkeys(p for p in period_of.values() if p != 1):
@@ -140,15 +139,15 @@ class PartialAveraging(FederatedCallback):
                 return {self.extractor: self.period}
             return dict.fromkeys(self.extractor, self.period)
         layers = list(layout.layers.values())
-        if self.extractor_layers is None:
-            number = len(layers) - 1
-        else:
+        number = len(layers) - 1
+        if self.extractor_layers is not None:
             number = self.extractor_layers
         if not 0 <= number <= len(layers):
             raise UserError(
                 f"PartialAveraging: extractor_layers={number}, but the learner has {len(layers)} "
                 "layers."
             )
-        return dict.fromkeys(
-            [name for layer in layers[:number] for name in layer if name in layout], self.period
-        )
+        names: list[str] = []
+        for layer in layers[:number]:
+            names += [name for name in layer if name in layout]
+        return dict.fromkeys(names, self.period)

@@ -33,8 +33,7 @@ TUNED = "_finetuned"
 
 
 class PerClientEvaluation(Measurement):
-    """Logs ``clients/acc``, ``clients/loss``, …: each client's personal model on the samples that
-    it held out itself.
+    """Logs ``clients/acc``, ``clients/loss``, …: each client's own model on its own test samples.
 
     The model is the one that a client would use: w with its own kept parts, or what the method's
     ``personal`` gives; w where it never finished a round. The metrics are what the learner's
@@ -75,7 +74,7 @@ class PerClientEvaluation(Measurement):
         ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
     """
 
-    # what it logs is shown in place of what is validated, where clients have models of their own
+    # Where clients have models of their own, these values are shown in place of the validation's.
     of_own_models = True
 
     def __init__(
@@ -88,8 +87,6 @@ class PerClientEvaluation(Measurement):
         super().__init__(every_n_rounds)
         if isinstance(clients, str) and clients.isdecimal():
             clients = int(clients)
-        else:
-            clients = clients
         if clients != "all":
             if isinstance(clients, str):
                 raise UserError(
@@ -116,22 +113,20 @@ class PerClientEvaluation(Measurement):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluate one client, to see now and not after the last round whether a metric's direction
-        is to be asked.
-        """
+        """Evaluate one client, to learn the names of the metrics."""
         super().on_train_start(trainer, pl_module)
-        data = trainer.datamodule
+        # Whether the user has to be asked for a metric's direction is known now, and not after the
+        # last round.
         w = pl_module.evaluated_vector
         for client in self._drawn(pl_module):
-            if len(own := data.client_test_indices(client)):
-                self._directions(
-                    pl_module,
-                    named(pl_module.evaluator().client(w, client, own, "validation_step")),
-                )
+            indices = trainer.datamodule.client_test_indices(client)
+            if len(indices):
+                values = pl_module.evaluator().client(w, client, indices, "validation_step")
+                self._directions(pl_module, named(values))
                 break
 
     def _drawn(self, module: Any) -> Sequence[int]:
-        """Whom it evaluates, ascending."""
+        """The clients that are evaluated, ascending."""
         m = int(module.trainer.datamodule.num_clients)
         wanted = m if self.clients == "all" else min(int(self.clients), m)
         draw = generator(module.run_seed, "per-client evaluation")
@@ -140,46 +135,50 @@ class PerClientEvaluation(Measurement):
         return sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
 
     def _directions(self, module: Any, names: Collection[str]) -> Directions:
-        """Which way is better in these metrics.
+        """The directions of these metrics: which way each is better.
 
         Raises:
-            UserError: it is not known of one.
+            UserError: one is not known.
         """
-        given = {
-            without_prefix(name.removeprefix("clients/")): mode for name, mode in self.modes.items()
-        }
-        directions = Directions("Give modes={name: mode}, a mode", given)
+        by_user: dict[str, str] = {}
+        for name, mode in self.modes.items():
+            by_user[without_prefix(name.removeprefix("clients/"))] = mode
+        directions = Directions("Give modes={name: mode}, a mode", by_user)
         directions.record(_of_validation(module.logged.modes))
-        if unknown := [name for name in names if directions.known(name) is None]:
+        unknown = [name for name in names if directions.known(name) is None]
+        if unknown:
             raise UserError(f"PerClientEvaluation: {directions.question(unknown)}")
         return directions
 
     def measure(self, module: Any) -> dict[str, float]:
         data = module.trainer.datamodule
         ids = self._drawn(module)
-        found = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
+        measured = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
         self.table = {}
-        for client, kinds in found.items():
+        for client, kinds in measured.items():
             for suffix, values in kinds.items():
                 for name, value in named(values).items():
                     self.table.setdefault(name + suffix, {})[client] = value
         for text in self.remarks():
             module.note(text)
         directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
-        told = _of_validation(module.logged.modes)
+        modes = _of_validation(module.logged.modes)
         logged = dict[str, float]()
         for name, by_client in self.table.items():
-            own = name.removesuffix(TUNED)
-            for what, value in summary(by_client, self.samples, directions.greater(own)).items():
+            metric = name.removesuffix(TUNED)
+            greater = directions.greater(metric)
+            for suffix, value in summary(by_client, self.samples, greater).items():
                 if not math.isnan(value):
-                    logged[f"clients/{name}{what}"] = value
-                if own in told and what != "_std":  # for who compares runs by it
-                    module.logged.modes[f"clients/{name}{what}"] = told[own]
+                    logged[f"clients/{name}{suffix}"] = value
+                # Reports compare runs by these values too, and need their direction; of a
+                # deviation neither way is better.
+                if metric in modes and suffix != "_std":
+                    module.logged.modes[f"clients/{name}{suffix}"] = modes[metric]
         return logged
 
     def remarks(self) -> Iterator[str]:
-        """What the numbers do not show."""
+        """Notes on what the numbers do not show."""
         without = sum(not number for number in self.samples.values())
         if without:
             yield (
@@ -191,17 +190,20 @@ class PerClientEvaluation(Measurement):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
         stopped = any(gathered(pl_module.stop_requested))
+        # A run without loggers and checkpoints keeps nothing, so neither do we.
         keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
-        if self._measured == self._ended >= 0 and not stopped and keeps and trainer.is_global_zero:
-            folder = Path(trainer.default_root_dir)
-            with written_aside(folder / "clients.csv") as file:
-                file.write(self.csv().encode())
-            names = [name for name in self.table if not name.endswith(TUNED)]
-            others = [name for name in names if name != "loss"]
-            shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
-            if shown in self.table:
-                with written_aside(folder / "clients.png", durable=False) as file:
-                    draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
+        ended = self._measured == self._ended >= 0 and not stopped
+        if not ended or not keeps or not trainer.is_global_zero:
+            return
+        folder = Path(trainer.default_root_dir)
+        with written_aside(folder / "clients.csv") as file:
+            file.write(self.csv().encode())
+        names = [name for name in self.table if not name.endswith(TUNED)]
+        others = [name for name in names if name != "loss"]
+        shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
+        if shown in self.table:
+            with written_aside(folder / "clients.png", durable=False) as file:
+                draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
 
     def csv(self) -> str:
         """The table as text: client, samples, every metric; empty where a client has no value."""
@@ -209,17 +211,19 @@ class PerClientEvaluation(Measurement):
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["client", "samples", *self.table])
         for client, number in self.samples.items():
-            values = (column.get(client) for column in self.table.values())
-            rows.writerow(
-                [client, number, *("" if value is None else repr(value) for value in values)]
-            )
+            values = [column.get(client) for column in self.table.values()]
+            texts = ["" if value is None else repr(value) for value in values]
+            rows.writerow([client, number, *texts])
         return text.getvalue()
 
 
 def named(values: dict[str, float]) -> dict[str, float]:
     """Metrics without the validation's prefix; its own loss in place of the training step's."""
-    bare = {name: value for name, value in values.items() if name not in ("samples", "loss")}
-    return {"loss": values["loss"], **{without_prefix(name): value for name, value in bare.items()}}
+    metrics = {"loss": values["loss"]}
+    for name, value in values.items():
+        if name not in ("samples", "loss"):
+            metrics[without_prefix(name)] = value
+    return metrics
 
 
 def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:

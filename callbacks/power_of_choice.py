@@ -15,13 +15,12 @@ from fl_lightning.callback import Clients, ClientState, FederatedCallback, Serve
 
 
 class PowerOfChoice(FederatedCallback):
-    """d candidates are drawn in proportion to N_i, without replacement; the n of them with the
-    largest F_i take part.
+    """d candidates are drawn in proportion to N_i; the n of them with the largest F_i take part.
 
     F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that
     everybody comes first once. Of equal ones, those that were drawn first. A loss that is not
-    finite says nothing of what there is to
-    gain: its client comes after all others that were drawn, until it has taken part again.
+    finite says nothing of what there is to gain: its client comes after all others that were
+    drawn, until it has taken part again.
     Sent: one number up. Kept: F_i, by the server, one number a client.
 
     Args:
@@ -50,8 +49,8 @@ class PowerOfChoice(FederatedCallback):
 
     def __init__(self, candidates: int | None = None) -> None:
         super().__init__()
-        whole = isinstance(candidates, int) and not isinstance(candidates, bool)
-        if candidates is not None and not (whole and candidates > 0):
+        is_whole = isinstance(candidates, int) and not isinstance(candidates, bool)
+        if candidates is not None and not (is_whole and candidates > 0):
             raise UserError(
                 f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, "
                 "or null."
@@ -65,8 +64,9 @@ class PowerOfChoice(FederatedCallback):
             len(available), d, replace=False, p=sizes / sizes.sum()
         )
         drawn = available[torch.from_numpy(draw).to(available.device)]
-        known = self.last.rows(server, drawn).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        return drawn[known.argsort(descending=True, stable=True)[:n]]
+        losses = self.last.rows(server, drawn).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        # A stable order: of equal losses those that were drawn first, on every device.
+        return drawn[losses.argsort(descending=True, stable=True)[:n]]
 
     def on_local_end(self, clients: Clients) -> None:
         finite = clients.loss.isfinite()

@@ -13,7 +13,7 @@ from fl_lightning.callbacks.run_card import LABELS, Tally, closing_table
 from fl_lightning.lightning import ProgressBar, Tqdm, pl
 
 _PAUSE = 0.1  # seconds between two drawings
-_LINES = 20  # of a run whose output is not a terminal
+_LINES = 20  # lines of a run whose output is not a terminal
 
 
 class FederatedProgressBar(ProgressBar):
@@ -67,7 +67,7 @@ class FederatedProgressBar(ProgressBar):
     def on_client_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int
     ) -> None:
-        """Called by the run: ``done`` of this process's ``total`` clients of the round are ready."""
+        """Note that ``done`` of this process's ``total`` clients are ready; called by the run."""
         if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
             self._clients = f" · clients {done}/{total}"
             self._draw(self._done + 1)
@@ -83,10 +83,9 @@ class FederatedProgressBar(ProgressBar):
             if time.monotonic() - self._drawn >= _PAUSE or self._done == self._total:
                 self._draw(self._done)
             return
+        every = 50
         if self._total is not None:
             every = math.ceil((self._total - self._first) / _LINES)
-        else:
-            every = 50
         if (self._done - self._first) % max(every, 1) == 0 or self._done == self._total:
             self._line(trainer)
 
@@ -96,17 +95,17 @@ class FederatedProgressBar(ProgressBar):
         if self._bar is not None:
             self._read(trainer)
             self._draw(self._done)
-        elif self._printed != self._done:  # stopped early: the last round is printed, too
+        # A run that stopped early prints its last round too.
+        elif self._printed != self._done:
             self._line(trainer)
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._enabled:
             rows = closing_table(self._tally.metrics(trainer), trainer)
-            width = max(len(what) for what, _ in rows)
-            self.print(
-                "\n".join(["", *(f"  {what:<{width}}  {value}" for what, value in rows), ""])
-            )
+            width = max(len(label) for label, _ in rows)
+            lines = [f"  {label:<{width}}  {value}" for label, value in rows]
+            self.print("\n".join(["", *lines, ""]))
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -156,11 +155,10 @@ class FederatedProgressBar(ProgressBar):
     def _open(self, total: int | None, first: int) -> None:
         self._close()
         if self._enabled and sys.stderr.isatty():
+            shape = "{desc} · {elapsed}"
             if total is not None:
                 shape = "{desc} |{bar:10}| {elapsed} · {remaining} left"
-            else:
-                shape = "{desc} · {elapsed}"
-            # 0 in some containers: it would draw nothing
+            # Some containers say that a terminal has 0 columns, and nothing would be drawn.
             known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
             self._bar = Tqdm(total=total, initial=first, bar_format=shape, file=sys.stderr, **width)
@@ -175,14 +173,16 @@ class FederatedProgressBar(ProgressBar):
 
     def _read(self, trainer: pl.Trainer) -> None:
         metrics = trainer.callback_metrics
-        told = list[str]()
+        texts = list[str]()
         for name in dict.fromkeys(["train/loss", *facts.shown(trainer), "divergence/participants"]):
-            if name in metrics:
-                form = {"divergence/participants": "{:.3g}"}.get(
-                    name, "{:.4f}" if name in LABELS else "{:.4g}"
-                )
-                told.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")
-        self._values = "".join(told)
+            if name not in metrics:
+                continue
+            form = "{:.4f}" if name in LABELS else "{:.4g}"
+            # A distance may be of any size.
+            if name == "divergence/participants":
+                form = "{:.3g}"
+            texts.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")
+        self._values = "".join(texts)
 
     def _draw(self, number: int, text: str | None = None) -> None:
         if self._bar is not None:

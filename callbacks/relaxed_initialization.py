@@ -28,7 +28,7 @@ from fl_lightning.callback import (
 
 
 def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
-    """Whether a constant drift is amplified without bound."""
+    """Tell whether a constant drift is amplified without bound."""
     beta = vars(method)["beta"]
     averages_models = method.rule == "models" and method.arm != "centred" and run.n < run.m
     return averages_models and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
@@ -62,10 +62,11 @@ class RelaxedInitialization(FederatedCallback):
         >>> from fl_lightning.schedules import Steps
         >>> from fl_lightning.testing import tiny_run
         >>> options = {"participation": "all", "lr_decay": Steps({0: 1.0, 1: 0.0})}
-        >>> one, two = (tiny_run(RelaxedInitialization(beta=0.1), rounds=t, **options) for t in (1,
-        2))
-        >>> last, start = (run.client_rows.read("RelaxedInitialization.last", 0) for run in (one,
-        two))
+        >>> one, two = (
+        ...     tiny_run(RelaxedInitialization(beta=0.1), rounds=t, **options) for t in (1, 2)
+        ... )
+        >>> last = one.client_rows.read("RelaxedInitialization.last", 0)
+        >>> start = two.client_rows.read("RelaxedInitialization.last", 0)
         >>> start.allclose(one.global_vector + 0.1 * (one.global_vector - last))
         True
     """
@@ -96,10 +97,12 @@ class RelaxedInitialization(FederatedCallback):
         self.beta = beta
         self.rule = aggregate
         self.arm = offset
-        if offset != "own":  # an argument that older checkpoints do not have
+        # Older checkpoints do not have this argument, and are compared by what is set here.
+        if offset != "own":
             self.offset = offset
+        # This instance alone owns the hook, so that others may decide what clients send.
         if aggregate == "updates":
-            vars(self)["transmit"] = self.displacement  # this instance alone owns the hook
+            vars(self)["transmit"] = self.displacement
         if offset != "own":
             self.declare(
                 "last_mean", ServerState(initial="initial_model", sent=True, synchronised=False)
@@ -127,7 +130,7 @@ class RelaxedInitialization(FederatedCallback):
             self.last_mean += self.moved_on.sum() / server.num_clients
 
     def displacement(self, clients: Clients, update: Tensor) -> Tensor:
-        """What is sent with ``aggregate="updates"``."""
+        """The message of a client with ``aggregate="updates"``."""
         return clients.x - clients.origin
 
 

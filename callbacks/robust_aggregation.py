@@ -26,8 +26,7 @@ PIECE = 4096  # coordinates
 
 
 class RobustAggregation(FederatedCallback):
-    """d = rule(u_1, …, u_n), of what the participants transmitted, on the coordinates that are
-    averaged; in float64.
+    """d = rule(u_1, …, u_n) of the participants' updates, on averaged coordinates, in float64.
 
     ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim ·
     n⌋ largest and smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2
@@ -61,8 +60,9 @@ class RobustAggregation(FederatedCallback):
         [5.0, 2.0, 1.25, 2.5, 18721.25]
         >>> from fl_lightning.testing import tiny_run
         >>> one = {"participation": 1}
-        >>> tiny_run(RobustAggregation("median"),
-        **one).global_vector.allclose(tiny_run(**one).global_vector) True
+        >>> median = tiny_run(RobustAggregation("median"), **one)
+        >>> median.global_vector.allclose(tiny_run(**one).global_vector)
+        True
     """
 
     title = "robust aggregation"
@@ -88,10 +88,8 @@ class RobustAggregation(FederatedCallback):
         name = type(self).__name__
         if rule not in RULES:
             known = ", ".join(map(repr, RULES))
-            raise UserError(
-                f"{name}: rule={rule!r} is not known; accepted are "
-                f"{known}.{suggest(str(rule), RULES)}"
-            )
+            hint = suggest(str(rule), RULES)
+            raise UserError(f"{name}: rule={rule!r} is not known; accepted are {known}.{hint}")
         if isinstance(trim, bool) or not isinstance(trim, (int, float)) or not 0 <= trim < 0.5:
             raise UserError(
                 f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to "
@@ -118,9 +116,9 @@ class RobustAggregation(FederatedCallback):
         n = pl_module.cohort.n
         f = self.byzantine
         if self.uses_f and n < 2 * f + 3:
-            what = "mixing" if self.mixing else f"rule={self.rule!r}"
+            option = "mixing" if self.mixing else f"rule={self.rule!r}"
             raise UserError(
-                f"{type(self).__name__}: {what} with byzantine={f} needs 2 · {f} + 3 = "
+                f"{type(self).__name__}: {option} with byzantine={f} needs 2 · {f} + 3 = "
                 f"{2 * f + 3} clients a round, and participation gives {n}. Let more take part, "
                 "or lower byzantine."
             )
@@ -131,19 +129,22 @@ class RobustAggregation(FederatedCallback):
 
     @property
     def uses_f(self) -> bool:
-        """Whether ``byzantine`` plays a part."""
+        """Tell whether ``byzantine`` plays a part."""
         return self.mixing or self.rule in ("krum", "multi_krum")
 
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
+        # Coordinates that are not averaged must not decide who is near to whom.
         u = u if server.averaged is None else u * server.averaged
+        # Fewer clients may have finished than take part, or coins may have fallen on few.
         f = min(self.byzantine, (len(u) - 3) // 2)
-        if self.uses_f and (most := max(f, 0)) < self.byzantine:
+        if self.uses_f and max(f, 0) < self.byzantine:
             server.note(
-                f"{type(self).__name__}: a round of {len(u)} clients withstands byzantine={most}, "
-                f"not {self.byzantine}."
+                f"{type(self).__name__}: a round of {len(u)} clients withstands "
+                f"byzantine={max(f, 0)}, not {self.byzantine}."
             )
-        if self.uses_f and f < 0:  # of so few none is nearer to the others
+        # Of one or two clients none is nearer to the others.
+        if self.uses_f and f < 0:
             return u.mean(0)
         if self.mixing:
             u = mixed(u, f)
@@ -158,19 +159,21 @@ class RobustAggregation(FederatedCallback):
 
 
 def median(u: Tensor) -> Tensor:
-    """Of each column of ``(n, D)``; the mean of the two middle values where n is even."""
+    """The median of each column of ``(n, D)``; the mean of the two middle values for even n."""
     ordered = u.sort(0).values
     n = len(u)
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 def trimmed_mean(u: Tensor, k: int) -> Tensor:
-    """Of each column without its k largest and k smallest values."""
+    """The mean of each column without its k largest and k smallest values."""
     return u.sort(0).values[k : len(u) - k].mean(0)
 
 
 def squared_distances(u: Tensor) -> Tensor:
-    """``(n, n)``: of each row to each; by pieces that a processor's cache holds."""
+    """``(n, n)``: the squared distance of each row to each."""
+    # Differences, not ‖u‖² + ‖v‖² - 2 u·v, whose rounding hides small distances; by pieces that a
+    # processor's cache holds.
     away = u.new_zeros(len(u), len(u))
     for piece in u.split(PIECE, dim=1):
         away += torch.stack([(piece - row).square().sum(1) for row in piece])
@@ -184,20 +187,17 @@ def krum_scores(u: Tensor, f: int) -> Tensor:
 
 
 def mixed(u: Tensor, f: int) -> Tensor:
-    """``(n, D)``: each row's mean with its n - f - 1 nearest others; of equally near ones the
-    first.
-    """
+    """``(n, D)``: each row's mean with its n - f - 1 nearest others, the first of equally near."""
     nearest = squared_distances(u).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : len(u) - f]
-    return torch.cat(
-        [torch.stack([piece[rows].mean(0) for rows in nearest]) for piece in u.split(PIECE, dim=1)],
-        dim=1,
-    )
+    means = []
+    for piece in u.split(PIECE, dim=1):
+        means.append(torch.stack([piece[rows].mean(0) for rows in nearest]))
+    return torch.cat(means, dim=1)
 
 
 def geometric_median(u: Tensor) -> Tensor:
-    """By Weiszfeld's iteration from the mean, of the rows of finite norm: the others are infinitely
-    far.
-    """
+    """The geometric median by Weiszfeld's iteration from the mean."""
+    # A row without a finite norm is infinitely far, and has no weight.
     u = u[torch.linalg.vector_norm(u, dim=1).isfinite()]
     z = u.mean(0)
     for _ in range(1000):

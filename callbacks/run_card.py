@@ -1,6 +1,4 @@
-"""``card.md``: what a run was and what came out, in its folder and in TensorBoard; the closing
-table.
-"""
+"""``card.md``: a run and its results, in its folder and in TensorBoard; the closing table."""
 
 from __future__ import annotations
 
@@ -21,15 +19,20 @@ from fl_lightning.schedules import arguments
 from fl_lightning.storage.files import written_aside
 
 _SHOWN = (
-    "train/loss", "divergence/participants", "time/round",
-    "communication/total_parameters", "communication/total_bytes",
-)  # fmt: skip
+    "train/loss",
+    "divergence/participants",
+    "time/round",
+    "communication/total_parameters",
+    "communication/total_bytes",
+)
 
-
+# People are shown these metrics under other names.
 LABELS = {
-    "train/loss": "loss", "val/acc": "accuracy", "clients/acc": "accuracy of clients", "divergence/participants": "Δ",
-}  # fmt: skip
-"""How metrics are called where they are shown to people, if not by their names."""
+    "train/loss": "loss",
+    "val/acc": "accuracy",
+    "clients/acc": "accuracy of clients",
+    "divergence/participants": "Δ",
+}
 
 
 class RunCard(pl.Callback):
@@ -48,7 +51,7 @@ class RunCard(pl.Callback):
         self._tally = Tally()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # here, as all know folder and loggers by now
+        # Only when the first round begins do engine, loggers and folder stand.
         if self._card is not None or not trainer.is_global_zero:
             return
         self._card = _card(trainer)
@@ -72,13 +75,12 @@ class RunCard(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._card is not None:
             rows = closing_table(self._tally.metrics(trainer), trainer)
-            _write(
-                Path(trainer.default_root_dir) / "card.md", self._card + _section("Result", rows)
-            )
+            path = Path(trainer.default_root_dir) / "card.md"
+            _write(path, self._card + _section("Result", rows))
 
 
 class Tally:
-    """What a run logged: from metrics.csv where the run writes one, else as it was seen go by."""
+    """The metrics of a run: from metrics.csv where the run writes one, else noted by the round."""
 
     def __init__(self) -> None:
         self._rounds: list[int] = []
@@ -97,17 +99,20 @@ class Tally:
         if path is not None:
             return Metrics.read(path, modes)
         rows = self._rows
-        if rows:  # The last row again, with what was measured after its round.
+        # The last row is taken anew, with what was measured after its round.
+        if rows:
             rows = [*rows[:-1], _values(trainer)]
         names: dict[str, None] = {}
         for row in rows:
             names.update(dict.fromkeys(row))
-        columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
+        columns: dict[str, list[float]] = {}
+        for name in names:
+            columns[name] = [row.get(name, math.nan) for row in rows]
         return Metrics(self._rounds, columns, modes)
 
 
 def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
-    """What came out of a run, as (what, value): only what was logged. Its notes come last."""
+    """The results of a run as (label, value), where they were logged; its notes come last."""
     folder = Path(trainer.default_root_dir)
     rows = [("rounds", str(trainer.current_epoch))]
     for name in facts.shown(trainer):
@@ -119,11 +124,11 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
     ]:
         if not math.isnan(metrics.last(name)):
             rows.append((label, form.format(metrics.last(name))))
-    if not math.isnan(seconds := metrics.median("time/round")):
+    seconds = metrics.median("time/round")
+    if not math.isnan(seconds):
         rows.append(("seconds per round", f"{seconds:.3g} (median)"))
-    parameters, nbytes = (
-        metrics.last(f"communication/total_{unit}") for unit in ("parameters", "bytes")
-    )
+    parameters = metrics.last("communication/total_parameters")
+    nbytes = metrics.last("communication/total_bytes")
     if not math.isnan(parameters):
         rows.append(("communicated", f"{_short(parameters)} parameters, {_short(nbytes)}B"))
     rows.append(("results in", str(folder)))
@@ -133,11 +138,10 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
 
 
 def _values(trainer: pl.Trainer) -> dict[str, float]:
-    """What was logged last of what is shown."""
+    """The latest values of the metrics that are shown."""
     metrics = trainer.callback_metrics
-    return {
-        name: float(metrics[name]) for name in (*_SHOWN, *facts.shown(trainer)) if name in metrics
-    }
+    names = (*_SHOWN, *facts.shown(trainer))
+    return {name: float(metrics[name]) for name in names if name in metrics}
 
 
 def _csv(trainer: pl.Trainer) -> Path | None:
@@ -160,38 +164,40 @@ def _card(trainer: pl.Trainer) -> str:
     head = describe() if describe is not None else type(module).__name__
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     methods: list[tuple[str, str]] = []
-    for method in (c for c in callbacks if isinstance(c, FederatedCallback)):
-        methods.append((type(method).__name__, arguments(method)))
-        methods += [
-            (f"{type(method).__name__}: {what}", told) for what, told in method.facts().items()
-        ]
+    for callback in callbacks:
+        if isinstance(callback, FederatedCallback):
+            name = type(callback).__name__
+            methods.append((name, arguments(callback)))
+            for label, fact in callback.facts().items():
+                methods.append((f"{name}: {label}", fact))
     learner = facts.of_learner(getattr(module, "learner", module))
     network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
     named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"
     run = [("learner", named), ("data", type(data).__name__), ("rounds", str(trainer.max_epochs))]
     run.append(("seed", str(getattr(module, "run_seed", "not set"))))
-    card = getattr(data, "card", None)
-    machine = [
-        ("device", torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()),
-        ("processes", str(trainer.world_size)),
-        *((str(k), str(v)) for k, v in getattr(module, "engine_facts", {}).items()),
+    data_card = getattr(data, "card", None)
+    device = torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()
+    machine = [("device", device), ("processes", str(trainer.world_size))]
+    for label, fact in getattr(module, "engine_facts", {}).items():
+        machine.append((str(label), str(fact)))
+    sections = [
+        _section("Run", run),
+        _section("Callbacks", methods),
+        _section("Data", [] if data_card is None else list(data_card().items())),
+        _section("Versions", list(facts.versions().items())),
+        _section("Machine", machine),
     ]
-    return f"# {head}\n" + "".join(
-        _section(title, rows)
-        for title, rows in [
-            ("Run", run), ("Callbacks", methods), ("Data", list(card().items()) if card is not None else []),
-            ("Versions", list(facts.versions().items())), ("Machine", machine),
-        ]
-    )  # fmt: skip
+    return f"# {head}\n" + "".join(sections)
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
-    lines = [
-        f"| {what} | {' '.join(str(value).split()).replace('|', '&#124;')} |"
-        for what, value in rows
-    ]
+    lines = []
+    for label, value in rows:
+        # A cell has one line, and no bar of its own.
+        cell = " ".join(str(value).split()).replace("|", "&#124;")
+        lines.append(f"| {label} | {cell} |")
     return "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *lines, ""])
 
 
@@ -211,7 +217,7 @@ def _draw(figure: Any, path: Path, boards: list[Any]) -> None:
     canvas: Any = FigureCanvasAgg(figure)
     with written_aside(path, durable=False) as file:
         canvas.print_png(file)
+    # Writing the file has drawn the figure.
+    image = np.asarray(canvas.buffer_rgba())[..., :3]
     for board in boards:
-        board.add_image(
-            "partition", np.asarray(canvas.buffer_rgba())[..., :3], 0, dataformats="HWC"
-        )
+        board.add_image("partition", image, 0, dataformats="HWC")

@@ -13,9 +13,9 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Sched
 
 
 class SharpnessAwareMinimization(FederatedCallback):
-    """The gradient is taken at x + e, e = ρ g/‖g‖ over all D coordinates, 0 where g = 0; g is
-    without weight decay.
+    """The gradient is taken at x + e with e = ρ g/‖g‖ over all D coordinates, 0 where g = 0.
 
+    g is without weight decay.
     Sent and kept: nothing more than by FedAvg. Two gradients a step.
 
     Args:
@@ -29,11 +29,10 @@ class SharpnessAwareMinimization(FederatedCallback):
 
         >>> from fl_lightning.callbacks import SharpnessAwareMinimization
         >>> from fl_lightning.testing import tiny_run
-        >>>
-        tiny_run(SharpnessAwareMinimization(radius=0.0)).global_vector.equal(tiny_run().global_vector)
+        >>> fedavg = tiny_run().global_vector
+        >>> tiny_run(SharpnessAwareMinimization(radius=0.0)).global_vector.equal(fedavg)
         True
-        >>>
-        tiny_run(SharpnessAwareMinimization(radius=0.1)).global_vector.equal(tiny_run().global_vector)
+        >>> tiny_run(SharpnessAwareMinimization(radius=0.1)).global_vector.equal(fedavg)
         False
     """
 

@@ -36,8 +36,9 @@ class TopKCompression(FederatedCallback):
 
         >>> from fl_lightning.callbacks import TopKCompression
         >>> from fl_lightning.testing import tiny_run
-        >>> one, two = (tiny_run(TopKCompression(fraction=0.1), rounds=t, participation=1) for t in
-        (1, 2))
+        >>> one, two = (
+        ...     tiny_run(TopKCompression(fraction=0.1), rounds=t, participation=1) for t in (1, 2)
+        ... )
         >>> int((one.global_vector != two.global_vector).sum())
         4
     """
@@ -49,11 +50,8 @@ class TopKCompression(FederatedCallback):
 
     def __init__(self, fraction: float = 0.1) -> None:
         super().__init__()
-        if (
-            isinstance(fraction, bool)
-            or not isinstance(fraction, (int, float))
-            or not 0 < fraction <= 1
-        ):
+        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+        if not is_number or not 0 < fraction <= 1:
             raise UserError(
                 f"TopKCompression: fraction={fraction!r} is not accepted; it has to be above 0, "
                 "up to 1."
@@ -65,7 +63,9 @@ class TopKCompression(FederatedCallback):
         k = math.ceil(Fraction(str(self.fraction)) * size)
         v = update + self.error[clients]
         largest = v.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
-        kept = torch.zeros_like(v).scatter(1, largest, v.gather(1, largest))
-        self.error[clients] = v - kept
-        clients.sent(parameters=k, bytes=k * (v.element_size() + (4 if size < 2**31 else 8)))
-        return kept
+        sent = torch.zeros_like(v).scatter(1, largest, v.gather(1, largest))
+        self.error[clients] = v - sent
+        # An index of 4 bytes reaches 2³¹ parameters.
+        index_bytes = 4 if size < 2**31 else 8
+        clients.sent(parameters=k, bytes=k * (v.element_size() + index_bytes))
+        return sent

@@ -33,7 +33,6 @@ NOT_YET = (
     "fl_lightning/contracts/",
     "fl_lightning/engines/choice/",
     "fl_lightning/engines/replay/",
-    "fl_lightning/evaluation/",
     "fl_lightning/models/",
     "fl_lightning/module.py",
     "fl_lightning/optim.py",

@@ -1,5 +1,4 @@
-"""The Hessian of clients' mean loss: its largest eigenvalue by Lanczos' method, its trace by
-Hutchinson's.
+"""The Hessian of clients' mean loss: its largest eigenvalue by Lanczos, its trace by Hutchinson.
 
 G. H. Golub, C. F. Van Loan: Matrix Computations, ch. 10. M. F. Hutchinson: A stochastic estimator
 of the trace of the influence matrix for Laplacian smoothing splines (1990). Products with the
@@ -33,7 +32,7 @@ SKETCH = 2 * 10**7  # numbers
 
 @dataclass(frozen=True)
 class Curvature:
-    """Of the mean loss at a vector.
+    """The curvature of the mean loss at a vector.
 
     Args:
         top_eigenvalue: the largest, algebraically; NaN where something is not finite.
@@ -79,7 +78,8 @@ class Hessian:
         def term(batch: Any, number: int, index: int) -> Leaf:
             copy.logging = False
             with torch.enable_grad():
-                # so that what is differentiable once shows it
+                # A part that is differentiable once shows it only if the gradient that comes into
+                # it asks for a graph, as one times a constant does not.
                 one = torch.ones_like(direction[:1]).requires_grad_()
                 loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
                 first = torch.autograd.grad(
@@ -89,9 +89,8 @@ class Hessian:
                     allow_unused=True,
                     materialize_grads=True,
                 )
-                along = torch.stack(
-                    [(g * d).sum() for g, d in zip(first, directions, strict=True)]
-                ).sum()
+                products = [(g * d).sum() for g, d in zip(first, directions, strict=True)]
+                along = torch.stack(products).sum()
                 if self.products == 1 and _differentiable_once(along.grad_fn):
                     raise RuntimeError("a part of it is marked with once_differentiable")
                 second = torch.autograd.grad(
@@ -100,13 +99,12 @@ class Hessian:
             return {"product": flatten(second).detach().double() * number}
 
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
+            # Other kernels of attention cannot be differentiated twice.
+            with sdpa_kernel(SDPBackend.MATH):
                 total = self.evaluator.sum(self.x, self._shares, term)
         except RuntimeError as error:
-            if not any(
-                text in str(error)
-                for text in ("not implemented", "not support", "once_differentiable")
-            ):
+            phrases = ("not implemented", "not support", "once_differentiable")
+            if not any(phrase in str(error) for phrase in phrases):
                 raise
             raise UserError(
                 f"learner {type(copy.learner).__name__}: its loss cannot be differentiated twice, "
@@ -118,21 +116,20 @@ class Hessian:
 
 
 def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:
-    """Everything of it; what is random is a function of the seed."""
+    """The curvature; random vectors are functions of the seed."""
     return measure_with_vector(hessian, tolerance, probes, seed)[0]
 
 
 def measure_with_vector(
     hessian: Hessian, tolerance: float, probes: int, seed: int
 ) -> tuple[Curvature, Vector]:
-    """The same, and the first eigenvector; where something is not finite, zeros."""
+    """The curvature, and the first eigenvector; zeros where something is not finite."""
     vector = np.zeros(hessian.size)
     try:
         value, vector = top(hessian, tolerance, seed)
+        residual = 0.0
         if value:
             residual = float(np.linalg.norm(hessian(vector) - value * vector)) / abs(value)
-        else:
-            residual = 0.0
         mean, error = trace(hessian, probes, seed, vector)
     except FloatingPointError:
         value = residual = mean = error = math.nan
@@ -141,11 +138,10 @@ def measure_with_vector(
 
 
 def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
-    """The largest eigenvalue, algebraically, and its eigenvector of length 1, to ‖Hv - λv‖ ≤
-    ``tolerance`` |λ|.
+    """The largest eigenvalue, algebraically, and its eigenvector of length 1.
 
-    By ARPACK's restarted Lanczos iteration. Where its restarts do not suffice the tolerance is
-    loosened: the residual tells.
+    They come from ARPACK's restarted Lanczos iteration, to ‖Hv - λv‖ ≤ ``tolerance`` |λ|. Where its
+    restarts do not suffice the tolerance is loosened: the residual tells.
 
     Raises:
         FloatingPointError: a product is not finite.
@@ -155,10 +151,10 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
     n = hessian.size
 
     def product(v: Vector) -> Vector:
-        found = hessian(v)
-        if not np.isfinite(found).all():
+        image = hessian(v)
+        if not np.isfinite(image).all():
             raise FloatingPointError("a product with the Hessian is not finite")
-        return found
+        return image
 
     if n <= DENSE:
         whole = np.stack([product(row) for row in np.eye(n)])
@@ -200,19 +196,19 @@ def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[floa
     wide = [hessian(generator(seed, "sketch", k).standard_normal(n)) for k in range(more)]
     q, _ = np.linalg.qr(np.stack([along, *wide], axis=1))
     exact = np.array([column @ hessian(column) for column in q.T])
-    found = np.empty(probes)
+    estimates = np.empty(probes)
     for k in range(probes):
         z = 2.0 * generator(seed, "hutchinson", k).integers(0, 2, n) - 1.0
         across: Vector = z - q @ (q.T @ z)
-        found[k] = across @ hessian(across)
-    rounding = 10 * torch.finfo(hessian.x.dtype).eps * (np.abs(exact).sum() + np.abs(found).mean())
-    return float(exact.sum() + found.mean()), math.hypot(
-        found.std(ddof=1) / math.sqrt(probes), rounding
-    )
+        estimates[k] = across @ hessian(across)
+    size = np.abs(exact).sum() + np.abs(estimates).mean()
+    rounding = 10 * torch.finfo(hessian.x.dtype).eps * size
+    error = math.hypot(estimates.std(ddof=1) / math.sqrt(probes), rounding)
+    return float(exact.sum() + estimates.mean()), error
 
 
 def _differentiable_once(node: Any) -> bool:
-    """Whether a part of a gradient's graph is such that another gradient would silently miss it."""
+    """Tell whether another gradient would silently miss a part of a gradient's graph."""
     seen = set()
     waiting = [node]
     while waiting:

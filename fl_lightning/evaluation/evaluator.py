@@ -1,5 +1,6 @@
-"""The loss of clients' samples at any vector: on a copy of the learner, in evaluation mode, without
-augmentation.
+"""The loss of clients' samples at any vector.
+
+It is measured on a copy of the learner, in evaluation mode, without augmentation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Share = Callable[[], list[Counted]]
 # (batch, its samples, its number) -> what it adds to a sum over samples
 Term = Callable[[Any, int, int], Leaf]
 VALIDATION = "on_validation_batch_start"
-# of a batch: samples, memory, and what its backward pass needs
+# Limits of a batch: its samples, its memory, and the memory that its backward pass needs.
 MOST = 1000
 BATCH_BYTES = 2**26
 GRAPH_BYTES = 2**28
@@ -80,7 +81,7 @@ class Evaluator:
         (38, torch.Size([31]))
     """
 
-    # where callbacks change batches otherwise than in training
+    # Callbacks may change batches otherwise in validation than in training.
     convert_validation: Convert | None = None
 
     def __init__(
@@ -99,8 +100,8 @@ class Evaluator:
         self.copy.learner.eval()
         self.copy.forks = False
         for part in self.copy.learner.modules():
+            # A sparse gradient cannot be differentiated, and a dense one has the same values.
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                # a sparse gradient cannot be differentiated, and the values are the same
                 part.sparse = False
         self.data = data
         self.seed = seed
@@ -109,23 +110,26 @@ class Evaluator:
         }
         self._forward = self.copy.forward_context
         self.copy.forward_context = self._context
-        # for the present loss; whether none can be had without
-        self._graph = self._builds_graph = False
+        # The present loss has a graph where its gradient is asked for, or where the learner's step
+        # takes gradients itself.
+        self._graph = False
+        self._builds_graph = False
 
     @classmethod
     def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:
-        """Of a FederatedRun and its Trainer, with the batches that clients get; ``exact``: without
-        autocast.
+        """The evaluator of a FederatedRun, with the batches that clients get.
+
+        ``exact``: without autocast.
         """
         model = run.model
         data = trainer.datamodule
         device = trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
-        made = cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
+        evaluator = cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
         if batch_callbacks.looking(trainer) or batch_callbacks.looking(trainer, VALIDATION):
-            made.convert_validation = conversion(trainer, model.learner, data, VALIDATION)
-        return made
+            evaluator.convert_validation = conversion(trainer, model.learner, data, VALIDATION)
+        return evaluator
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
@@ -159,68 +163,67 @@ class Evaluator:
         """:meth:`mean` over batches that :meth:`shares` gave."""
         total = self.sum(x, shares, self._term(gradient, step))
         states = gathered(self.copy.take_metrics())
-        number = int(total["samples"]) if total else 0
-        return Measured(
-            number,
-            float(total["loss"] / number) if number else math.nan,
-            {**_means(total), **self._of_metrics(states)},
-            total["gradient"] / number if gradient and number else None,
-        )
+        logged = {**_means(total), **self._of_metrics(states)}
+        if not total:
+            return Measured(0, math.nan, logged)
+        number = int(total["samples"])
+        mean_gradient = total["gradient"] / number if gradient else None
+        return Measured(number, float(total["loss"] / number), logged, mean_gradient)
 
     def each(self, x: Tensor, samples: Samples, step: str = "training_step") -> dict[str, Tensor]:
-        """Each client's means ``(n,)``, float64, in the order of ``samples``: ``samples``, ``loss``
-        and the logs.
+        """Each client's means ``(n,)``, float64: ``samples``, ``loss`` and the logs.
+
+        They are in the order of ``samples``, and NaN for clients without samples, or for which the
+        learner logged nothing.
 
         Args:
             x: ``(D,)``, or one a client ``(n, D)``.
-            step: as in :meth:`mean`. NaN for clients without samples, or for which the learner
-                logged nothing.
+            step: as in :meth:`mean`.
         """
         world, rank = place()
-        own = {
-            j: self.client(x if x.ndim == 1 else x[j], client, indices, step)
-            for j, (client, indices) in enumerate(samples.items())
-            if j % world == rank
-        }
-        rows = {j: row for each in gathered(own) for j, row in each.items()}
-        names = list(dict.fromkeys(name for j in sorted(rows) for name in rows[j]))
-        return {
-            name: torch.tensor(
-                [rows[j].get(name, math.nan) for j in range(len(rows))], dtype=torch.float64
-            )
-            for name in names
-        }
+        rows_here: dict[int, dict[str, float]] = {}
+        for j, (client, indices) in enumerate(samples.items()):
+            if j % world == rank:
+                point = x if x.ndim == 1 else x[j]
+                rows_here[j] = self.client(point, client, indices, step)
+        rows: dict[int, dict[str, float]] = {}
+        for rows_there in gathered(rows_here):
+            rows.update(rows_there)
+        names: dict[str, None] = {}
+        for j in sorted(rows):
+            names.update(dict.fromkeys(rows[j]))
+        columns: dict[str, Tensor] = {}
+        for name in names:
+            values = [rows[j].get(name, math.nan) for j in range(len(rows))]
+            columns[name] = torch.tensor(values, dtype=torch.float64)
+        return columns
 
     def client(
         self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
     ) -> dict[str, float]:
-        """One client's means at x ``(D,)``, in this process alone: ``samples``, ``loss`` and what
-        it logs.
-        """
+        """One client's means at x ``(D,)``, in this process alone: samples, loss and the logs."""
         samples = {client: indices}
+        # Within, the learner finds this client's numbers at its Trainer; else nobody's.
         self.copy.begin(self.data, lambda: client)
         shares = self.shares(samples, self.size(x, samples), alone=True)
         total = self.sum(x, shares, self._term(False, step), alone=True)
         self.copy.begin(self.data)
-        number = int(total["samples"]) if total else 0
-        loss = float(total["loss"] / number) if number else math.nan
-        if number:
-            logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])}
-        else:
-            logged = {}
-        return {"samples": number, "loss": loss, **logged}
+        if not total:
+            return {"samples": 0, "loss": math.nan}
+        number = int(total["samples"])
+        logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])}
+        return {"samples": number, "loss": float(total["loss"] / number), **logged}
 
     # ---- sums over samples
 
     def shares(
         self, samples: Samples, size: int, alone: bool = False, keep: bool = False
     ) -> list[Share]:
-        """This process's batches of up to ``size`` samples, each read when it is called for;
-        ``alone``: all of them.
+        """This process's batches of up to ``size`` samples, each read when it is called for.
 
         A batch takes the next samples in the order of the clients: small clients share one where
-        tensors allow it.
-        ``keep``: read now, for many passes over the same samples.
+        tensors allow it. ``alone``: the batches of all processes. ``keep``: they are read now, for
+        many passes over the same samples.
         """
         world, rank = (1, 0) if alone else place()
         shares: list[Share] = [
@@ -229,8 +232,9 @@ class Evaluator:
         return [partial(copies, share()) for share in shares] if keep else shares
 
     def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
-        """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one);
-        empty without any.
+        """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one).
+
+        It is empty where there are no batches.
         """
         world, rank = (1, 0) if alone else place()
         tree = TreeSum(len(shares))
@@ -244,41 +248,48 @@ class Evaluator:
         return (tree.total if alone else sum_over_processes(tree.total)) or {}
 
     def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
-        """How many samples fit into a batch; ``graph_bytes``: memory for what a backward pass
-        keeps; 0: there is none.
+        """The number of samples that fit into a batch.
 
         It is measured on the first two samples, so it is the same in every process.
+        ``graph_bytes``: memory for the graph of a backward pass; 0: there is none.
         """
         first = next(((c, indices[:2]) for c, indices in samples.items() if len(indices)), None)
         if first is None:
             return 1
         ((batch, number), *_) = self._read([first])
-        held = 0
+        batch_bytes = sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor))
+        fitting = BATCH_BYTES / max(1, batch_bytes / number)
+        if graph_bytes:
+            kept_bytes = self._bytes_of_graph(x, batch, number)
+            fitting = min(fitting, graph_bytes / max(1, kept_bytes / number))
+        return max(1, min(MOST, int(fitting)))
+
+    def _bytes_of_graph(self, x: Tensor, batch: Any, number: int) -> int:
+        """The memory of the tensors that a backward pass over this batch keeps."""
+        parameters = self.copy.x.untyped_storage().data_ptr()
+        kept = 0
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal held
-            held += tensor.nbytes if tensor.untyped_storage().data_ptr() != own else 0
+            nonlocal kept
+            # The parameters are there anyway, however many samples a batch has.
+            if tensor.untyped_storage().data_ptr() != parameters:
+                kept += tensor.nbytes
             return tensor
 
-        own = self.copy.x.untyped_storage().data_ptr()
-        taken = [
-            BATCH_BYTES
-            / max(1, sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor)) / number)
-        ]
-        if graph_bytes:
-            with self._at(x), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                self._one(
-                    lambda b, n, k: {"loss": self.loss(b, k, True).detach()}, batch, number, 0
-                )
-            taken.append(graph_bytes / max(1, held / number))
-        return max(1, min(MOST, int(min(taken))))
+        def term(batch: Any, number: int, index: int) -> Leaf:
+            return {"loss": self.loss(batch, index, True).detach()}
+
+        with self._at(x), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._one(term, batch, number, 0)
+        return kept
 
     def loss(self, batch: Any, index: int, graph: bool) -> Tensor:
         """The mean loss of a batch; ``graph``: with what its gradient needs."""
         self._graph = graph or self._builds_graph
         try:
             return self.copy.loss(batch, index)[1]
-        except RuntimeError as error:  # a step that takes gradients itself
+        except RuntimeError as error:
+            # The learner's step takes gradients itself, and needs a graph for them: once more.
             if self._graph or "does not require grad" not in str(error):
                 raise
         self._builds_graph = True
@@ -298,20 +309,19 @@ class Evaluator:
             loss = self.loss(batch, index, gradient)
             values = {"loss": loss.detach().double() * number}
             if gradient:
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     loss, own.parameters, allow_unused=True, materialize_grads=True
                 )
-                values["gradient"] = flatten(found).double() * number
+                values["gradient"] = flatten(gradients).double() * number
             own.logging = True
             if step != "training_step":
                 self._validation(batch, index)
+            # A batch may log nothing under a name, so each name counts its own samples.
+            samples = torch.tensor(number, dtype=torch.float64, device=loss.device)
             for name, logged in own.logged.items():
-                values["sum:" + name] = (
-                    torch.stack([v.double().reshape(()) for v in logged]).mean() * number
-                )
-                values["num:" + name] = torch.tensor(
-                    number, dtype=torch.float64, device=loss.device
-                )
+                mean = torch.stack([value.double().reshape(()) for value in logged]).mean()
+                values["sum:" + name] = mean * number
+                values["num:" + name] = samples.clone()
             values["samples"] = torch.tensor(number, dtype=torch.int64, device=loss.device)
             return values
 
@@ -322,11 +332,15 @@ class Evaluator:
         step = self.copy.learner.validation_step
         if self.convert_validation is not None:
             batch = self.convert_validation(self.copy.learner, self._given)
+        arguments: tuple[Any, ...] = (batch, index)
+        if len(inspect.signature(step).parameters) == 1:
+            arguments = (batch,)
         with self._context():
-            step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
+            step(*arguments)
 
     def _one(self, term: Term, batch: Any, number: int, index: int) -> Leaf:
-        """A term, from the server's buffers; what it draws depends on the batch's number alone."""
+        """A term of one batch, from the server's buffers."""
+        # What a step draws is a function of the batch's number, whichever process computes it.
         self.copy.logged = {}
         self.copy.load_buffers(self.buffers)
         seed_client(self.seed, 0, index, "evaluate")
@@ -338,9 +352,8 @@ class Evaluator:
                 batch = self.copy.convert(self.copy.learner, batch)
             return term(batch, number, index)
         except Exception as error:
-            tell_where(
-                error, f"in an evaluation of clients' samples, batch {index} (counted from 0)"
-            )
+            place = f"in an evaluation of clients' samples, batch {index}"
+            tell_where(error, f"{place} (counted from 0)")
             raise
 
     @contextmanager
@@ -352,14 +365,16 @@ class Evaluator:
             yield
 
     def _of_metrics(self, states: Sequence[metric_states.MetricStates | None]) -> dict[str, float]:
-        """The values of the learner's torchmetrics that were logged, over all that they have seen."""
-        found = {rank: state for rank, state in enumerate(states) if state is not None}
-        return metric_states.merged_into(self.copy.learner, found) if found else {}
+        """The values of the learner's torchmetrics that were logged, over all they have seen."""
+        by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
+        return metric_states.merged_into(self.copy.learner, by_rank) if by_rank else {}
 
     def _read(self, batch: list[tuple[int, NDArray[np.int64]]]) -> list[Counted]:
         device = self.copy.x.device
-        read = [b for i, own in batch for b in self.data.full_batches(i, device, own, len(own))]
-        return together(read)
+        parts: list[Counted] = []
+        for client, indices in batch:
+            parts += self.data.full_batches(client, device, indices, len(indices))
+        return together(parts)
 
 
 def _means(total: Leaf) -> dict[str, float]:

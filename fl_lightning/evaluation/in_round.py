@@ -1,4 +1,4 @@
-"""``clients.evaluate``: what hooks may ask of clients' own samples in the middle of a round."""
+"""``clients.evaluate``: hooks measure clients' own samples in the middle of a round."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ class OwnMetrics(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         if not self._empty:
-            given = ", ".join(map(repr, sorted(self)))
-            raise KeyError(f"{name!r}: clients.evaluate gives {given}, as the learner logs it")
+            names = ", ".join(map(repr, sorted(self)))
+            raise KeyError(f"{name!r}: clients.evaluate gives {names}, as the learner logs it")
         return torch.full_like(self["loss"], math.nan)
 
 
 class ClientEvaluation:
-    """Evaluates clients' own samples, a group at a time, on one copy of the learner, made when it
-    is first asked for.
+    """Evaluates clients' own samples on one copy of the learner, made when it is first needed.
 
     Args:
-        run: that trains, a FederatedRun; ``trainer``: the Trainer that fits it.
+        run: the FederatedRun that trains; ``trainer``: the Trainer that fits it.
     """
 
     def __init__(self, run: Any, trainer: Any) -> None:
-        # of engines with threads
         self._run = run
         self._trainer = trainer
+        # Engines with threads may ask for several clients at once, and there is one copy.
         self._lock = threading.Lock()
         self._evaluator: Evaluator | None = None
         self._round: Round | None = None
 
     def __call__(self, clients: Clients, x: Tensor, what: str) -> dict[str, Tensor]:
-        """As :meth:`Clients.evaluate`."""
+        """The columns of :meth:`Clients.evaluate`."""
         if what not in ("train", "test"):
             raise ValueError(
                 f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'"
@@ -57,35 +56,32 @@ class ClientEvaluation:
         data = self._trainer.datamodule
         learner = self._run.model.learner
         indices = data.client_indices if what == "train" else data.client_test_indices
-        if overrides(learner, "validation_step"):
-            step = "validation_step"
-        else:
-            step = "training_step"
-        found: list[dict[str, float]] = []
+        validates = overrides(learner, "validation_step")
+        step = "validation_step" if validates else "training_step"
+        rows: list[dict[str, float]] = []
         with self._lock:
             evaluator = self._of_round(clients._round)
-            for row, client in enumerate(clients.client_ids):
-                own = evaluator.client(x if x.ndim == 1 else x[row], client, indices(client), step)
-                if step[0] == "v":
-                    logged = {without_prefix(name): value for name, value in own.items()}
-                else:
-                    logged = {}
-                found.append({**logged, "loss": own["loss"], "samples": own["samples"]})
-        empty = not any(own.pop("samples") for own in found)
-        names = dict.fromkeys(name for own in found for name in own)
-        wide = clients._round.wide
-        columns = {
-            name: torch.tensor(
-                [[own.get(name, math.nan)] for own in found], dtype=wide, device=clients.x.device
-            )
-            for name in names
-        }
+            for j, client in enumerate(clients.client_ids):
+                point = x if x.ndim == 1 else x[j]
+                means = evaluator.client(point, client, indices(client), step)
+                # The loss is always training_step's, also where validation logs one as val/loss.
+                row = {"loss": means["loss"], "samples": means["samples"]}
+                if validates:
+                    logged = {without_prefix(name): value for name, value in means.items()}
+                    row = {**logged, **row}
+                rows.append(row)
+        empty = not any(row.pop("samples") for row in rows)
+        names: dict[str, None] = {}
+        for row in rows:
+            names.update(dict.fromkeys(row))
+        columns: dict[str, Tensor] = {}
+        for name in names:
+            column = [[row.get(name, math.nan)] for row in rows]
+            columns[name] = torch.tensor(column, dtype=clients._round.wide, device=clients.x.device)
         return OwnMetrics(columns, empty)
 
     def _of_round(self, round: Round) -> Evaluator:
-        """The evaluator, with the round's buffers and what the learner's hooks changed since the
-        last one.
-        """
+        """The evaluator with the round's buffers, and as the learner's hooks have left it."""
         learner = self._run.model.learner
         if self._evaluator is None:
             with _shims_put_aside(learner):
@@ -99,12 +95,12 @@ class ClientEvaluation:
 @contextmanager
 def _shims_put_aside(learner: Any) -> Iterator[None]:
     """Within, the learner can be copied without the engine that trains in it."""
-    before = [
-        (part, {name: vars(part).pop(name) for name in IN_STEPS if name in vars(part)})
-        for part in lightning_modules(learner)
-    ]
+    put_aside: list[tuple[Any, dict[str, Any]]] = []
+    for part in lightning_modules(learner):
+        names = [name for name in IN_STEPS if name in vars(part)]
+        put_aside.append((part, {name: vars(part).pop(name) for name in names}))
     try:
         yield
     finally:
-        for part, shims in before:
+        for part, shims in put_aside:
             vars(part).update(shims)

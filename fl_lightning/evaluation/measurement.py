@@ -1,6 +1,4 @@
-"""What is measured of the model after a round, outside of the round: it neither changes nor times
-it.
-"""
+"""Loggers that measure the model after a round, outside of it: they change nothing of the round."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ from fl_lightning.processes import gathered
 
 
 class Measurement(FederatedCallback):
-    """Base class of loggers that measure the evaluated model after every ``every_n_rounds``-th
-    round and the last.
+    """Base class of loggers that measure the evaluated model after some rounds and the last.
 
-    That is where (t + 1) mod ``every_n_rounds`` = 0; None: after the last round alone. A run that a
-    signal stops has no last round: it will be resumed.
+    It measures where (t + 1) mod ``every_n_rounds`` = 0; None: after the last round alone. A run
+    that a signal stops has no last round: it will be resumed.
 
     Raises:
         UserError: ``every_n_rounds`` is neither None nor an integer above 0.
@@ -29,11 +26,11 @@ class Measurement(FederatedCallback):
         self._ended = self._measured = self._validated = -1  # rounds
 
     def measure(self, module: Any) -> dict[str, float]:
-        """What to log of this FederatedModule; called in every process."""
+        """The values to log of this FederatedModule; called in every process."""
         raise NotImplementedError  # abstract: what is measured is what a logger is
 
     def validated(self, t: int) -> bool:
-        """Whether the model of round t was validated."""
+        """Tell whether the model of round t was validated."""
         return self._validated == t
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -50,7 +47,8 @@ class Measurement(FederatedCallback):
             self._measure(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The last round, where only now it is known to be that: after an early stop, say."""
+        """Measure the last round, where only now it is known to be that."""
+        # After an early stop the last round is none that `max_epochs` foretold.
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
             self._measure(trainer)
 

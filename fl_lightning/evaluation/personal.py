@@ -1,6 +1,4 @@
-"""What a client uses itself: its personal model after a round, how well it does on the client's own
-test samples.
-"""
+"""Clients' personal models after a round, and how well each does on its client's test samples."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ Model = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
 
 
 class Sizes(dict[int, int]):
-    """N_i of the clients that are asked for; of a million, nobody wants them all."""
+    """N_i of a client, looked up when it is asked for: of a million, nobody wants them all."""
 
     def __init__(self, data: Any) -> None:
         super().__init__()
@@ -47,8 +45,7 @@ class Sizes(dict[int, int]):
 
 @dataclass(frozen=True)
 class PersonalModels:
-    """The clients' personal models as the rounds so far left them: by the hook ``personal``, else w
-    with kept parts.
+    """The clients' personal models: by the hook ``personal``, else w with kept parts.
 
     Args:
         round: the facts of the round that was committed last, w and buffers as they are after it;
@@ -59,8 +56,9 @@ class PersonalModels:
     methods: Methods
 
     def of(self, client: int) -> Model:
-        """Of one client; the server's, where it never finished a round."""
+        """The model of one client; the server's, where it never finished a round."""
         round = replace(self.round, ids=[client])
+        # Kept parts are those with which the next round would begin.
         after = Clients(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
         with torch.no_grad():
             after.take_kept_parts()
@@ -73,8 +71,9 @@ class PersonalModels:
 
 
 def of_run(run: Any) -> PersonalModels:
-    """Those of a FederatedRun after its rounds so far; each process has them for the clients whose
-    rows live there.
+    """Personal models of a FederatedRun after its rounds so far.
+
+    Each process has those of the clients whose rows live there.
     """
     if run.loop is None:
         raise UserError(
@@ -88,10 +87,10 @@ def of_run(run: Any) -> PersonalModels:
 def of_checkpoint(
     saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str
 ) -> PersonalModels:
-    """Those of a checkpoint, whose weights by name the learner of ``model`` has already; sets w and
-    the buffers.
+    """Personal models of a checkpoint; w and the buffers are set too.
 
     Args:
+        model: its learner must hold the checkpoint's state dict already.
         methods: the run's, as its config has them; ``data``: its data module, from which sizes are
             read where a method asks for them; ``path``: of the checkpoint, beside which client rows
             lie.
@@ -106,12 +105,24 @@ def of_checkpoint(
     parts = methods.parts(layout)
     owned = {name.removeprefix(BUFFER) for name in rows.store.names() if name.startswith(BUFFER)}
     round = Round(
-        t=max(state.rounds - 1, 0), ids=[], steps={}, sizes=Sizes(data), weights={}, num_clients=int(data.num_clients),
-        w=w, w0=w if state.initial_vector is None else state.initial_vector, evaluated=model.evaluated.detach(),
-        buffers=buffers, layout=layout, rates=ClientRates(1.0, torch.zeros((), dtype=torch.float64)),
-        read=rows.read, server_states=state.server, parts=Parts(parts, layout.size, w.device) if parts else None,
-        seed=held["seed"], own_buffers=owned,
-    )  # fmt: skip
+        t=max(state.rounds - 1, 0),
+        ids=[],
+        steps={},
+        sizes=Sizes(data),
+        weights={},
+        num_clients=int(data.num_clients),
+        w=w,
+        w0=w if state.initial_vector is None else state.initial_vector,
+        evaluated=model.evaluated.detach(),
+        buffers=buffers,
+        layout=layout,
+        rates=ClientRates(1.0, torch.zeros((), dtype=torch.float64)),
+        read=rows.read,
+        server_states=state.server,
+        parts=Parts(parts, layout.size, w.device) if parts else None,
+        seed=held["seed"],
+        own_buffers=owned,
+    )
     return PersonalModels(round, methods)
 
 
@@ -122,20 +133,20 @@ def check_client(client: int, m: int) -> None:
 
 
 def of_client(run: Any, client: int) -> Model:
-    """One client's, the same in every process of a FederatedRun."""
+    """One client's personal model, the same in every process of a FederatedRun."""
     models = of_run(run)
     check_client(client, models.round.num_clients)
+    # The process where the client's rows live has its model, and hands it to all others.
     world, rank = place()
-    own = models.of(client) if client % world == rank else None
-    (found,) = (model for model in gathered(own) if model is not None)
-    return found
+    model_here = models.of(client) if client % world == rank else None
+    (model,) = filter(None, gathered(model_here))
+    return model
 
 
 def measured(
     run: Any, trainer: Any, ids: Sequence[int], finetune_epochs: float = 0
 ) -> dict[int, dict[str, dict[str, float]]]:
-    """By client, what each one's personal model does on its own test samples; called in every
-    process.
+    """Each client's personal model measured on its own test samples; every process calls it.
 
     Args:
         run: a FederatedRun; ``trainer``: the Trainer that fits it.
@@ -152,32 +163,32 @@ def measured(
     models = of_run(run)
     evaluator = Evaluator.of_run(run, trainer)
     tuned = FineTuning(run, trainer, finetune_epochs) if finetune_epochs else None
-    own: dict[int, dict[str, dict[str, float]]] = {}
+    values_here: dict[int, dict[str, dict[str, float]]] = {}
     for client in ids:
         if client % world != rank:
             continue
         indices = data.client_test_indices(client)
-        own[client] = {}
+        values: dict[str, dict[str, float]] = {}
+        values_here[client] = values
         if not len(indices):
             continue
         weights, evaluator.buffers = models.of(client)
-        own[client][""] = evaluator.client(weights, client, indices, "validation_step")
+        values[""] = evaluator.client(weights, client, indices, "validation_step")
         if tuned is not None:
             weights, evaluator.buffers = tuned(models.round, client, weights, evaluator.buffers)
-            own[client]["_finetuned"] = evaluator.client(
-                weights, client, indices, "validation_step"
-            )
-    everyone = {client: values for each in gathered(own) for client, values in each.items()}
-    return {client: everyone[client] for client in ids}
+            values["_finetuned"] = evaluator.client(weights, client, indices, "validation_step")
+    of_all: dict[int, dict[str, dict[str, float]]] = {}
+    for values_there in gathered(values_here):
+        of_all.update(values_there)
+    return {client: of_all[client] for client in ids}
 
 
 class FineTuning:
-    """Trains a client's model for some more local epochs, on a copy of the learner: nothing of it
-    is kept.
+    """Trains a client's model for some more local epochs, on a copy of the learner.
 
-    With the client optimizer at the rate of the round that was committed last, all parameters,
-    without methods and clipping. Batches, and what a step draws, are functions of (seed, round,
-    client), others than the round's.
+    Nothing of it is kept. All parameters are trained by the client optimizer at the rate of the
+    round that was committed last, without methods and clipping. Batches and draws of a step are
+    functions of (seed, round, client), and are not the round's.
     """
 
     def __init__(self, run: Any, trainer: Any, epochs: float) -> None:
@@ -203,19 +214,24 @@ class FineTuning:
     ) -> Model:
         """The client's model after ``epochs`` more, from ``weights`` ``(D,)`` and ``buffers``."""
         steps = self.cohort.steps_of(client, self.epochs)
-        rates = self.loop.client_rates.in_round(
-            round.t, decay_factor(self.settings.lr_decay, round.t), steps
+        factor = decay_factor(self.settings.lr_decay, round.t)
+        own_round = replace(
+            round,
+            ids=[client],
+            steps={client: steps},
+            weights={client: 1.0},
+            w=weights,
+            buffers=buffers,
+            own_buffers=(),
+            parts=None,
+            rates=self.loop.client_rates.in_round(round.t, factor, steps),
         )
-        given = replace(
-            round, ids=[client], steps={client: steps}, weights={client: 1.0}, w=weights, buffers=buffers,
-            own_buffers=(), parts=None, rates=rates,
-        )  # fmt: skip
         device = weights.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):
-            trained = self.worker.train(given, client)
-        return trained.x[0].clone(), {
-            name: buffer.clone() for name, buffer in self.copy.buffers.items()
-        }
+            trained = self.worker.train(own_round, client)
+        # The worker's memory is the next client's, so the model is copied out of it.
+        tuned_buffers = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
+        return trained.x[0].clone(), tuned_buffers
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Which of the clients' samples, and in which batches: of one client after the other, small clients
-together.
-"""
+"""The samples that are measured, and their batches: client after client, small ones together."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ def samples_of(data: Any) -> Samples:
 
 
 def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
-    """That many of all clients' samples, drawn without replacement among what they hold; None, or
-    no fewer: all.
+    """So many of all clients' samples, drawn without replacement; None, or no fewer: all.
 
     A sample that several clients hold can come several times. The draw is a function of (seed,
     purpose).
@@ -38,14 +35,15 @@ def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
     chosen = np.sort(generator(seed, purpose).choice(total, number, replace=False, shuffle=False))
     ends = np.cumsum(sizes)
     clients = np.searchsorted(ends, chosen, side="right")
-    return {
-        int(i): data.client_indices(int(i))[chosen[clients == i] - (ends[i] - sizes[i])]
-        for i in np.unique(clients)
-    }
+    samples: dict[int, NDArray[np.int64]] = {}
+    for i in np.unique(clients).tolist():
+        first = ends[i] - sizes[i]
+        samples[i] = data.client_indices(i)[chosen[clients == i] - first]
+    return samples
 
 
 def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
-    """Batches of exactly ``size`` samples, but for the last: of which client, which ones."""
+    """Batches of exactly ``size`` samples, but for the last, as parts (client, its samples)."""
     batches: list[list[tuple[int, NDArray[np.int64]]]] = []
     room = 0
     for client, indices in samples.items():
@@ -64,19 +62,19 @@ def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64
 def together(read: list[Counted]) -> list[Counted]:
     """Batches as one, where all their leaves are tensors of one row a sample; else as they are."""
     flat = [tree_flatten(batch) for batch, _ in read]
-    spec = flat[0][1]
-    for (leaves, own), (_, number) in zip(flat, read, strict=True):
-        rows = own == spec and all(
-            isinstance(t, Tensor) and t.ndim and len(t) == number for t in leaves
-        )
-        if not rows or any(
-            a.shape[1:] != b.shape[1:] or a.dtype != b.dtype
-            for a, b in zip(leaves, flat[0][0], strict=True)
-        ):
-            return read
-    if len(read) == 1 or not flat[0][0]:
+    first, spec = flat[0]
+    if len(read) == 1 or not first:
         return read
-    whole = [torch.cat(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    for (leaves, own_spec), (_, number) in zip(flat, read, strict=True):
+        if own_spec != spec:
+            return read
+        for leaf, of_first in zip(leaves, first, strict=True):
+            if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != number:
+                return read
+            if leaf.shape[1:] != of_first.shape[1:] or leaf.dtype != of_first.dtype:
+                return read
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    whole = [torch.cat(column) for column in columns]
     return [(tree_unflatten(whole, spec), sum(number for _, number in read))]
 
 

@@ -62,16 +62,20 @@ SURVIVORS = {
     ),
     **_equal(
         "differential_privacy",
-        "c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)  # the norm is rounded",
+        "c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)",
         "equivalent: a margin for rounding, twice as wide",
         "factor: twice the right of 1 - 64 * torch.finfo(torch.float64).eps (column 17)",
     ),
     **_equal(
         "differential_privacy",
-        "trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept))",
+        "trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma))",
         "equivalent: 2 is true",
+<<<<<<< HEAD
         "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept)) "
         "(column 0)",
+=======
+        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma)) (column 0)",
+>>>>>>> 8e2918c (Evaluation and methods breathe: examples of short lines, why before how)
     ),
     **_equal(
         "consensus_distance_logger",
