@@ -1,6 +1,4 @@
-"""What all federated data modules share: the split, batches by client, evaluation on the global
-sets.
-"""
+"""The base of all federated data modules: split, batches by client, evaluation on global sets."""
 
 from __future__ import annotations
 
@@ -115,19 +113,17 @@ class FederatedDataModule(pl.LightningDataModule):
         self._given = clients
         self._split: Split | None = None
         self._split_seed: int | None = None
-        # (N,): how often samples are drawn, by WeightedRandomSampler
+        # A WeightedRandomSampler's weights ``(N,)`` of the samples.
         self._weights: NDArray[np.float64] | None = None
         self._transfer = Transfer(self, self._transfers())
 
     def _transfers(self) -> Any:
-        """Whose transfer hooks the clients' batches go through."""
+        """The data module whose transfer hooks the clients' batches go through."""
         return self
 
     @property
     def transfer_hooks(self) -> tuple[str, ...]:
-        """The transfer hooks that the clients' batches have been through, which come in place of
-        the learner's.
-        """
+        """The data module's transfer hooks, which come in place of the learner's."""
         return tuple(self._transfer.hooks)
 
     # ---- loading and splitting
@@ -138,17 +134,14 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def run_seed(self) -> int:
-        """``seed``, else that of the run this module is attached to, else Lightning's global one,
-        else 0.
-        """
+        """``seed``, else that of the run it is attached to, else Lightning's global one, else 0."""
         if self.seed is not None:
             return self.seed
-        if self.trainer is None:
-            module = None
-        else:
-            module = getattr(self.trainer, "lightning_module", None)
+        module = getattr(self.trainer, "lightning_module", None)
         of_run = getattr(module, "run_seed", None)
-        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if of_run is None else int(of_run)
+        if of_run is None:
+            return int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return int(of_run)
 
     def setup(self, stage: str | None = None) -> None:
         """Load once, and split once per seed."""
@@ -197,21 +190,18 @@ class FederatedDataModule(pl.LightningDataModule):
             return len(self._split.clients)
         own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        # known once the data are
+        # The data set's own groups are known only once it is loaded.
         return len(self._who.clients) if count is None or own_groups else count
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Shape of x for a class with these arguments, as far as it is known without the data;
-        None: it is not.
-        """
+        """Shape of x for a class with these arguments; None: only the data tell."""
         return cls.sample_shape
 
     @property
     def num_classes(self) -> int | None:
-        """The training data's largest label plus one; None without class labels. A class attribute
-        of packaged sets.
-        """
+        """The training data's largest label plus one; None without class labels."""
+        # Packaged sets have a class attribute in its place, which is known without the data.
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 
@@ -224,9 +214,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._who.indices(client)
 
     def client_test_indices(self, client: int) -> Indices:
-        """Positions of the samples that a client is tested on, in the training data, ascending;
-        none: empty.
-        """
+        """Positions of a client's test samples in the training data, ascending; may be empty."""
         return self._who.test_indices(client)
 
     def client_dataset(self, client: int) -> Dataset[Any]:
@@ -264,26 +252,24 @@ class FederatedDataModule(pl.LightningDataModule):
     def smallest_batch(
         self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
     ) -> tuple[int, int] | None:
-        """Samples of the smallest batch that any of ``clients`` (None: all) trains on, and the
-        first such one: O(m).
+        """Samples of the smallest batch that any of ``clients`` trains on, and the first such one.
 
-        None where the dataset, or a subclass's own ``client_batches``, makes the batches.
+        ``clients`` None: all; it costs O(m). The result is None where the dataset, or a subclass's
+        own ``client_batches``, makes the batches.
 
         Args:
             steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or
                 more.
         """
-        if (
-            makes_batches(self._train)
-            or type(self).client_batches is not FederatedDataModule.client_batches
-        ):
+        own_batches = type(self).client_batches is not FederatedDataModule.client_batches
+        if own_batches or makes_batches(self._train):
             return None
         return batching.smallest_batch(
             self.client_sizes(), self.batch_size, self.drop_last, steps, clients
         )
 
     def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
-        """In words: why a client has a batch of so few samples, and what would leave no client one."""
+        """Two texts: why a client has a batch of so few samples, and what would mend it."""
         return batching.told_of_batch(
             self.client_sizes(), self.batch_size, self.drop_last, client, samples
         )
@@ -296,17 +282,17 @@ class FederatedDataModule(pl.LightningDataModule):
         self, client: int, round: int, epoch: int, indices: Indices, purpose: str = ""
     ) -> Indices:
         if self._weights is None:
-            return generator(self.run_seed, purpose or "order", round, client, epoch).permutation(
-                len(indices)
-            )
+            shuffle = generator(self.run_seed, purpose or "order", round, client, epoch)
+            return shuffle.permutation(len(indices))
         draw = generator(self.run_seed, purpose + "weighted", round, client, epoch)
         return batching.drawn_by_weight(self._weights[indices], draw, client)
 
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
     ) -> Iterator[Batch]:
-        """Exactly ``steps`` batches, every epoch reshuffled; ``purpose``: of draws other than the
-        local steps' own.
+        """Exactly ``steps`` batches, every epoch reshuffled.
+
+        ``purpose``: the name of draws other than the local steps' own.
         """
         data = self._train
         indices = self.client_indices(client)
@@ -317,11 +303,14 @@ class FederatedDataModule(pl.LightningDataModule):
 
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
-                now = min(per_epoch, steps - epoch * per_epoch)
-                yield (
-                    epoch,
-                    indices[self._order(client, round, epoch, indices, purpose)][: now * size],
-                )
+                batches = min(per_epoch, steps - epoch * per_epoch)
+                order = indices[self._order(client, round, epoch, indices, purpose)]
+                yield epoch, order[: batches * size]
+
+        def cut() -> Iterator[Indices]:
+            for _, order in epochs():
+                for start in range(0, len(order), size):
+                    yield order[start : start + size]
 
         def made() -> Iterator[Batch]:
             for epoch, order in epochs():
@@ -331,22 +320,20 @@ class FederatedDataModule(pl.LightningDataModule):
                     augment = augmented(self.augmentation, rng, len(indices))
                 yield from data.batches(order, size, source, self._bias(client), augment)
 
-        # in one go, so that processes that read ahead need not wait for an epoch
+        # All epochs in one go, so that processes that read ahead need not wait for the next one.
         if isinstance(data, DatasetSamples):
-            cut = (order[a : a + size] for _, order in epochs() for a in range(0, len(order), size))
             draws = self._draws(purpose + "samples", round, client)
-            yield from self._transfer.batches(data.each(cut, draws, source), device)
+            yield from self._transfer.batches(data.each(cut(), draws, source), device)
         else:
             yield from self._transfer.batches(made(), device)
 
     def full_batches(
         self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
     ) -> Iterator[tuple[Batch, int]]:
-        """Samples of a client once, in order, without augmentation, each batch with its number of
-        samples.
+        """Samples of a client once, in order, without augmentation, in batches with their sizes.
 
-        ``what``: those it trains on, is tested on, or positions. With ``drop_last`` the last batch
-        takes what is left.
+        ``what``: the samples it trains on, is tested on, or positions. With ``drop_last`` the last
+        batch takes what is left.
         """
         data = self._train
         device = torch.device(device)
@@ -365,6 +352,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if isinstance(data, DatasetSamples):
             batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
+            # The last batch is larger than the others, and made by itself.
             parts = (indices[: -len(cut[-1])], size), (cut[-1], len(cut[-1]))
             batches = chain.from_iterable(
                 data.batches(*part, source, self._bias(client)) for part in parts
@@ -379,7 +367,8 @@ class FederatedDataModule(pl.LightningDataModule):
         device = torch.device(device)
         indices = self.client_indices(client)[:samples]
         source = self._transfer.source(device)
-        if isinstance(data, DatasetSamples):  # in the processes that read ahead, if there are any
+        # Processes that read ahead read this one too: a dataset may not bear another reader.
+        if isinstance(data, DatasetSamples):
             batches = data.each([indices], self._draws("one", client), source)
         else:
             batches = data.batches(indices, len(indices), source, self._bias(client))

@@ -1,4 +1,4 @@
-"""How many samples a batch has: of a client in training, and in evaluation."""
+"""Sizes of batches: of a client in training, and in evaluation."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def check_batch_sizes(batch_size: Any, eval_batch_size: Any, drop_last: Any) -> 
 
 
 def epoch_batches(samples: int, size: int | None, drop_last: bool) -> int:
-    """How many batches an epoch of this many samples has, at least one."""
+    """The number of batches in an epoch of so many samples, at least one."""
     if size is None:
         return 1
     return max(1, samples // size) if drop_last else -(-samples // size)
 
 
 def slices(samples: int, size: int | None, drop_last: bool) -> Iterator[slice]:
-    """Every sample once, ``size`` at a time. ``drop_last``: no smaller batch, what is left over
-    joins the last one.
+    """Every sample once, ``size`` at a time.
+
+    ``drop_last``: there is no smaller batch, and what is left over joins the last one.
     """
     size = size or samples
     count = epoch_batches(samples, size, drop_last)
@@ -49,12 +50,13 @@ def smallest_batch(
     steps: ArrayLike | None,
     clients: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """The smallest batch that a client of ``sizes`` ``(m,)`` trains on in ``steps`` steps, and the
-    first such client.
+    """The smallest batch that a client of ``sizes`` ``(m,)`` trains on, and the first such client.
 
     >>> sizes = np.array([8, 9, 12])
-    >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None),
-    smallest_batch(sizes, 4, False, 2) ((1, 1), (4, 0), (4, 0))
+    >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None)
+    ((1, 1), (4, 0))
+    >>> smallest_batch(sizes, 4, False, steps=2)
+    (4, 0)
     >>> smallest_batch(sizes, 5, False, None), smallest_batch(sizes, 5, False, None, [0, 1])
     ((2, 2), (3, 0))
     """
@@ -85,13 +87,13 @@ batches out; batch_size=5, with which the smallest has 2
     """
     own = int(sizes[client])
     ways = []
-    several = "" if own == 1 else "s"
+    has = f"client {client} has {own} sample{'' if own == 1 else 's'}"
     if size is not None and own > size and samples < size:
-        why = f"client {client} has {own} samples, of which batch_size={size} leaves {samples} for the last batch"
+        why = f"{has}, of which batch_size={size} leaves {samples} for the last batch"
     elif own == samples:
-        why = f"client {client} has {own} sample{several} in all (batch_size={size})"
+        why = f"{has} in all (batch_size={size})"
     else:
-        why = f"client {client} has {own} sample{several}, of which batch_size={size} takes {samples} at a time"
+        why = f"{has}, of which batch_size={size} takes {samples} at a time"
     if not drop_last and size is not None and smallest_batch(sizes, size, True, None)[0] > samples:
         ways.append("drop_last=True, which leaves such batches out")
     for other in range(size + 1, 2 * size + 1) if size is not None and own > samples else ():
@@ -107,9 +109,7 @@ batches out; batch_size=5, with which the smallest has 2
 def drawn_by_weight(
     weights: NDArray[np.float64], draw: np.random.Generator, client: int
 ) -> NDArray[np.int64]:
-    """As many positions as there are ``weights`` ``(N_i,)``, with replacement, as
-    WeightedRandomSampler draws them.
-    """
+    """As many positions as ``weights`` ``(N_i,)``, drawn as WeightedRandomSampler does."""
     if not weights.sum() > 0:
         raise UserError(
             f"Client {client} has no sample that WeightedRandomSampler would draw (all their "

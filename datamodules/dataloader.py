@@ -1,4 +1,4 @@
-"""What a training DataLoader says: which samples, how they become batches, and who reads them."""
+"""The facts of a training DataLoader: its samples, how they become batches, and who reads them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
     size = getattr(loader, "batch_size", None)
     drop_last = getattr(loader, "drop_last", False)
     fetch: Literal["sample", "list", "batch"] = "sample"
-    # batch_size=None: the dataset takes lists of positions
+    # With batch_size=None and a BatchSampler as sampler, the dataset takes lists of positions.
     if batches is None and isinstance(sampler, BatchSampler):
         batches = sampler
         fetch = "list"
@@ -124,8 +124,9 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
 def sampled(
     sampler: Any, total: int, name: str
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
-    """Which of ``total`` positions a sampler uses, and how often each is drawn; None: all, each
-    once an epoch.
+    """The positions of ``total`` that a sampler uses, and their weights.
+
+    None: all positions, or each once an epoch.
     """
     if isinstance(sampler, list | tuple | range):
         return np.asarray(sampler, np.int64), None

@@ -88,26 +88,22 @@ class FromDataModule(FederatedDataModule):
     evaluation, with its ``trainer`` in place; ``teardown``, ``state_dict``, hyper-parameters and
     other attributes are the data module's own.
 
-    Of its training loader (``"loader"`` below: as the loader has it):
+    Of its training loader (``"loader"`` below: as the loader has it) these are honoured:
 
-    ====================================================
-    =============================================================== ``batch_size``, ``drop_last``,
-    ``collate_fn``         honoured, within a client; a plain ``BatchSampler`` too
-    ``batch_size=None``                                   honoured: with a ``BatchSampler`` as
-    sampler, by lists of
-                                                          positions; else each item is a batch, and
-                                                          one local step
-    ``num_workers``, ``prefetch_factor``, ``timeout``,    honoured: processes read ahead; what they
-    draw is seeded for ``worker_init_fn``, ``multiprocessing_context``       each batch, by (seed,
-    round, client, step) ``WeightedRandomSampler``, ``RandomSampler`` with     honoured within a
-    client: N_i draws an epoch, by (seed, round, replacement
-    client, epoch) ``SubsetRandomSampler``, a list of positions          honoured: these samples are
-    split ``shuffle``, ``generator``, ``DistributedSampler``    ignored: a client's samples are
-    reshuffled every epoch ``pin_memory``, ``persistent_workers``                ignored: as if they
-    were true other samplers and batch samplers, ``num_samples``    refused other than all, weights
-    without replacement, ``IterableDataset``, several loaders
-    ====================================================
-    ===============================================================
+    - ``batch_size``, ``drop_last``, ``collate_fn``, within a client; a plain ``BatchSampler`` too.
+    - ``batch_size=None``: with a ``BatchSampler`` as sampler, by lists of positions; else each item
+      is a batch, and one local step.
+    - ``num_workers``, ``prefetch_factor``, ``timeout``, ``worker_init_fn`` and
+      ``multiprocessing_context``: processes read ahead, and draws are seeded for each batch, by
+      (seed, round, client, step).
+    - ``WeightedRandomSampler``, ``RandomSampler`` with replacement, within a client: N_i draws an
+      epoch, by (seed, round, client, epoch).
+    - ``SubsetRandomSampler``, a list of positions: these samples are split.
+
+    Ignored are ``shuffle``, ``generator`` and ``DistributedSampler``, as a client's samples are
+    reshuffled every epoch, and ``pin_memory`` and ``persistent_workers``, as if they were true.
+    Refused are other samplers and batch samplers, ``num_samples`` other than all, weights without
+    replacement, ``IterableDataset`` and several loaders.
 
     Args:
         datamodule: of ``pytorch_lightning`` or ``lightning.pytorch``.

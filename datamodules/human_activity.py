@@ -20,12 +20,14 @@ FOLDER = "UCI HAR Dataset"
 URL = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip"
 )
-CHANNELS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
+CHANNELS = ["body_acc_x", "body_acc_y", "body_acc_z", "body_gyro_x", "body_gyro_y", "body_gyro_z"]
+CHANNELS += ["total_acc_x", "total_acc_y", "total_acc_z"]
 
 
 class HumanActivity(FederatedDataModule):
-    """7,352 training and 2,947 test windows (Anguita et al., 2013), labels 0 to 5; one client a
-    subject, 21 in all.
+    """7,352 training and 2,947 test windows (Anguita et al., 2013), labels 0 to 5.
+
+    One client is one subject, 21 in all.
 
     Args:
         root: the folder that holds ``UCI HAR Dataset``, or that folder itself.
@@ -110,9 +112,7 @@ class HumanActivity(FederatedDataModule):
         self.test_set = TensorSamples(x_test, y_test)
 
     def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``: entry i of each belongs
-        to window i.
-        """
+        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``, one a window."""
         folder = self._folder / part
         y = _read(folder / f"y_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1)) - 1
         subjects = _read(folder / f"subject_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1))
@@ -125,11 +125,9 @@ class HumanActivity(FederatedDataModule):
             shape = (9, 128)
             if compact.is_file():
                 first = compact
-            else:
-                first = folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
-            if compact.is_file():
                 x = _read(compact, lambda f: np.load(f, allow_pickle=False))
             else:
+                first = folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
                 texts = [
                     folder / "Inertial Signals" / f"{channel}_{part}.txt" for channel in CHANNELS
                 ]

@@ -16,14 +16,13 @@ from fl_lightning.errors import UserError
 
 
 class ImageDataModule(FederatedDataModule):
-    """Base class of image data sets: uint8 in memory, normalised per channel, augmented as whole
-    tensors.
+    """Base class of image data sets: uint8 in memory, normalised per channel, augmented at once.
 
     Args:
         root: the folder that holds the data set's own folder.
         augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for
-        CIFAR alone; or a mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it leaves
-        out as written here.
+            CIFAR alone; or a mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it
+            leaves out as written here.
         download: get the files first, where they are missing.
         arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own
             number, else 100.
@@ -90,16 +89,14 @@ class ImageDataModule(FederatedDataModule):
         try:
             self.train_set = self._samples(self._open(True))
             self.test_set = self._samples(self._open(False))
-        except (
-            Exception
-        ) as error:  # torchvision, pickle and SciPy raise many kinds for damaged files
+        except Exception as error:
+            # torchvision, pickle and SciPy raise many kinds for damaged files.
             name = self._broken()
+            file = f"A data file in {str(folder)!r}"
             if name:
-                which = f"The data file {str(folder / name)!r}"
-            else:
-                which = f"A data file in {str(folder)!r}"
+                file = f"The data file {str(folder / name)!r}"
             raise UserError(
-                f"{which} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it "
+                f"{file} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it "
                 "again, with --data.download true or by hand."
             ) from error
 
@@ -182,10 +179,10 @@ class CIFAR10(ImageDataModule):
 
         kind = self._kind()
         sums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-        return next(
-            (n for n, md5 in sums if not check_integrity(str(self.root / self.folder / n), md5)),
-            None,
-        )
+        for name, md5 in sums:
+            if not check_integrity(str(self.root / self.folder / name), md5):
+                return str(name)
+        return None
 
 
 class CIFAR100(CIFAR10):
@@ -225,7 +222,8 @@ class SVHN(ImageDataModule):
         from torchvision.datasets import SVHN
         from torchvision.datasets.utils import check_integrity
 
-        sums = [SVHN.split_list[split] for split in ("train", "test")]
-        return next(
-            (name for _, name, md5 in sums if not check_integrity(str(self.root / name), md5)), None
-        )
+        for split in ("train", "test"):
+            _, name, md5 = SVHN.split_list[split]
+            if not check_integrity(str(self.root / name), md5):
+                return str(name)
+        return None

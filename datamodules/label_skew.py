@@ -20,17 +20,13 @@ from fl_lightning.sampling import generator
 
 
 class _LabelSkew(Partition):
-    """Each client draws class proportions q, then its samples' classes from q; all clients have the
-    same size.
-    """
+    """Each client draws class proportions q, then its samples' classes from q; sizes are equal."""
 
     replacement: bool
     samples_per_client: int | None
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        """One client's class proportions ``(C,)``, given the data's class counts; subclasses differ
-        in this.
-        """
+        """One client's class proportions ``(C,)``, given the data's class counts."""
         raise NotImplementedError  # abstract: Dirichlet and Pathological differ in this alone
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
@@ -51,7 +47,7 @@ class _LabelSkew(Partition):
                 f"most {len(labels) // num_clients}, or replacement=True."
             )
         _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        # raises now rather than at the first draw
+        # A setting that cannot work is refused now, and not when the first client is drawn.
         self._proportions(generator(seed, "partition", 0), counts)
         pool = np.argsort(inverse, kind="stable")
         if not self.replacement:
@@ -83,8 +79,7 @@ class _LabelSkew(Partition):
             q = self._proportions(rng, counts)
             taken = np.zeros_like(counts)
             left = size
-            # what a class that is used up cannot give is drawn again without it: at most once per
-            # class
+            # Samples of a class that is used up are drawn again without it, at most once a class.
             while left:
                 q = np.where(stock - taken > 0, q, 0.0)
                 if q.sum() > 0:
@@ -110,8 +105,9 @@ def _check_samples(owner: Partition, samples_per_client: int | None) -> None:
 
 
 class Dirichlet(_LabelSkew):
-    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019); all sizes
-    are ⌊N/m⌋.
+    """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019).
+
+    All sizes are ⌊N/m⌋.
 
     Args:
         alpha: the smaller, the fewer classes a client has.

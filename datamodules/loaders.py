@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -45,25 +46,26 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         if not self._keep:
             return self._make()
-        # a learner may change its batch in place
+        # A learner may change its batch in place, and then it is made anew. In inference mode
+        # tensors would not count their changes.
         if self._kept is None or self._versions != _versions(self._kept):
-            with torch.inference_mode(False):  # in which tensors do not count their changes
+            with torch.inference_mode(False):
                 self._kept = list(self._make())
             self._versions = _versions(self._kept)
         return iter(self._kept)
 
 
 def _versions(batches: list[tuple[Tensor, ...]]) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [tensor._version for batch in batches for tensor in batch]
+    """The count of changes in place of each tensor."""
+    return [tensor._version for tensor in chain.from_iterable(batches)]
 
 
 class RoundToken:
-    """The training loader as Lightning sees it: one batch an epoch, since one epoch is one round."""
+    """The training loader as Lightning sees it: one batch an epoch, as an epoch is a round."""
 
     @classmethod
     def of(cls, trainer: Any) -> RoundToken:
-        """For a federated fit.
+        """The loader of a federated fit.
 
         Raises:
             UserError: a learner by itself is fitted, whose training step knows nothing of rounds.
@@ -87,7 +89,7 @@ class RoundToken:
 
 
 def say(trainer: Any, text: str) -> None:
-    """As a note of the run, which its card repeats; without a run as a warning."""
+    """Say it as a note of the run, which its card repeats; without a run as a warning."""
     getattr(getattr(trainer, "lightning_module", None), "note", rank_zero_warn)(text)
 
 
@@ -99,8 +101,9 @@ def evaluation_loader(
     source: Callable[[torch.device], torch.device] = lambda device: device,
     seed: int = 0,
 ) -> Any:
-    """Large ready batches; processes get as many of them each, of sizes that differ by at most one
-    sample.
+    """Large ready batches for evaluation.
+
+    Processes get as many of them each, of sizes that differ by at most one sample.
 
     Args:
         index: of the samples; None: all.
@@ -115,19 +118,18 @@ def evaluation_loader(
     if makes_batches(data):
         size = 1
     elif size is None:
+        size = EVALUATION_BATCH
         if isinstance(data, DatasetSamples):
             size = data.evaluation_size()
-        else:
-            size = EVALUATION_BATCH
     pieces = [index[start : start + size] for start in range(0, len(index), size)]
     device = CPU
     if trainer is not None:
         device = source(trainer.strategy.root_device)
         world = trainer.world_size
         if len(index) >= world > 1:
-            pieces = np.array_split(index, -(-len(index) // (size * world)) * world)[
-                trainer.global_rank :: world
-            ]
+            # A multiple of the processes, so that none of them waits in the last collective call.
+            number = -(-len(index) // (size * world)) * world
+            pieces = np.array_split(index, number)[trainer.global_rank :: world]
 
     def make() -> Iterator[Batch]:
         if isinstance(data, DatasetSamples):

@@ -26,8 +26,8 @@ class InMemoryDataModule(FederatedDataModule):
             to give the same output.
 
     >>> import torch
-    >>> data = InMemoryDataModule((torch.eye(6), torch.arange(6) % 2), clients=[[0, 1], [2, 3, 4,
-    5]])
+    >>> train = (torch.eye(6), torch.arange(6) % 2)
+    >>> data = InMemoryDataModule(train, clients=[[0, 1], [2, 3, 4, 5]])
     >>> data.client_sizes().tolist(), data.num_classes
     ([2, 4], 2)
     """
@@ -45,17 +45,16 @@ class InMemoryDataModule(FederatedDataModule):
         self._transform = transform
 
     def load(self) -> None:
-        made: dict[str, TensorSamples | None] = {}
+        samples: dict[str, TensorSamples | None] = {}
         for name, pair in self._given_sets.items():
             if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
                 raise UserError(
                     f"The {name} data are of type {type(pair).__name__}: give a pair of tensors "
                     "(x, y)."
                 )
-            if pair is None:
-                made[name] = None
-            else:
-                made[name] = TensorSamples(*pair, transform=self._transform)
-        self.train_set = made["train"]
-        self.val_set = made["val"]
-        self.test_set = made["test"]
+            samples[name] = None
+            if pair is not None:
+                samples[name] = TensorSamples(*pair, transform=self._transform)
+        self.train_set = samples["train"]
+        self.val_set = samples["val"]
+        self.test_set = samples["test"]

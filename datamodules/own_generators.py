@@ -36,8 +36,7 @@ ONE_AT_A_TIME = threading.RLock()  # clients train on threads, and share the dat
 
 
 def generators_of(dataset: Any) -> list[tuple[str, Any]]:
-    """Generators that a dataset reaches, and objects with MONAI's ``set_random_state``, each with
-    where it is.
+    """Generators that a dataset reaches, and objects with MONAI's ``set_random_state``, by place.
 
     The process's own are left out: they are seeded for each client.
     """
@@ -63,7 +62,7 @@ def generators_of(dataset: Any) -> list[tuple[str, Any]]:
 
 
 def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds: items, attributes, a function's closure, and generators of its classes."""
+    """The contents of an object: items, attributes, a closure, and generators of its classes."""
     if isinstance(value, list | tuple):
         yield from ((f"{where}[{i}]", v) for i, v in enumerate(value[:ITEMS]))
     elif isinstance(value, dict):

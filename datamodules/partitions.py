@@ -1,8 +1,7 @@
-"""Partitions: who holds which training samples. Pure functions of (labels, number of clients,
-seed).
+"""Partitions: who holds which training samples.
 
-Where possible, each client is drawn by itself: a million clients with replacement cost nothing
-until they are sampled.
+They are pure functions of (labels, number of clients, seed). Where possible, each client is drawn
+by itself: a million clients with replacement cost nothing until they are sampled.
 """
 
 from __future__ import annotations
@@ -57,8 +56,9 @@ class LazyClients(Sequence[Indices]):
 
 
 class Partition:
-    """Base class of partitions: override ``split``; keep the constructor's arguments as attributes
-    of the same name.
+    """Base class of partitions: override ``split``.
+
+    The constructor's arguments have to be kept as attributes of the same name.
 
     >>> class EverySoMany(Partition):
     ...     needs_labels = False
@@ -92,8 +92,10 @@ class Partition:
 
     def __repr__(self) -> str:
         defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
-        said = {name: value for name, value in vars(self).items() if value != defaults.get(name)}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+        changed = [
+            f"{name}={value!r}" for name, value in vars(self).items() if value != defaults.get(name)
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
 
 def need_samples(num_clients: int, samples: int) -> None:
@@ -107,8 +109,8 @@ def need_samples(num_clients: int, samples: int) -> None:
 
 def check_number(owner: Partition, name: str, value: float, zero: bool = False) -> None:
     """Refuse a value that is not finite and positive (or zero, where that is accepted)."""
-    ok = isinstance(value, Real) and math.isfinite(value) and (value >= 0 if zero else value > 0)
-    if not ok:
+    is_number = isinstance(value, Real) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not zero):
         accepted = "a number of at least 0" if zero else "a number above 0"
         raise UserError(f"{type(owner).__name__}'s {name} is {value!r}: give {accepted}.")
 
@@ -167,7 +169,8 @@ class QuantitySkew(Partition):
 def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
     """Whole numbers of at least one that sum to ``total``, nearly proportional to ``weights``."""
     weights = weights / weights.max()
-    # whose share would be below one; each pass adds at least one
+    # Whose share would be below one gets one, which lessens the others' shares: so once more. Each
+    # pass adds at least one such client, and the loop ends.
     ones = np.zeros(len(weights), dtype=bool)
     while True:
         rest = np.where(ones, 0.0, weights)
@@ -192,9 +195,8 @@ class ByGroup(Partition):
     needs_labels = False
 
     def __init__(self, groups: Sequence[int] | None = None) -> None:
-        if groups is None:
-            self.groups: NDArray[Any] | None = None
-        else:
+        self.groups: NDArray[Any] | None = None
+        if groups is not None:
             self.groups = np.asarray(cast(ArrayLike, groups))
 
     @property
@@ -241,7 +243,8 @@ class Saved(Partition):
                 self._ends = file["ends"]
                 self._indices = file["indices"]
                 self._labels = str(file["labels"])
-                self._kept = str(file["kept"]) if "kept" in file else None  # older files do not say
+                # Older files do not say which samples were not held out.
+                self._kept = str(file["kept"]) if "kept" in file else None
         except FileNotFoundError:
             raise UserError(
                 f"The partition's path is {self.path!r}, but there is no such file: give a .npz "
@@ -290,9 +293,8 @@ def digest(array: NDArray[Any]) -> str:
 
 
 def positions(given: Any) -> NDArray[Any]:
-    """A client's indices as an array; a sequence that says its length is read to there and no
-    further.
-    """
+    """A client's indices as an array."""
+    # A user's sequence that says its length is read to there, and no further: it may not end.
     is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if hasattr(given, "__array__") or isinstance(given, list | tuple | range) or not is_sequence:
         return np.asarray(given)
@@ -318,9 +320,7 @@ def check_sequence(name: str, clients: Any, each: str) -> None:
 
 
 def check_client(client: int, indices: Any, total: int) -> None:
-    """Refuse a client without indices, or with other indices than whole numbers from 0 below
-    ``total``.
-    """
+    """Refuse a client without indices, or with others than whole numbers from 0 below ``total``."""
     array = positions(indices)
     if array.ndim != 1 or len(array) == 0:
         raise UserError(

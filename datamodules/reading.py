@@ -1,6 +1,4 @@
-"""Reading batches ahead in worker processes: in order, and with the same bits for any number of
-them.
-"""
+"""Reading batches ahead in worker processes: in order, to the same bits for any number of them."""
 
 from __future__ import annotations
 
@@ -83,7 +81,8 @@ class AheadReader:
         return {"read": self.read, "workers": self.workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        AheadReader.__init__(self, **state)  # processes and locks are not copied
+        # Processes and locks are not copied.
+        AheadReader.__init__(self, **state)
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Any]:
         """The batches asked for, in this order."""
@@ -92,12 +91,10 @@ class AheadReader:
         rest = iter(requests)
         try:
             while True:
-                room = max(1, self.workers.ahead * self.workers.number // self._readers) - len(
-                    waiting
-                )
-                waiting.extend(
-                    pool.submit(_answer, request) for request in islice(rest, max(0, room))
-                )
+                # Readers of the moment share what is read ahead, so that memory stays bounded.
+                share = max(1, self.workers.ahead * self.workers.number // self._readers)
+                room = max(0, share - len(waiting))
+                waiting.extend(pool.submit(_answer, request) for request in islice(rest, room))
                 if not waiting:
                     return
                 batch = waiting.popleft().result(self.workers.timeout or None)
@@ -140,10 +137,10 @@ _read: Reading | None = None  # in a worker process
 
 
 def _start(read: Reading, init: Callable[[int], None] | None, number: int, count: Any) -> None:
-    """What a worker process does first: as one of torch's DataLoader, it computes on one thread."""
+    """Begin a worker process, which computes on one thread, as one of torch's DataLoader does."""
     global _read
     _read = read
-    # a Ctrl-C in the terminal is for the run, which ends its workers
+    # A Ctrl-C in the terminal is for the run, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)
@@ -153,7 +150,8 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
         own = count.value
         count.value = count.value + 1
     info: Any = _utils.worker.WorkerInfo(id=own, num_workers=number, seed=0, dataset=read.dataset)
-    _utils.worker._worker_info = info  # what torch.utils.data.get_worker_info() gives
+    # `torch.utils.data.get_worker_info()` gives this to a dataset.
+    _utils.worker._worker_info = info
     if init is not None:
         init(own)
 
@@ -171,16 +169,16 @@ def _answer(request: Request) -> Any:
     np.random.seed(seed % 2**32)
     random.seed(seed)
     assert _read is not None
+    # The error is raised in the run's process, where not every exception can be made again.
     try:
         return _read(positions)
-    except Exception:  # told in the run's process, where not every exception can be made again
+    except Exception:
         return ExceptionWrapper(where="in a worker process that reads ahead")
 
 
 def own_generator(dataset: Any) -> str:
-    """Where a dataset keeps a random generator of its own, of which each worker process would have
-    a copy; or empty.
-    """
+    """The place of a random generator of the dataset's own; empty where it has none."""
+    # Each worker process would have a copy of it, and all would draw the same numbers.
     return next((where for where, _ in generators_of(dataset)), "")
 
 

@@ -1,4 +1,4 @@
-"""Where samples lie, and how they become batches: tensors in memory, or any map-style dataset."""
+"""Samples, which become batches: tensors in memory, or any map-style dataset."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fl_lightning.errors import UserError
 
 Batch = Any
 CPU = torch.device("cpu")
-CHUNK_BYTES = 64 * 2**20  # how much of an epoch is gathered at once
-# the most of a batch, where nothing is asked for
+CHUNK_BYTES = 64 * 2**20  # so much of an epoch is gathered at once
+# Limits of a batch in evaluation, where nothing is asked for.
 EVALUATION_BATCH = 1000
 EVALUATION_BYTES = 64 * 2**20
 # (pixels, labels, which of the epoch's samples) -> pixels
@@ -48,7 +48,7 @@ class Samples(Protocol):
         biases: Change | None = None,
         augment: Change | None = None,
     ) -> Iterator[Batch]:
-        """The samples ``index`` in this order, ``size`` at a time; the last batch may be shorter."""
+        """The samples ``index`` in this order, ``size`` at a time; the last batch is the rest."""
         ...
 
 
@@ -104,11 +104,10 @@ class TensorSamples:
         return x.ndim >= 3 and (self.image or unit)
 
     def _on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, y, factor and shift on ``device``; x and y stay on the CPU where they would fill half
-        of what is free.
-        """
+        """x, y, factor and shift on ``device``."""
         with self._lock:
             if device not in self._there:
+                # x and y stay on the CPU where they would fill half of what is free.
                 nbytes = self.x.nbytes + self.y.nbytes
                 fits = device.type != "cuda" or 2 * nbytes < torch.cuda.mem_get_info(device)[0]
                 where = device if fits else CPU
@@ -132,7 +131,8 @@ class TensorSamples:
         all_x, all_y, factor, shift = self._on(device)
         chosen = to_device(index[part], all_x.device)
         x, y = (to_device(whole.index_select(0, chosen), device) for whole in (all_x, all_y))
-        if biases is not None:  # on pixels in [0, 1]
+        # Biases act on pixels in [0, 1].
+        if biases is not None:
             x = biases(x / self._scale if self.image else x, y, part)
         if augment is not None:
             x = augment(x, y, part)
@@ -141,7 +141,8 @@ class TensorSamples:
             if self._normalised:
                 x.add_(shift)
         elif self.image:
-            x = x.mul_(factor * self._scale).add_(shift)  # in place, as biases made a new tensor
+            # In place, as biases have made a new tensor.
+            x = x.mul_(factor * self._scale).add_(shift)
         return x, y
 
     def batches(
@@ -185,7 +186,7 @@ class DatasetSamples:
         self.read = Reading(dataset, collate or default_collate, fetch)
         self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None
-        # of the dataset's own, once they were looked for
+        # The dataset's own generators, once they were looked for.
         self._generators: list[tuple[str, Any]] = []
         self._looked = False
         labels = find_targets(dataset) if targets is None else targets
@@ -211,29 +212,28 @@ class DatasetSamples:
         ``seed(k)``: of what is drawn for the k-th by processes that read, and by generators of the
         dataset's own.
         """
+        read: Iterator[Batch]
         if self._ahead is None:
-            read: Iterator[Batch] = (
-                self._seeded(index, partial(seed, k)) for k, index in enumerate(cut)
-            )
+            read = (self._seeded(index, partial(seed, k)) for k, index in enumerate(cut))
         else:
             read = self._ahead.batches((seed(k), index) for k, index in enumerate(cut))
         return (batch_to_device(batch, device) for batch in read)
 
     def _seeded(self, index: NDArray[np.int64], seed: Callable[[], int]) -> Batch:
-        """A batch; where the dataset keeps generators, one reader at a time, and they follow the
-        seed.
-        """
+        """A batch, for which the dataset's own generators follow the seed."""
         if not self._generators and not self._looked:
             self._generators = generators_of(self.read.dataset)
         if not self._generators:
             batch = self.read(index)
             if self._looked:
                 return batch
-            # made when it was first read
-            self._looked = True
+            # A dataset may make its generators when it is first read, so we look once more. The
+            # search may raise, and then they have not been looked for.
             self._generators = generators_of(self.read.dataset)
+            self._looked = True
             if not self._generators:
                 return batch
+        # Generators are shared by all readers, so one of them reads at a time.
         with ONE_AT_A_TIME:
             seed_all(self._generators, seed())
             return self.read(index)
@@ -287,33 +287,32 @@ class _Singles(Dataset[Any]):
 
 
 def makes_batches(samples: Samples) -> bool:
-    """Whether what is split are ready batches, which a dataset gives by one position each."""
+    """Tell whether ready batches are split, which a dataset gives by one position each."""
     return isinstance(samples, DatasetSamples) and samples.read.fetch == "batch"
 
 
 @contextmanager
 def drawing_apart() -> Iterator[None]:
     """Within, the process's generators begin at 0; afterwards they are as they were."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def _nbytes(batch: Batch) -> int:
-    """Memory of a batch's tensors and arrays; of a batch of another kind, what it takes written
-    down.
-    """
+    """The memory of a batch's tensors and arrays, else the length of its pickle."""
     known = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | np.ndarray))
+    # A batch's own __reduce__ may raise anything.
     try:
         return known or len(pickle.dumps(batch))
-    except Exception:  # whatever its own __reduce__ raises
+    except Exception:
         return known
 
 
@@ -341,16 +340,16 @@ def find_targets(dataset: Any) -> Any:
         whole = find_targets(dataset.dataset)
         return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
-        of_each = [find_targets(one) for one in dataset.datasets]
-        if any(of is None for of in of_each):
+        targets = [find_targets(part) for part in dataset.datasets]
+        if any(labels is None for labels in targets):
             return None
-        return np.concatenate([np.asarray(of) for of in of_each])
+        return np.concatenate([np.asarray(labels) for labels in targets])
     if isinstance(dataset, TensorDataset):
         if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1:
             return dataset.tensors[1]
         return None
     for name in ("targets", "labels"):
-        found = getattr(dataset, name, None)
-        if found is not None and len(found) == len(dataset) and np.asarray(found).ndim == 1:
-            return found
+        labels = getattr(dataset, name, None)
+        if labels is not None and len(labels) == len(dataset) and np.asarray(labels).ndim == 1:
+            return labels
     return None

@@ -1,6 +1,4 @@
-"""The training samples split over clients: made once a seed, by a partition or from index arrays
-that were given.
-"""
+"""The training samples split over clients, once a seed: by a partition or given index arrays."""
 
 from __future__ import annotations
 
@@ -28,10 +26,12 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
-HASHED_BY_CONTENT = 10_000_000  # more indices than this are not drawn for a hash
-# samples that a client trains on, is tested on, or these positions
+# More indices than this are not drawn for a hash.
+HASHED_BY_CONTENT = 10_000_000
+# The samples that a client trains on, is tested on, or these positions.
 What = Literal["train", "test"] | Indices
-LATEST = 1000  # clients whose samples are kept apart in memory
+# The two sides of so many clients are kept in memory.
+LATEST = 1000
 
 
 @dataclass
@@ -55,16 +55,12 @@ class Split:
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Numbers of training samples ``(m,)``; counted once, since it takes all m clients."""
+        m = len(self.clients)
         if self.test is not None:
-            return np.fromiter(
-                (len(self.indices(i)) for i in range(len(self.clients))),
-                np.int64,
-                len(self.clients),
-            )
+            return np.fromiter((len(self.indices(i)) for i in range(m)), np.int64, m)
         sizes = getattr(self.clients, "sizes", None)
         if sizes is None:
-            ids = range(len(self.clients))
-            sizes = np.fromiter((len(self._all(i)) for i in ids), np.int64, len(self.clients))
+            sizes = np.fromiter((len(self._all(i)) for i in range(m)), np.int64, m)
         return np.asarray(sizes, np.int64)
 
     @cached_property
@@ -76,26 +72,25 @@ class Split:
         return self._all(client) if self.test is None else self._sides(client)[0]
 
     def asked(self, client: int, what: What) -> Indices:
-        """Positions of those samples in the training data."""
+        """Positions of a client's samples of this kind in the training data."""
         if not isinstance(what, str):
             return what
         return self.indices(client) if what == "train" else self.test_indices(client)
 
     def test_indices(self, client: int) -> Indices:
-        """Positions of the samples that a client is tested on, ascending, each once; empty without
-        any.
-        """
+        """Positions of a client's test samples, ascending, each once; may be empty."""
         return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
 
     def _sides(self, client: int) -> tuple[Indices, Indices]:
         """A client's samples to train and to test on."""
         assert self.test is not None
-        found = self._latest.get(client)
-        if found is None:
+        sides = self._latest.get(client)
+        if sides is None:
+            # A million clients would fill the memory, and a round asks for its own a few times.
             if len(self._latest) >= LATEST:
                 self._latest.clear()
-            found = self._latest[client] = self.test.sides(self._all(client), client)
-        return found
+            sides = self._latest[client] = self.test.sides(self._all(client), client)
+        return sides
 
     def _all(self, client: int) -> Indices:
         indices = positions(self.clients[client])
@@ -109,8 +104,7 @@ class Split:
 
 @dataclass
 class HeldOut:
-    """Each client's own held-out samples: a share of its distinct samples, of each class alike
-    where there are labels.
+    """Each client's own held-out samples: a share of its distinct ones, of each class alike.
 
     A sample that a client holds several times lies on one side. The draw is a function of (seed,
     client).
@@ -125,7 +119,7 @@ class HeldOut:
     seed: int
 
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """To train on ``(N_i,)``, in the order given, and to test on ``(h,)``, ascending.
+        """A client's samples to train on ``(N_i,)``, as given, and to test on ``(h,)``, ascending.
 
         >>> train, test = HeldOut(0.25, None, seed=0).sides(np.array([7, 3, 7, 5, 1]), client=4)
         >>> len(test), sorted({*train, *test}) == [1, 3, 5, 7], set(train) & set(test)
@@ -134,21 +128,20 @@ class HeldOut:
         distinct = np.unique(indices)
         if len(distinct) < 2:
             return indices, distinct[:0]
-        h = min(
-            max(int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5")), 1),
-            len(distinct) - 1,
-        )
+        # The share as it is written: a binary fraction would round some halves down.
+        h = int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5"))
+        h = min(max(h, 1), len(distinct) - 1)
         shuffled = generator(self.seed, "client-test", client).permutation(distinct)
-        test = np.sort(
-            shuffled[:h] if self.labels is None else _stratified(shuffled, self.labels[shuffled], h)
-        )
+        if self.labels is None:
+            test = np.sort(shuffled[:h])
+        else:
+            test = np.sort(_stratified(shuffled, self.labels[shuffled], h))
         return indices[~np.isin(indices, test)], test
 
 
 def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
-    """h of the samples: of each class its share, the first ones; what rounding leaves, to the
-    largest remainders.
-    """
+    """h of the samples: of each class its share, the first ones."""
+    # What rounding leaves goes to the largest remainders.
     _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
     taken = h * counts // len(samples)
     rest = h * counts % len(samples)
@@ -157,26 +150,26 @@ def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
 
 
 def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
-    """Positions of the samples that are used, ascending: of each class its share, a function of the
-    seed.
-    """
+    """Positions of the samples that are used, ascending, of each class its share."""
     if samples > total:
         raise UserError(
             f"samples is {samples}: there are {total} training samples. Give at most as many, or "
             "none."
         )
     shuffled = generator(seed, "samples").permutation(total)
-    return np.sort(
-        shuffled[:samples] if labels is None else _stratified(shuffled, labels[shuffled], samples)
-    )
+    if labels is None:
+        return np.sort(shuffled[:samples])
+    return np.sort(_stratified(shuffled, labels[shuffled], samples))
 
 
 def _leaves_out(val_fraction: float, samples: int | None) -> str:
-    """What it is that leaves samples out, with its verb."""
-    held = f"val_fraction={val_fraction} holds out" if val_fraction > 0 else ""
-    if samples is None:
-        return held
-    return " and ".join(filter(None, (f"samples={samples} leaves out", held)))
+    """The options that leave samples out, with their verbs."""
+    reasons = []
+    if samples is not None:
+        reasons.append(f"samples={samples} leaves out")
+    if val_fraction > 0:
+        reasons.append(f"val_fraction={val_fraction} holds out")
+    return " and ".join(reasons)
 
 
 def split_samples(
@@ -190,11 +183,10 @@ def split_samples(
     samples: int | None,
     seed: int,
 ) -> Split:
-    """Draw ``samples``, hold ``val_fraction`` of them out, split the rest: as ``clients`` says,
-    else by the partition.
+    """Draw ``samples``, hold ``val_fraction`` of them out, and split the rest.
 
-    Held-out samples leave the lists of the clients that were given them; the others stay with who
-    had them.
+    The rest is split as ``clients`` says, else by the partition. Held-out samples leave the lists
+    of the clients that were given them; the others stay with who had them.
 
     Args:
         samples: how many of all are used; None: all.
@@ -207,29 +199,12 @@ def split_samples(
         UserError: too few samples, no number of clients, or classes asked for where there are none.
     """
     total = len(data)
+    test: HeldOut | None = None
     if client_test_fraction > 0:
         test = HeldOut(client_test_fraction, data.labels, seed)
-    else:
-        test = None
-    held_out: Indices | None = None
-    kept: Indices | None = None
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
-    drawn = None if samples is None else _drawn(samples, data.labels, total, seed)
-    used = total if drawn is None else len(drawn)
-    if val_fraction > 0:
-        held = round(val_fraction * used)
-        if not 0 < held < used:
-            raise UserError(
-                f"val_fraction is {val_fraction}: of {used} training samples that leaves none to "
-                "train or to validate on. Give another share, or 0 to validate on the test set."
-            )
-        order = generator(seed, "val-fraction").permutation(used)
-        held_out = np.sort(order[:held])
-        kept = np.sort(order[held:])
-    if drawn is not None:
-        held_out = None if held_out is None else drawn[held_out]
-        kept = drawn if kept is None else drawn[kept]
+    kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)
     if kept is not None:
         whole = partition
         partition = partition.restrict(kept)
@@ -246,32 +221,53 @@ def split_samples(
         return Split(clients, total, kept, held_out, by_partition=False, test=test)
     wanted, default = counts
     num_clients = wanted or partition.clients or default
+    check_partition(partition, num_clients, data.labels)
+    assert num_clients is not None
+    labels = np.zeros(total, np.int64) if data.labels is None else data.labels
+    labels = labels if kept is None else labels[kept]
+    clients = _checked(partition.split(labels, num_clients, seed), len(labels))
+    return Split(clients, total, kept, held_out, test=test)
+
+
+def _kept_and_held_out(
+    data: Samples, val_fraction: float, samples: int | None, seed: int
+) -> tuple[Indices | None, Indices | None]:
+    """Positions to train on (None: all), and positions held out for validation (None: none)."""
+    drawn = None if samples is None else _drawn(samples, data.labels, len(data), seed)
+    if val_fraction == 0:
+        return drawn, None
+    used = len(data) if drawn is None else len(drawn)
+    held = round(val_fraction * used)
+    if not 0 < held < used:
+        raise UserError(
+            f"val_fraction is {val_fraction}: of {used} training samples that leaves none to "
+            "train or to validate on. Give another share, or 0 to validate on the test set."
+        )
+    order = generator(seed, "val-fraction").permutation(used)
+    held_out = np.sort(order[:held])
+    kept = np.sort(order[held:])
+    if drawn is None:
+        return kept, held_out
+    return drawn[kept], drawn[held_out]
+
+
+def check_partition(partition: Partition, num_clients: int | None, labels: object) -> None:
+    """Refuse a partition without a number of clients, or by classes where there are none."""
     if num_clients is None:
         raise UserError(
             "num_clients is not given: give the number of clients, or clients=[…] with each "
             "client's sample indices."
         )
-    if data.labels is None and partition.needs_labels:
+    if labels is None and partition.needs_labels:
         raise UserError(
             f"The partition is {partition!r}, which goes by classes, but the training data have no "
             "class labels (whole numbers from 0, one a sample): give targets, or a partition such "
             "as IID."
         )
-    labels = np.zeros(total, np.int64) if data.labels is None else data.labels
-    labels = labels if kept is None else labels[kept]
-    return Split(
-        _checked(partition.split(labels, num_clients, seed), len(labels)),
-        total,
-        kept,
-        held_out,
-        test=test,
-    )
 
 
 def check_shares(val_fraction: float, client_test_fraction: float, samples: int | None) -> None:
-    """Refuse what are no shares of the training data, or of each client's, and no number of
-    samples.
-    """
+    """Refuse shares of the data, or of each client's, and numbers of samples that are none."""
     if samples is not None and (
         isinstance(samples, bool) or not isinstance(samples, int) or samples < 1
     ):
@@ -309,17 +305,17 @@ def without_held_out(clients: Sequence[Any], kept: Indices, total: int) -> LazyC
 
 
 def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
-    given = positions(clients[client])
-    check_client(client, given, len(places))
-    found: Indices = places[given]
-    found = found[found >= 0]
-    if not len(found):
+    own = positions(clients[client])
+    check_client(client, own, len(places))
+    left: Indices = places[own]
+    left = left[left >= 0]
+    if not len(left):
         raise UserError(
-            f"val_fraction holds out all {len(given)} samples of client {client}, or samples= "
+            f"val_fraction holds out all {len(own)} samples of client {client}, or samples= "
             "leaves them out: give a smaller val_fraction, the client more samples, or "
             "validation data of their own and val_fraction=0."
         )
-    return found
+    return left
 
 
 def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
@@ -352,12 +348,11 @@ def partition_hash(
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if test is not None:
         state.update(f"test {test.fraction} {test.seed}".encode())
-    if (
-        isinstance(clients, LazyClients)
-        and clients.recipe
-        and int(clients.sizes.sum()) > HASHED_BY_CONTENT
-    ):
-        state.update(clients.recipe.encode())
+    recipe = ""
+    if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
+        recipe = clients.recipe
+    if recipe:
+        state.update(recipe.encode())
     else:
         for i in range(len(clients)):
             array = positions(clients[i]).astype(np.int64, copy=False)

@@ -1,6 +1,4 @@
-"""Labelled texts, or pairs of texts, from JSON lines or tables; clients by a column, such as
-MultiNLI's genres.
-"""
+"""Labelled texts, or pairs of texts, from JSON lines or tables; clients by a column."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.tokens import padded, read_text, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 
-# MultiNLI's where the annotators did not agree: such texts are left out, as is usual
+# In MultiNLI the annotators did not agree on this text: it is left out, as is usual.
 NO_LABEL = "-"
 URL = "https://cims.nyu.edu/~sbowman/multinli/"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -123,9 +121,8 @@ class TextClassification(FederatedDataModule):
             )
 
         self.train_set = samples(self.train, texts, labels)
-        if self.test is None:
-            self.test_set = None
-        else:
+        self.test_set = None
+        if self.test is not None:
             self.test_set = samples(self.test, *self._read(self.test))
         self.vocabulary = tokenizer.size
 
@@ -145,11 +142,9 @@ class TextClassification(FederatedDataModule):
         """Texts and labels of a file; adds the groups to ``groups``."""
         texts = []
         labels = []
-        columns = [
-            *self.text,
-            self.label,
-            *([self.group] if groups is not None and self.group is not None else []),
-        ]
+        columns = [*self.text, self.label]
+        if groups is not None and self.group is not None:
+            columns.append(self.group)
         for number, row in _rows(self.root / file):
             for column in columns:
                 if not isinstance(row.get(column), str | int):

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
 
-# where a text has ended: no tokenizer's number, so that every network may fill in its own
+# A text has ended: this is no tokenizer's number, so that every network may fill in its own.
 NO_TOKEN = -1
-# as ByT5 numbers them (Xue et al., 2022): padding, end, unknown, then the 256 bytes
+# ByT5 numbers tokens so (Xue et al., 2022): padding, end, unknown, then the 256 bytes.
 END = 1
 FIRST_BYTE = 3
 
@@ -32,21 +32,25 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
-        """Of each text, or pair of texts, at most ``length`` tokens; of the longer ones the end is
-        cut.
-        """
-        return [
-            self._pair([[*self.whole(part).tolist()] for part in parts], length) for parts in texts
-        ]
+        """At most ``length`` tokens of each text, or pair of texts; longer ones lose their end."""
+        rows = []
+        for parts in texts:
+            tokens = [self.whole(part).tolist() for part in parts]
+            rows.append(self._pair(tokens, length))
+        return rows
 
     def _pair(self, parts: list[list[int]], length: int) -> list[int]:
+        # The longer part is cut to the length of the shorter one, then both alike.
         room = length - len(parts)
         while (over := sum(map(len, parts)) - room) > 0:
             sizes = sorted(map(len, parts))
             longest = next(part for part in parts if len(part) == sizes[-1])
             cut = over if len(parts) == 1 else min(over, max(1, sizes[-1] - sizes[0]))
             del longest[len(longest) - cut :]
-        return [token for part in parts for token in (*part, END)]
+        tokens: list[int] = []
+        for part in parts:
+            tokens += [*part, END]
+        return tokens
 
 
 class Folder:
@@ -86,10 +90,9 @@ class Folder:
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
         columns = [list(column) for column in zip(*texts, strict=True)]
-        found: list[list[int]] = self._tokenizer(*columns, truncation=True, max_length=length)[
-            "input_ids"
-        ]
-        return found
+        encoded = self._tokenizer(*columns, truncation=True, max_length=length)
+        rows: list[list[int]] = encoded["input_ids"]
+        return rows
 
 
 def tokenizer_of(path: str | Path | None) -> Bytes | Folder:

@@ -1,6 +1,4 @@
-"""The transfer hooks of a data module: on a client's batches in training, left to Lightning in
-evaluation.
-"""
+"""The transfer hooks of a data module: called here in training, left to Lightning in evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def overridden(owner: Any, method: str) -> bool:
-    """Whether a data module, of either Lightning or of neither, has a method of its own."""
+    """Tell whether a data module, of either Lightning or of neither, has a method of its own."""
     base = next(
         (c for c in reversed(type(owner).__mro__) if c.__name__ == "LightningDataModule"), None
     )
@@ -43,7 +41,7 @@ class Transfer:
             setattr(data, name, partial(outside_training, data, hook))
 
     def source(self, device: torch.device) -> torch.device:
-        """Where batches have to be made to reach ``device`` through the hooks."""
+        """The device on which batches have to be made to reach ``device`` through the hooks."""
         moves = any(name in self.hooks for name in HOOKS[:2])
         return torch.device("cpu") if moves else device
 

@@ -73,7 +73,7 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
 
 
 def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
-    """Samples of the first ``limit`` clients by class ``(clients, classes)``; None without labels."""
+    """Samples of the first ``limit`` clients ``(clients, classes)``; None without labels."""
     classes = data.num_classes
     labels = data._train.labels
     if classes is None or labels is None:
@@ -83,9 +83,7 @@ def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
 
 
 def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.int64] | None:
-    """Samples of all clients together by class ``(classes,)``; None without labels, or with more
-    ``clients``.
-    """
+    """Samples of all clients by class ``(classes,)``; None without labels, or of too many."""
     classes = data.num_classes
     labels = data._train.labels
     if classes is None or labels is None or data.num_clients > clients:
@@ -97,12 +95,13 @@ def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.i
 
 
 def deviation_text(totals: NDArray[np.int64]) -> str:
-    """The spread of classes' totals: without replacement the data's own, and what sampling with
-    replacement adds.
-    """
+    """The spread of classes' totals, which sampling with replacement widens."""
     deviation = float(totals.std(ddof=1)) if len(totals) > 1 else 0.0
     share = f" ({100 * deviation / totals.mean():.2g} %)" if totals.any() else ""
-    return f"samples of a class: {totals.min():,} to {totals.max():,}, standard deviation {deviation:,.1f}{share}"
+    return (
+        f"samples of a class: {totals.min():,} to {totals.max():,}, "
+        f"standard deviation {deviation:,.1f}{share}"
+    )
 
 
 def partition_table(data: Partitioned) -> str:
@@ -116,27 +115,19 @@ def partition_table(data: Partitioned) -> str:
         rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]
     if counts is not None and counts.shape[1] <= 20:
         header += [str(c) for c in range(counts.shape[1])]
-        rows = [
-            row + [str(k) if k else "·" for k in line]
-            for row, line in zip(rows, counts, strict=True)
-        ]
+        for row, line in zip(rows, counts, strict=True):
+            row += [str(k) if k else "·" for k in line]
         if totals is not None:
-            rows.append(
-                [
-                    "all",
-                    str(sizes.sum()),
-                    *[""] * (len(header) - 2 - len(totals)),
-                    *map(str, totals),
-                ]
-            )
+            empty = [""] * (len(header) - 2 - len(totals))
+            rows.append(["all", str(sizes.sum()), *empty, *map(str, totals)])
     elif counts is not None:
         header += ["classes"]
         rows = [[*row, str((line > 0).sum())] for row, line in zip(rows, counts, strict=True)]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
-        for line in [header, *rows]
-    ]
+    lines = []
+    for row in [header, *rows]:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(f"{cell:>{width}}" for cell, width in cells))
     if len(sizes) > SHOWN_IN_TABLE:
         more = f"… and {len(sizes) - SHOWN_IN_TABLE:,} more clients"
         lines.insert(1 + SHOWN_IN_TABLE, more)
@@ -167,10 +158,9 @@ def partition_figure(data: Partitioned) -> Figure:
     figure.colorbar(image, ax=axes, label="samples")
     axes.set_xlabel("class" if has_classes else "all samples")
     axes.set_ylabel("client")
+    shown = f"{clients}"
     if len(counts) < clients:
         shown = f"first {len(counts)} of {clients:,}"
-    else:
-        shown = f"{clients}"
     facts = data.card()
     axes.set_title(f"{facts['data']} · {facts['partition']} · {shown} clients", fontsize="medium")
     if totals is not None:
@@ -183,8 +173,7 @@ def partition_figure(data: Partitioned) -> Figure:
 
 
 def save_partition(path: Path, split: Split, labels: Indices | None) -> None:
-    """Write clients' indices to ``path``, aside and renamed, so that a file of this name is always
-    whole.
+    """Write clients' indices to ``path``, so that a file of this name is always whole.
 
     ``labels`` ``(N,)``: of all training samples; None: they have none.
     """
