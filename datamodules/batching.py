@@ -80,10 +80,11 @@ def told_of_batch(
 ) -> tuple[str, str]:
     """Why a client has a batch of so few samples, and what would leave no client one, in words.
 
-    >>> print(*told_of_batch(np.array([8, 9, 12]), 4, False, 1, 1), sep="; ")
-    client 1 has 9 samples, of which batch_size=4 leaves 1 for the last batch; drop_last=True, which
-    leaves such \
-batches out; batch_size=5, with which the smallest has 2
+    >>> why, ways = told_of_batch(np.array([8, 9, 12]), 4, False, 1, 1)
+    >>> why
+    'client 1 has 9 samples, of which batch_size=4 leaves 1 for the last batch'
+    >>> ways
+    'drop_last=True, which leaves such batches out; batch_size=5, with which the smallest has 2'
     """
     own = int(sizes[client])
     ways = []
