@@ -26,25 +26,12 @@ TRIALS = ("tests", "benchmarks")
 # What is not mended yet: a file, or a folder that ends in "/" (its subfolders too). It only
 # shrinks.
 NOT_YET = (
-    "callbacks/",
-    "datamodules/",
     "fl_lightning/analysis/",
     "fl_lightning/cli/",
     "fl_lightning/contracts/",
     "fl_lightning/engines/choice/",
     "fl_lightning/engines/replay/",
     "fl_lightning/models/",
-    "fl_lightning/module.py",
-    "fl_lightning/optim.py",
-    "fl_lightning/parameters.py",
-    "fl_lightning/results.py",
-    "fl_lightning/run.py",
-    "fl_lightning/sampling.py",
-    "fl_lightning/schedules.py",
-    "fl_lightning/settings.py",
-    "fl_lightning/state.py",
-    "fl_lightning/strategies.py",
-    "fl_lightning/testing.py",
 )
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
