@@ -316,7 +316,7 @@ class LearnerCopy:
         return self.g
 
     def take_metrics(self) -> MetricStates | None:
-        """States of the learner's metrics after the steps since the last reset; None: no metrics."""
+        """States of the learner's metrics since the last reset; None where it has no metrics."""
         if not self._own_metrics:
             return None
         return metric_states.taken(

@@ -70,12 +70,8 @@ SURVIVORS = {
         "differential_privacy",
         "trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma))",
         "equivalent: 2 is true",
-<<<<<<< HEAD
-        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(kept)) "
+        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma)) "
         "(column 0)",
-=======
-        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma)) (column 0)",
->>>>>>> 8e2918c (Evaluation and methods breathe: examples of short lines, why before how)
     ),
     **_equal(
         "consensus_distance_logger",
