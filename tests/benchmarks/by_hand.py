@@ -1,0 +1,534 @@
+"""The numbers of a report, calculated again from the files of its runs, without our own code.
+
+Written from the texts (docs/report.md, docs/protocol.md), not from the code that follows them too:
+it imports nothing of ours, so that a slip of either shows as a difference.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy import stats
+
+GREATER = {
+    "acc", "accuracy", "f1", "f1score", "precision", "recall", "auroc", "auc", "ap", "map", "iou",
+    "dice", "psnr", "ssim", "bleu", "r2", "kappa", "mcc", "cosine",
+}  # fmt: skip
+ENDED = ("done", "diverged")
+FEWEST_PAIRS = 5
+FEWEST_SEEDS_THAT_DIVERGE = 3
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its record, and its columns with NaN where nothing was measured."""
+
+    folder: Path
+    record: dict[str, Any]
+    columns: dict[str, list[float]]
+
+    @property
+    def arm(self) -> str:
+        return str(self.record["arm"] or self.record["title"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.record["seed"])
+
+    @property
+    def diverged(self) -> bool:
+        return bool(self.record["status"] == "diverged")
+
+    @property
+    def ended(self) -> bool:
+        return self.record["status"] in ENDED
+
+    @cached_property
+    def spent(self) -> np.ndarray:
+        """Gradients evaluated up to and with each row; without that column a round costs one."""
+        if "cost/gradients" not in self.columns:
+            return np.array(self.columns["round"]) + 1
+        cells = np.array(self.columns["cost/gradients"])
+        return np.cumsum(np.where(np.isfinite(cells), cells, 0.0))
+
+    def evaluated(self, metric: str) -> list[int]:
+        """The rows that have a value of ``metric``."""
+        return [row for row, x in enumerate(self.columns.get(metric, [])) if math.isfinite(x)]
+
+    def curve(self, metric: str) -> list[float]:
+        return [self.columns[metric][row] for row in self.evaluated(metric)]
+
+
+def read_run(folder: Path) -> Run:
+    packed = folder / "metrics.csv.gz"
+    raw = gzip.decompress(packed.read_bytes()) if packed.exists() else None
+    text = (folder / "metrics.csv").read_text() if raw is None else raw.decode()
+    header, *lines = csv.reader(text.splitlines())
+    columns: dict[str, list[float]] = {name: [] for name in header}
+    for line in lines:
+        for name, cell in zip(header, line, strict=True):
+            columns[name].append(float(cell) if cell else math.nan)
+    return Run(folder, json.loads((folder / "run.json").read_text()), columns)
+
+
+# Scores of one run.
+
+
+def tail(run: Run, metric: str) -> Number:
+    rows = run.evaluated(metric)
+    if not rows:
+        return None
+    late = [row for row in rows if 3 * run.spent[row] > 2 * run.spent[-1]]
+    return float(np.mean([run.columns[metric][row] for row in late or rows[-1:]]))
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """The curve under a Hanning window whose ends are not 0, renormalised where it hangs over."""
+    a = np.array(values)
+    width = min(101, len(a) // 5)
+    width -= width % 2 == 0
+    if width < 3:
+        return a
+    window = np.hanning(width + 2)[1:-1]
+    smoothed = np.empty(len(a))
+    for i in range(len(a)):
+        below = max(0, i - width // 2)
+        above = min(len(a), i + width // 2 + 1)
+        weights = window[below - i + width // 2 : above - i + width // 2]
+        smoothed[i] = (weights * a[below:above]).sum() / weights.sum()
+    return smoothed
+
+
+def last_ten(run: Run, metric: str) -> Number:
+    values = run.curve(metric) if metric in run.columns else []
+    return float(np.mean(values[-10:])) if values else None
+
+
+def best_smoothed(run: Run, metric: str) -> Number:
+    values = run.curve(metric) if metric in run.columns else []
+    return float(smooth(values)[-50:].max()) if values else None
+
+
+def last(run: Run, metric: str) -> Number:
+    values = run.curve(metric) if metric in run.columns else []
+    return values[-1] if values else None
+
+
+def highest(run: Run, metric: str) -> Number:
+    values = run.curve(metric) if metric in run.columns else []
+    return max(values) if values else None
+
+
+SCORES: dict[str, Callable[[Run, str], Number]] = {
+    "tail": tail, "last10": last_ten, "smoothed": best_smoothed, "last": last, "max": highest,
+}  # fmt: skip
+
+
+def greater_is_better(metric: str, runs: Iterable[Run], mode: str | None = None) -> bool:
+    said = [run.record.get("modes", {}).get(metric) for run in runs]
+    known = [mode, *said]
+    for word in known:
+        if word is not None:
+            return bool(word == "max")
+    return re.split(r"[/_.-]", metric)[-1].lower() in GREATER
+
+
+def score(run: Run, metric: str, name: str, greater: bool) -> Number:
+    """A diverged run scores 0 where greater is better, and has no score elsewhere."""
+    if run.diverged:
+        return 0.0 if greater else None
+    return SCORES[name](run, metric)
+
+
+def arrival(run: Run, metric: str, target: float, greater: bool) -> int | None:
+    """The row at which the smoothed curve is first at the target."""
+    if run.diverged or metric not in run.columns:
+        return None
+    for row, value in zip(run.evaluated(metric), smooth(run.curve(metric)), strict=True):
+        if (value >= target) if greater else (value <= target):
+            return row
+    return None
+
+
+def cost_until(run: Run, row: int, cost: str) -> float:
+    if cost == "gradients":
+        return float(run.spent[row])
+    if cost == "bytes":
+        return run.columns["communication/total_bytes"][row]
+    return run.columns["round"][row] + 1
+
+
+# Statistics of paired values.
+
+
+@dataclass(frozen=True)
+class Interval:
+    mean: Number
+    sd: Number
+    low: Number
+    high: Number
+
+
+def interval(values: Sequence[float]) -> Interval:
+    n = len(values)
+    mean = sum(values) / n if n else None
+    if mean is None or n < 2:
+        return Interval(mean, None, None, None)
+    sd = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
+    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
+    return Interval(mean, sd, mean - half, mean + half)
+
+
+def p_two_sided(values: Sequence[float]) -> Number:
+    found = interval(values)
+    if found.mean is None or found.sd is None:
+        return None
+    if found.sd == 0:
+        return float(found.mean == 0)
+    t = found.mean / (found.sd / math.sqrt(len(values)))
+    return float(2 * stats.t.sf(abs(t), len(values) - 1))
+
+
+def p_equivalent(values: Sequence[float], margin: float) -> Number:
+    """The larger of two one-sided p: that the mean is not above −margin, not below +margin."""
+    found = interval(values)
+    if found.mean is None or found.sd is None:
+        return None
+    if found.sd == 0:
+        return float(abs(found.mean) >= margin)
+    error = found.sd / math.sqrt(len(values))
+    above = stats.t.sf((found.mean + margin) / error, len(values) - 1)
+    below = stats.t.cdf((found.mean - margin) / error, len(values) - 1)
+    return float(max(above, below))
+
+
+def holm(ps: Sequence[Number]) -> list[Number]:
+    """Each p times how many are not smaller, never less than a smaller one's; None is no p."""
+    order = sorted((p, i) for i, p in enumerate(ps) if p is not None)
+    corrected: list[Number] = [None] * len(ps)
+    floor = 0.0
+    for rank, (p, i) in enumerate(order):
+        floor = max(floor, min(1.0, p * (len(order) - rank)))
+        corrected[i] = floor
+    return corrected
+
+
+# Claims.
+
+
+class Sweeps:
+    """The runs of sweeps with one and the same claims, and those claims."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+        found = [path for folder in folders for path in folder.rglob("run.json")]
+        kept = [path.parent for path in sorted(found) if "select" not in path.parts[-5:]]
+        self.runs = [read_run(folder) for folder in kept]
+        self.text = (folders[0] / "claims.yaml").read_bytes()
+        self.claims: list[dict[str, Any]] = yaml.safe_load(self.text)
+        self.arms: dict[str, dict[int, Run]] = {}
+        for run in self.runs:
+            self.arms.setdefault(run.arm, {})[run.seed] = run
+
+    @property
+    def changed(self) -> bool | None:
+        recorded = {run.record["claims_hash"] for run in self.runs} - {None}
+        return hashlib.sha256(self.text).hexdigest() not in recorded if recorded else None
+
+    @cached_property
+    def seeds(self) -> set[int]:
+        """The seeds that the sweep is to make, as its file and its list of runs have them."""
+        planned = {run.seed for run in self.runs}
+        for folder in self.folders:
+            if (folder / "runs.csv").exists():
+                rows = csv.DictReader((folder / "runs.csv").read_text().splitlines())
+                planned |= {int(row["seed"]) for row in rows}
+            if (folder / "sweep.yaml").exists():
+                grid = yaml.safe_load((folder / "sweep.yaml").read_text())["grid"]
+                planned |= set(grid["seed_everything"])
+        return planned
+
+    def ended(self, arms: Iterable[str]) -> list[int]:
+        """The seeds of which each of these arms has a run that ended."""
+        rows = [self.arms.get(arm, {}) for arm in arms]
+        return [s for s in sorted(self.seeds) if all(s in row and row[s].ended for row in rows)]
+
+    def swept(self, claim: dict[str, Any]) -> list[str]:
+        """The arms of a trend over an axis."""
+        chosen = []
+        for arm, runs in self.arms.items():
+            axes = next(iter(runs.values())).record.get("axes") or {}
+            if claim["over"] in axes and claim.get("arm", axes.get("method")) == axes.get("method"):
+                chosen.append(arm)
+        return chosen
+
+    def arms_of(self, claim: dict[str, Any]) -> list[str]:
+        if claim.get("kind") == "trend" and claim["over"] != "layers":
+            return self.swept(claim)
+        names = [claim[key] for key in ("a", "b", "c", "d", "arm", "against") if key in claim]
+        if isinstance(claim.get("target"), dict):
+            names.append(claim["target"]["arm"])
+        return list(dict.fromkeys(names))
+
+
+@dataclass
+class Evidence:
+    """The value of each seed that counts, how many do not, and whether one of these was lost."""
+
+    values: dict[int, float]
+    left_out: int = 0
+    lost: bool = False
+
+    def add(self, seed: int, value: Number, lost: bool) -> None:
+        if value is not None:
+            self.values[seed] = value
+            return
+        self.left_out += 1
+        self.lost = self.lost or lost
+
+
+def contrast(a: Number, b: Number, logarithmic: bool) -> Number:
+    if a is None or b is None:
+        return None
+    if not logarithmic:
+        return a - b
+    return math.log(a / b) if a > 0 and b > 0 else None
+
+
+def differences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    """Of the kinds difference, equivalence and interaction."""
+    arms = [claim[key] for key in ("a", "b", "c", "d") if key in claim]
+    metric = claim["metric"]
+    greater = greater_is_better(metric, sweeps.runs, claim.get("mode"))
+    plain = claim.get("kind", "difference") == "difference"
+    logarithmic = claim.get("scale") == "log_ratio"
+    evidence = Evidence({})
+    for seed in sweeps.ended(arms):
+        runs = [sweeps.arms[arm][seed] for arm in arms]
+        lost = any(run.diverged for run in runs)
+        found = [score(run, metric, claim.get("score", "tail"), greater) for run in runs]
+        value = contrast(found[0], found[1], logarithmic) if plain or not lost else None
+        if value is not None and len(found) == 4:
+            other = contrast(found[2], found[3], logarithmic)
+            value = None if other is None else value - other
+        evidence.add(seed, value, lost)
+    return evidence
+
+
+def costs(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    """Of the kind to_target: log of a's cost over b's, until each is at the target.
+
+    A run that diverged never arrives. It counts as lost where it is the one claimed to be cheaper.
+    """
+    metric = claim["metric"]
+    target = claim["target"]
+    greater = greater_is_better(metric, sweeps.runs, claim.get("mode"))
+    cheaper = 0 if claim["direction"] == "less" else 1
+    evidence = Evidence({})
+    for seed in sweeps.ended(sweeps.arms_of(claim)):
+        runs = [sweeps.arms[claim[key]][seed] for key in ("a", "b")]
+        level: Number = target if not isinstance(target, dict) else None
+        if isinstance(target, dict):
+            model = sweeps.arms[target["arm"]][seed]
+            level = None if model.diverged else SCORES[target["score"]](model, metric)
+        if level is None:
+            evidence.add(seed, None, lost=True)
+            continue
+        rows = [arrival(run, metric, level, greater) for run in runs]
+        spent = [
+            None if row is None else cost_until(run, row, claim["cost"])
+            for run, row in zip(runs, rows, strict=True)
+        ]
+        cost = contrast(spent[0], spent[1], logarithmic=True)
+        evidence.add(seed, cost, lost=rows[cheaper] is None)
+    return evidence
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Number:
+    ranks = [stats.rankdata(side) for side in (x, y)]
+    centred = [side - side.mean() for side in ranks]
+    spread = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum()) / spread if spread else None
+
+
+def trend_over_layers(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    """Spearman's ρ of each seed between a layer's place and its metric's mean over rounds."""
+    evidence = Evidence({})
+    for seed in sweeps.ended([claim["arm"]]):
+        run = sweeps.arms[claim["arm"]][seed]
+        names = [name for name in run.columns if name.startswith(claim["metric"] + "/")]
+        curves = [run.curve(name) for name in names if not name.endswith("/total")]
+        means = [float(np.mean(curve)) for curve in curves if curve]
+        rho = None if run.diverged else rank_correlation(range(len(means)), means)
+        evidence.add(seed, rho, lost=run.diverged)
+    return evidence
+
+
+def trend_over_axis(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    """Spearman's ρ of each seed between the axis and the score; a part of the axis has none."""
+    arms = sweeps.arms_of(claim)
+    evidence = Evidence({})
+    for seed in sorted(set().union(*(sweeps.arms[arm] for arm in arms))):
+        rows = [sweeps.arms[arm][seed] for arm in arms if seed in sweeps.arms[arm]]
+        runs = [run for run in rows if run.ended]
+        lost = any(run.diverged for run in runs)
+        scores = [SCORES[claim.get("score", "tail")](run, claim["metric"]) for run in runs]
+        known = [x for x in scores if x is not None]
+        places = [float(run.record["axes"][claim["over"]]) for run in runs]
+        whole = len(known) == len(arms) and not lost
+        evidence.add(seed, rank_correlation(places, known) if whole else None, lost)
+    return evidence
+
+
+def trends(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    over_layers = claim["over"] == "layers"
+    return (trend_over_layers if over_layers else trend_over_axis)(claim, sweeps)
+
+
+def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    """1 where the arm diverged, or has at least ``factor`` times the other's metric; else 0."""
+    evidence = Evidence({})
+    for seed in sweeps.ended([claim["arm"]]):
+        run = sweeps.arms[claim["arm"]][seed]
+        other = sweeps.arms.get(claim["against"], {}).get(seed)
+        value: Number = 1.0 if run.diverged else None
+        own = SCORES[claim.get("score", "tail")](run, claim["metric"])
+        level: Number = None
+        if other is not None and other.record["status"] == "done":
+            level = SCORES[claim.get("score", "tail")](other, claim["metric"])
+        if value is None and own is not None and level is not None:
+            value = float(own >= claim.get("factor", 10) * level)
+        evidence.add(seed, value, lost=False)
+    return evidence
+
+
+EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
+
+
+def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str:
+    if len(values) < FEWEST_SEEDS_THAT_DIVERGE:
+        return "inconclusive"
+    wanted = 0.0 if claim.get("direction") == "less" else 1.0
+    as_claimed = sum(value == wanted for value in values)
+    if as_claimed == len(values):
+        return "reproduced"
+    return "not reproduced" if as_claimed else "contradicted"
+
+
+def verdict(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float) -> str:
+    """By the rules in their order; ``p`` is Holm's."""
+    values = list(evidence.values.values())
+    if claim.get("kind") == "diverges":
+        return verdict_of_divergence(claim, values)
+    if len(values) < FEWEST_PAIRS or p is None:
+        return "inconclusive"
+    held = "inconclusive" if evidence.lost else "reproduced"
+    found = interval(values)
+    assert found.mean is not None and found.low is not None and found.high is not None
+    if claim.get("kind") == "equivalence":
+        if p < 0.05:
+            return held
+        outside = found.low > margin or found.high < -margin
+        return "contradicted" if outside else "inconclusive"
+    less = claim["direction"] == "less"
+    mean = -found.mean if less else found.mean
+    low = -found.high if less else found.low
+    high = -found.low if less else found.high
+    if low > 0 and p < 0.05 and mean >= margin:
+        return held
+    if high < 0 and p < 0.05:
+        return "contradicted"
+    return "not reproduced" if high < margin else "inconclusive"
+
+
+def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
+    """What report.json is to say of each claim, by its id."""
+    rows: dict[str, dict[str, Any]] = {}
+    families: dict[Any, list[str]] = {}
+    for claim in sweeps.claims:
+        kind = claim.get("kind", "difference")
+        evidence = EVIDENCE.get(kind, differences)(claim, sweeps)
+        values = list(evidence.values.values())
+        margin = claim.get("margin", 0.0)
+        p = p_two_sided(values)
+        if kind == "equivalence":
+            p = p_equivalent(values, margin)
+        found = interval(values)
+        if kind == "diverges":
+            p = None
+            found = Interval(found.mean, found.sd, None, None)
+        rows[claim["id"]] = {
+            "claim": claim, "evidence": evidence, "interval": found, "kind": kind, "p": p,
+            "margin": margin, "n": len(values), "values": evidence.values,
+            "left_out": evidence.left_out, "family": claim.get("family"),
+            "primary": claim.get("primary", False), "changed": sweeps.changed,
+            "mean": found.mean, "low": found.low, "high": found.high, "id": claim["id"],
+        }  # fmt: skip
+        families.setdefault(claim.get("family"), []).append(claim["id"])
+    for ids in families.values():
+        members = [rows[name] for name in ids]
+        incomplete = any(is_incomplete(row["claim"], row["n"], sweeps) for row in members)
+        for row, p in zip(members, holm([row["p"] for row in members]), strict=True):
+            row["p_holm"] = p
+            row["provisional"] = incomplete
+            row["verdict"] = verdict(row["claim"], row["evidence"], p, row["margin"])
+    return rows
+
+
+def is_incomplete(claim: dict[str, Any], n: int, sweeps: Sweeps) -> bool:
+    return n == 0 or set(sweeps.ended(sweeps.arms_of(claim))) != sweeps.seeds
+
+
+def calculated_arm(
+    runs: Iterable[Run], metric: str, greater: bool, targets: Sequence[str]
+) -> dict[str, Any]:
+    """What report.json is to say of an arm."""
+    by_seed = {run.seed: run for run in runs}
+    ended = {seed: run for seed, run in by_seed.items() if run.ended}
+    arm: dict[str, Any] = {
+        "n": len(ended),
+        "diverged": sum(run.diverged for run in ended.values()),
+        "unfinished": len(by_seed) - len(ended),
+        "scores": {},
+        "rounds_to": {target: {} for target in targets},
+        "bytes_to": {target: {} for target in targets},
+        "seconds_to": {target: {} for target in targets},
+    }
+    for name in SCORES:
+        values = {seed: score(run, metric, name, greater) for seed, run in ended.items()}
+        found = interval([x for x in values.values() if x is not None])
+        arm["scores"][name] = {"mean": found.mean, "sd": found.sd, "values": values}
+    for target in targets:
+        for seed, run in ended.items():
+            row = arrival(run, metric, float(target), greater)
+            bytes_known = row is not None and "communication/total_bytes" in run.columns
+            clock = run.columns.get("time/round")
+            rounds = None if row is None else cost_until(run, row, "rounds")
+            sent = cost_until(run, row or 0, "bytes") if bytes_known else None
+            seconds = None if row is None or clock is None else sum(clock[: row + 1])
+            arm["rounds_to"][target][seed] = rounds
+            arm["bytes_to"][target][seed] = sent
+            arm["seconds_to"][target][seed] = seconds
+    return arm
+
+
+def grouped(folder: Path) -> list[Sweeps]:
+    """The sweeps in a folder; those with the same claims are one."""
+    groups: dict[bytes, list[Path]] = {}
+    for path in sorted(folder.glob("*/claims.yaml")):
+        groups.setdefault(path.read_bytes(), []).append(path.parent)
+    return [Sweeps(folders) for folders in groups.values()]
