@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -236,6 +237,7 @@ def page(results: Path, target: Path) -> int:
         findings = results / "findings.md"
         if findings.is_file():
             text += "\n" + filled(findings.read_text("utf-8"), said)
+        text += "\n" + scope(folders, said)
         text += below.replace("](figures/", f"]({results.name}/figures/")
     begun = {folder.name for folder in folders}
     absent = {row: name for row, name in ROWS.items() if name.rpartition("/")[2] not in begun}
@@ -245,8 +247,7 @@ def page(results: Path, target: Path) -> int:
             "|\n|---|---|---|---|\n"
         )
     for name in absent.values():
-        claims = Path(str(packaged()[f"experiment/{name}"])).with_suffix(".claims.yaml")
-        for claim in parse_yaml(claims.read_text("utf-8")):
+        for claim in claims_of(name):
             text += (
                 f"| {claim['id']} | {claim['paper_predicts']} | {claim['we_predict']} | "
                 f"`{name}` |\n"
@@ -254,6 +255,34 @@ def page(results: Path, target: Path) -> int:
     target.write_text(text, "utf-8")
     print(f"→ {target}")
     return 0
+
+
+def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
+    """How much of the protocol is judged so far, and what its runs came from."""
+    every = [claim for name in ROWS.values() for claim in claims_of(name)]
+    verdicts = Counter(claim["verdict"] for claim in said["claims"])
+    judged = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
+    runs = [
+        json.loads(path.read_text("utf-8"))
+        for folder in folders
+        for path in folder.glob("*/seed-*/run.json")
+    ]
+    days = sorted(str(run.get("started"))[:10] for run in runs)
+    commits = sorted({str(run.get("commit"))[:9] for run in runs})
+    versions = {f"{name} {v}" for run in runs for name, v in run["versions"].items()}
+    return (
+        f"**So far {len(said['claims'])} of {len(every)} claims are judged** ({judged}), from "
+        f"{len(runs)} runs of {len(folders)} of {len(ROWS)} sweeps, made from {days[0]} to "
+        f"{days[-1]} on processors, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
+        "`val/acc` is accuracy on the test images, which choose nothing. Intervals cover the seeds: "
+        "initial weights, split, participants and batches.\n"
+    )
+
+
+def claims_of(name: str) -> list[dict[str, Any]]:
+    """The claims of a packaged sweep."""
+    file = Path(str(packaged()[f"experiment/{name}"])).with_suffix(".claims.yaml")
+    return list(parse_yaml(file.read_text("utf-8")))
 
 
 def filled(text: str, said: Mapping[str, Any]) -> str:
@@ -271,8 +300,8 @@ def filled(text: str, said: Mapping[str, Any]) -> str:
     def value(match: re.Match[str]) -> str:
         number = claims[match["claim"]][match["field"]]
         if match["unit"] is not None:
-            return UNITS[match["unit"]](number)
-        return f"{number:+.3g}" if isinstance(number, float) else str(number)
+            return UNITS[match["unit"]](number).replace("-", "−")
+        return f"{number:+.3g}".replace("-", "−") if isinstance(number, float) else str(number)
 
     return re.sub(r"\{(?P<claim>[\w-]+)\.(?P<field>\w+)(:(?P<unit>\w+))?\}", value, text)
 
