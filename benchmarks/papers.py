@@ -274,8 +274,8 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
         f"**So far {len(said['claims'])} of {len(every)} claims are judged** ({judged}), from "
         f"{len(runs)} runs of {len(folders)} of {len(ROWS)} sweeps, made from {days[0]} to "
         f"{days[-1]} on processors, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
-        "`val/acc` is accuracy on the test images, which choose nothing. Intervals cover the seeds: "
-        "initial weights, split, participants and batches.\n"
+        "`val/acc` is accuracy on the test images, which choose nothing. Intervals cover the "
+        "seeds: initial weights, split, participants and batches.\n"
     )
 
 

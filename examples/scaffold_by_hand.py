@@ -21,7 +21,7 @@ ROUNDS, CLIENTS, COHORT, STEPS, LR = 5, 10, 4, 8, 0.1
 
 
 def by_hand(network, data, participants):
-    """Train ``network`` for some rounds; gives the global model ``(D,)``, c and each client's c_i."""
+    """Train ``network`` for some rounds; gives w, c ``(D,)`` each, and every client's c_i."""
     w = parameters_to_vector(network.parameters()).detach().clone()
     c = torch.zeros_like(w)
     c_i = {client: torch.zeros_like(w) for client in range(CLIENTS)}
@@ -88,7 +88,8 @@ def main():
         row = module.client_rows.read("ControlVariates.c_i", client)
         assert row is None or torch.equal(c_i[client], row)
     print(
-        f"{ROUNDS} rounds of SCAFFOLD by hand and by its callback: the same {len(w):,} numbers, bit for bit"
+        f"{ROUNDS} rounds of SCAFFOLD by hand and by its callback: "
+        f"the same {len(w):,} numbers, bit for bit"
     )
 
 
