@@ -28,7 +28,6 @@ TRIALS = ("tests", "benchmarks")
 NOT_YET = (
     "fl_lightning/analysis/",
     "fl_lightning/cli/",
-    "fl_lightning/contracts/",
     "fl_lightning/engines/choice/",
     "fl_lightning/engines/replay/",
     "fl_lightning/models/",

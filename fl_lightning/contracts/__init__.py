@@ -1,1 +1,1 @@
-"""What every method has to keep, whatever its rule: small runs and rehearsed hooks behind ``fl_lightning.testing``."""
+"""What every method keeps, whatever its rule: small runs and rehearsed hooks, for ``testing``."""

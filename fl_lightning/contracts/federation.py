@@ -1,4 +1,4 @@
-"""A federation small enough to run some forty times in a few seconds; comparing what two runs leave behind."""
+"""A federation small enough to run forty times in seconds, and comparisons of what runs leave."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.module import FederatedModule
 from fl_lightning.processes import place
 
-# batches of 4: a client with one sample, short last batches, different K_i
+# In batches of 4 these give a client with one sample, short last batches, and different K_i.
 SIZES = [1, 5, 9, 4, 12, 7]
 ROUNDS = 3
 Outcome = dict[str, Tensor]
 
 
 class Learner(pl.LightningModule):
-    """Two layers in float64, and a buffer that follows the inputs, not the weights; one class serves all checks.
+    """Two layers in float64, and a buffer that follows the inputs, not the weights.
+
+    One class serves all checks.
 
     Args:
         frozen: whether the first bias is frozen.
         dead: whether the loss is constant, so that all gradients are zero.
-        embedding: None, or whether the gradient of an embedding before the layers is sparse; that embedding's second
-            row and an extra parameter get no gradient at all.
+        embedding: None, or whether the gradient of an embedding before the layers is sparse. That
+            embedding's second row and an extra parameter get no gradient at all.
     """
 
     running_mean: Tensor
@@ -47,13 +49,13 @@ class Learner(pl.LightningModule):
         self, frozen: bool = False, dead: bool = False, embedding: bool | None = None
     ) -> None:
         super().__init__()
-        self.dead, self.seen_by = dead, embedding is None
+        self.dead = dead
+        self.has_buffers = embedding is None
         if embedding is not None:
-            self.table, self.unused = (
-                nn.Embedding(3, 3, sparse=embedding),
-                nn.Parameter(torch.zeros(2)),
-            )
-        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+            self.table = nn.Embedding(3, 3, sparse=embedding)
+            self.unused = nn.Parameter(torch.zeros(2))
+        self.first = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3)
         self.double()
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
@@ -62,13 +64,14 @@ class Learner(pl.LightningModule):
             )
         if frozen:
             self.first.bias.requires_grad_(False)
-        if self.seen_by:
+        if self.has_buffers:
+            # Both follow the batches alone, so every method has to leave them as FedAvg does.
             self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        if self.seen_by:
+        if self.has_buffers:
             self.running_mean += 0.1 * (x.mean(0) - self.running_mean)
             self.batches += 1
         else:
@@ -84,12 +87,16 @@ def data(
 ) -> InMemoryDataModule:
     """Heterogeneous clients; ``order`` registers them in another order."""
     rng = np.random.default_rng(3)
-    x = np.concatenate([rng.normal(size=(n, 3)) + rng.normal(size=3) for n in SIZES])
-    y = np.concatenate(
-        [np.where(rng.random(n) < 0.6, i % 3, rng.integers(0, 3, n)) for i, n in enumerate(SIZES)]
-    )
+    # The draws come in this order: all inputs, and then all labels.
+    inputs = [rng.normal(size=(size, 3)) + rng.normal(size=3) for size in SIZES]
+    labels = []
+    for client, size in enumerate(SIZES):
+        own = rng.random(size) < 0.6
+        labels.append(np.where(own, client % 3, rng.integers(0, 3, size)))
+    x = np.concatenate(inputs)
+    y = np.concatenate(labels)
     ends = np.cumsum(SIZES)
-    clients = [np.arange(e - n, e) for e, n in zip(ends, SIZES, strict=True)]
+    clients = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
     if order is not None:
         clients = [clients[i] for i in order]
     return InMemoryDataModule(
@@ -102,9 +109,14 @@ def data(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """One thread, no warnings, no messages; afterwards the caller's settings and random state are as before."""
+    """Use one thread, with no warnings and no messages.
+
+    Afterwards the caller's settings and random state are as before.
+    """
     loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels, threads = [logger.level for logger in loggers], torch.get_num_threads()
+    levels = [logger.level for logger in loggers]
+    threads = torch.get_num_threads()
+    # The bits that are compared depend on the number of threads.
     torch.set_num_threads(1)
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -124,7 +136,8 @@ class Watch(pl.Callback):
     def __init__(
         self, started: Callable[[Any], object] | None, ended: Callable[[Any], object] | None
     ) -> None:
-        self.started, self.ended = started, ended
+        self.started = started
+        self.ended = ended
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.started is not None:
@@ -147,7 +160,14 @@ def fit(
     trainer: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> FederatedModule:
-    """A run on the CPU; ``folder``: where to keep its checkpoint; ``resume``: go on from that one."""
+    """Run on the CPU.
+
+    ``folder``: where to keep its checkpoint; ``resume``: go on from that one.
+    """
+    required: dict[str, Any] = {}
+    for callback in callbacks:
+        required |= callback.requires
+    # The defaults come first, over them what the methods need, and over that what a check varies.
     arguments = {
         "participation": 3,
         "local_epochs": 2,
@@ -155,7 +175,7 @@ def fit(
         "lr_decay": 0.9,
         "engine": "sequential",
         "client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.01),
-        **{name: value for callback in callbacks for name, value in callback.requires.items()},
+        **required,
         **arguments,
     }
     module = FederatedModule(learner or Learner(), **arguments)
@@ -185,7 +205,11 @@ def fit(
 
 
 def outcome(module: FederatedModule) -> Outcome:
-    """All that a run leaves behind: models, buffers, server states, this process's client rows, and what was logged."""
+    """All that a run leaves behind.
+
+    That is models, buffers, server states, this process's client rows, and what was logged.
+    """
+    # These names are what a failed check tells the reader.
     left = {
         "the server's model": module.global_vector,
         "the evaluated model": module.evaluated_vector,
@@ -199,17 +223,20 @@ def outcome(module: FederatedModule) -> Outcome:
             assert row is not None
             left[f"{name} of client {i}"] = row
     if module.run.methods.owner("personal") is not None:
-        models, (world, rank) = personal.of_run(module.run), place()
+        models = personal.of_run(module.run)
+        world, rank = place()
+        # As client rows do, a client's model belongs to one process.
         for i in range(rank, len(SIZES), world):
             left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
+        # Seconds differ from run to run.
         if not name.startswith("time/"):
             left[f"log {name}"] = value
     return {name: value.detach().cpu().clone() for name, value in left.items()}
 
 
 def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hint: str) -> None:
-    """Compare by the largest relative difference (see :func:`distance`); tolerance 0 asks for equal bits.
+    """Compare by the largest relative difference (:func:`distance`); 0 asks for equal bits.
 
     Raises:
         Failed: with ``what``, which quantities differ and by how much, and ``hint``.
@@ -219,6 +246,7 @@ def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hi
     for name in ours:
         if name in theirs:
             away = distance(ours[name], theirs[name])
+            # Said so that NaN differs from everything.
             if not away <= tolerance:
                 differing.append(f"{name} by {away:.1e}")
     if differing:
@@ -230,7 +258,8 @@ def distance(a: Tensor, b: Tensor) -> float:
     """Largest |a - b| over max(1, |a|); 0 for equal bits, infinite for other shapes."""
     if a.shape != b.shape:
         return float("inf")
-    a, b = a.double(), b.double()
+    a = a.double()
+    b = b.double()
     if torch.equal(a, b) or not a.numel():
         return 0.0
     return float(((a - b).abs() / a.abs().clamp(min=1)).max())
@@ -243,11 +272,12 @@ def require_finite(left: Outcome, what: str, hint: str) -> None:
 
 
 def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
-    """Run ``job`` in ``world`` forked processes joined by gloo; gives what they leave behind, taken together.
+    """Run ``job`` in forked processes joined by gloo, and give what they leave behind together.
 
     Raises:
         Failed: one of them did not finish.
     """
+    # Another process may take the port after it is closed here, which is unlikely.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -256,11 +286,14 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
             texts = [path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))]
+            seen = texts[0] if texts else f"exit status {codes}"
             raise Failed(
-                f"a run in {world} processes failed: {texts[0] if texts else f'exit status {codes}'}",
-                "server hooks run in every process with the same values; they must not depend on what one process has",
+                f"a run in {world} processes failed: {seen}",
+                "server hooks run in every process with the same values; they must not depend on "
+                "what one process has",
             )
         together: Outcome = {}
+        # What several processes have is the first one's.
         for rank in reversed(range(world)):
             together |= torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
     return together
@@ -279,14 +312,16 @@ def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
             "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            # By this Lightning knows that its processes exist already.
+            "TORCHELASTIC_RUN_ID": "contracts",
         }
-        os.environ.update({k: str(v) for k, v in variables.items()})
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="contracts"
-        )
+        os.environ.update({name: str(value) for name, value in variables.items()})
         torch.save(job(), folder / f"{rank}.pt")
         status = 0
     except BaseException as error:
         (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}", "utf-8")
     finally:
+        # No exit hook of the parent runs in its fork.
         os._exit(status)

@@ -1,6 +1,7 @@
-"""Contracts of client hooks, called directly: any size of group, no value read, nothing left on self.
+"""Contracts of client hooks, called directly: any group, no value read, nothing left on self.
 
-One round is rehearsed on quadratics with filled state: on_local_start, two local steps, on_local_end, transmit.
+One round is rehearsed on quadratics with filled state: on_local_start, two local steps,
+on_local_end, transmit.
 """
 
 from __future__ import annotations
@@ -32,19 +33,26 @@ from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import State
 
 STEPS = 2
-Call = Callable[[str, Callable[[], Any]], Any]  # (name of the hook, the call) -> what it returned
+# (name of the hook, the call) -> what it returned
+Call = Callable[[str, Callable[[], Any]], Any]
 
 
 class Stage:
     """A round with filled state, on which hooks are called."""
 
     def __init__(self, callback: FederatedCallback, w: Tensor, layout: Layout, m: int) -> None:
-        self.callback, self.methods = callback, Methods([callback])
+        self.callback = callback
+        self.methods = Methods([callback])
         self.curvature = 0.5 + self._random(1, m, w.numel())
         self.centre = self._random(2, m, w.numel()) - 0.5
-        states = {k: d for k, d in self.methods.declared.items() if isinstance(d, State)}
-        filled = {k: self._filled(k, d, m, w) for k, d in states.items()}
-        self.rows = {k: v for k, v in filled.items() if isinstance(states[k], ClientState)}
+        # State is filled, as hooks that see nothing but zeros would show little.
+        self.rows: dict[str, Tensor] = {}
+        server_states: dict[str, Tensor] = {}
+        for key, declared in self.methods.declared.items():
+            if isinstance(declared, ClientState):
+                self.rows[key] = self._filled(key, declared, m, w)
+            elif isinstance(declared, ServerState):
+                server_states[key] = self._filled(key, declared, m, w)[0]
         self.round = Round(
             t=1,
             ids=list(range(m)),
@@ -60,9 +68,7 @@ class Stage:
             rates=ClientRates(1.0, torch.tensor(0.1, dtype=torch.float64)),
             read=lambda key, client: self.rows[key][client] if key in self.rows else None,
             steps_of=lambda client, epochs: 1 + client % 2,
-            server_states={
-                k: v[0] for k, v in filled.items() if isinstance(states[k], ServerState)
-            },
+            server_states=server_states,
         )
 
     @staticmethod
@@ -92,16 +98,17 @@ class Stage:
             self.gradient,
             self.evaluate,
         )
+        # A column is made when it is first asked for.
         _ = clients.ids, clients.steps, clients.sizes, clients.weights
         return clients
 
     def rehearse(self, clients: Clients, call: Call) -> Iterator[tuple[str, Outcome]]:
-        """Call the hooks of one round in order; yields each one's name and what there is after it."""
+        """Call the hooks of one round in order, and give each name and what is there after it."""
         methods = self.methods
         methods.bind(Ledger(self.round))
-        perturb, mix, transmit = (
-            methods.owner(h) for h in ("perturbation", "on_loss_gradient", "transmit")
-        )
+        perturb = methods.owner("perturbation")
+        mix = methods.owner("on_loss_gradient")
+        transmit = methods.owner("transmit")
 
         mixing = [("on_loss_gradient", mix)] if mix is not None else []
         corrections = [("on_local_gradient", correct) for correct in methods["on_local_gradient"]]
@@ -156,12 +163,12 @@ def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tenso
 
 
 def state(clients: Clients) -> Outcome:
-    """Everything of the clients that a hook can have changed, one row per client."""
-    held = {"clients.x": clients.x}
-    held |= {f"the rows of {key}": rows for key, rows in clients._rows.items()}
-    held |= {f"the upload {key}": rows for key, rows in clients.uploads.items()}
-    held |= {f"the log {name}": rows for name, rows in clients.logs.items()}
-    return {name: value.clone() for name, value in held.items()}
+    """All of the clients that a hook can have changed, one row per client."""
+    rows = {"clients.x": clients.x}
+    rows |= {f"the rows of {key}": value for key, value in clients._rows.items()}
+    rows |= {f"the upload {key}": value for key, value in clients.uploads.items()}
+    rows |= {f"the log {name}": value for name, value in clients.logs.items()}
+    return {name: value.clone() for name, value in rows.items()}
 
 
 def _plainly(hook: str, call: Callable[[], Any]) -> Any:
@@ -173,23 +180,21 @@ def groups(method: Method) -> None:
     callback, module = method.used
     size = module.layout.size
     hint = (
-        "a hook sees (n, D): per-client numbers are columns (n, 1), norms are clients.norm(v), sums over coordinates "
-        "are .sum(1, keepdim=True), and no client's row enters another's"
+        "a hook sees (n, D): per-client numbers are columns (n, 1), norms are clients.norm(v), "
+        "sums over coordinates are .sum(1, keepdim=True), and no client's row enters another's"
     )
+    # With n = D, a sum over the wrong axis has the right shape: only the numbers tell.
     for n in (1, 3, size):
         stage = Stage(callback, module.global_vector.detach(), module.layout, size)
         single = [stage.rehearse(stage.clients([i]), _plainly) for i in range(n)]
         try:
             for hook, ours in stage.rehearse(stage.clients(range(n)), _plainly):
                 alone = [next(one)[1] for one in single]
-                theirs = {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
-                require_same(
-                    theirs,
-                    ours,
-                    1e-12,
-                    f"{hook} differs in a group of {n}{' = D' * (n == size)}",
-                    hint,
-                )
+                theirs = {}
+                for name in alone[0]:
+                    theirs[name] = torch.cat([rows[name] for rows in alone])
+                group = f"{n} = D" if n == size else f"{n}"
+                require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
 
@@ -204,8 +209,8 @@ def untouched_self(method: Method) -> None:
         if changed:
             raise Failed(
                 f"{hook} set or changed {', '.join(changed)}",
-                "hooks that take clients run in several threads with different clients: "
-                "keep it in Scratch (a round) or ClientState (for good), as self.name[clients]",
+                "hooks that take clients run in several threads with different clients: keep it in "
+                "Scratch (a round) or ClientState (for good), as self.name[clients]",
             )
         return returned
 
@@ -221,7 +226,8 @@ def traceable(method: Method) -> None:
     clients = stage.clients(range(3))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.from_tensor
-    stage.curvature, stage.centre = fake(stage.curvature), fake(stage.centre)
+    stage.curvature = fake(stage.curvature)
+    stage.centre = fake(stage.centre)
     stage.rows = {key: fake(value) for key, value in stage.rows.items()}
     real = stage.round
     stage.round = replace(
@@ -232,7 +238,8 @@ def traceable(method: Method) -> None:
         rates=replace(real.rates, lr=fake(real.rates.lr)),
         server_states={key: fake(value) for key, value in real.server_states.items()},
     )
-    clients._round, clients._x = stage.round, fake(clients._x)
+    clients._round = stage.round
+    clients._x = fake(clients._x)
     for column in ("ids", "steps", "sizes", "weights"):
         clients.__dict__[column] = fake(getattr(clients, column))
 
@@ -245,10 +252,12 @@ def traceable(method: Method) -> None:
                 raise
             raise Failed(
                 f"{hook} reads a tensor's value or branches on it: {where(error)}",
-                "no .item(), float(), tolist(), numpy(), `if tensor`, boolean indexing or nonzero in client hooks: "
-                "they would stop a GPU and cannot be captured in a graph; use torch.where, clamp, multiplication",
+                "no .item(), float(), tolist(), numpy(), `if tensor`, boolean indexing or nonzero "
+                "in client hooks: they would stop a GPU and cannot be captured in a graph; use "
+                "torch.where, clamp, multiplication",
             ) from error
 
+    # A fake tensor has a shape and no numbers.
     with mode:
         for _ in stage.rehearse(clients, guard):
             pass

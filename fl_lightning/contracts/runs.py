@@ -35,12 +35,18 @@ ROUNDING = 1e-10
 
 @dataclass
 class Method:
-    """Makes new instances of the method under check; ``plain`` is the run that other runs are compared with."""
+    """Makes new instances of the method under check.
+
+    ``plain`` is the run that other runs are compared with.
+    """
 
     given: Callable[..., FederatedCallback]
 
     def factory(self, **arguments: Any) -> FederatedCallback:
-        """A new instance; one that would draw from a secret draws from a seed, so that its runs can be compared."""
+        """A new instance.
+
+        One that would draw from a secret draws from a seed, so that its runs can be compared.
+        """
         callback = self.given(**arguments)
         if getattr(callback, "noise_seed", 0) is None:
             vars(callback)["noise_seed"] = 1
@@ -75,21 +81,21 @@ def neutral(method: Method) -> None:
             f"{method.cls.__name__} cannot be built with neutral = {arguments}: {error}",
             "let __init__ take what `neutral` names, with defaults for the rest",
         ) from None
-    given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
+    named = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
+    # Plainly, and with weights and clipping, which act on what the method adds.
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
-        ours, average = (
-            outcome(fit(chosen, **{**method.cls.requires, **setting}))
-            for chosen in ([callback], [])
-        )
-        # a perturbation of length 0 costs a gradient nevertheless
+        ours = outcome(fit([callback], **{**method.cls.requires, **setting}))
+        average = outcome(fit([], **{**method.cls.requires, **setting}))
+        # A perturbation of length 0 costs a gradient nevertheless.
         average.pop("log cost/gradients", None)
         require_same(
             {name: ours[name] for name in average if name in ours},
             average,
             1e-12,
-            f"with {given} it is not FedAvg",
-            "every term of the method has to vanish there; where it has no such setting, say neutral = None",
+            f"with {named} it is not FedAvg",
+            "every term of the method has to vanish there; where it has no such setting, say "
+            "neutral = None",
         )
 
 
@@ -97,19 +103,22 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
     try:
         return method.factory(**arguments)
     except TypeError:
-        given = {
-            k: v
-            for k, v in vars(method.factory()).items()
-            if k in inspect.signature(method.cls).parameters
-        }
-        return method.cls(**{**given, **arguments})
+        # The class needs other arguments too: they are those of the method under check.
+        accepted = inspect.signature(method.cls).parameters
+        attributes = vars(method.factory())
+        others = {name: value for name, value in attributes.items() if name in accepted}
+        return method.cls(**{**others, **arguments})
 
 
 def order_of_clients(method: Method) -> None:
-    """With full batches and full participation: register the clients in reverse, and compare client by client."""
+    """Register the clients in reverse, and compare client by client.
+
+    Batches and participation are full, as draws go by the clients' numbers.
+    """
     if method.cls.stands_for_clients:
         raise NotApplicable("it changes what some clients send, by their numbers")
-    m, whole = len(SIZES), {"participation": "all"}
+    m = len(SIZES)
+    whole = {"participation": "all"}
     ours = method.run(federation=data(batch_size=None), **whole)
     mirrored = method.run(federation=data(order=range(m)[::-1], batch_size=None), **whole)
     renamed = {}
@@ -121,12 +130,14 @@ def order_of_clients(method: Method) -> None:
         renamed,
         ROUNDING,
         "clients registered in another order give another result",
-        "use no client's number or place in the round, only its own rows; sums and means go through Upload",
+        "use no client's number or place in the round, only its own rows; sums and means go "
+        "through Upload",
     )
 
 
 def order_of_training(method: Method) -> None:
     def reverse(module: Any) -> None:
+        # The results are the round's, whatever the order: only what passes between clients differs.
         train = module.run.engine.train
         module.run.engine.train = lambda round, leaves, *rest: train(round, leaves[::-1], *rest)
 
@@ -135,12 +146,14 @@ def order_of_training(method: Method) -> None:
         method.run(started=reverse),
         0.0,
         "training the clients of a round in another order gives another result",
-        "something passes from one client to the next: keep it in ClientState, or send it by an Upload",
+        "something passes from one client to the next: keep it in ClientState, or send it by an "
+        "Upload",
     )
 
 
 def engines(method: Method) -> None:
     refused = []
+    # Side by side has the bits of one after the other, stacked agrees to rounding.
     for name, together, tolerance in (
         ("concurrent", {"workers": 2}, 0.0),
         ("stacked", {"clients_at_once": 2}, 1e-9),
@@ -155,7 +168,8 @@ def engines(method: Method) -> None:
             ours,
             tolerance,
             f"engine={name!r} and engine='sequential' differ",
-            "hooks that take clients see n rows: use clients.norm and columns (n, 1), and set no attribute of self",
+            "hooks that take clients see n rows: use clients.norm and columns (n, 1), and set no "
+            "attribute of self",
         )
     if len(refused) == 2:
         raise NotApplicable(f"refused: {refused[0]}")
@@ -170,19 +184,20 @@ def processes(method: Method) -> None:
         in_processes(2, job),
         0.0,
         "one and two processes differ",
-        "a process sees its own clients alone: what the server needs of them goes through Upload or staged()",
+        "a process sees its own clients alone: what the server needs of them goes through Upload "
+        "or staged()",
     )
 
 
 def frozen(method: Method) -> None:
-    before, learner = Learner(frozen=True), Learner(frozen=True)
+    before = Learner(frozen=True)
+    learner = Learner(frozen=True)
     module = fit([method.factory()], learner=learner)
     if not torch.equal(learner.first.bias, before.first.bias):
         hint = "change clients.x or server.update, not the learner"
         raise Failed("a parameter with requires_grad=False changed", hint)
-    if module.global_vector.numel() != sum(
-        p.numel() for p in before.parameters() if p.requires_grad
-    ):
+    trained = [parameter for parameter in before.parameters() if parameter.requires_grad]
+    if module.global_vector.numel() != sum(parameter.numel() for parameter in trained):
         raise Failed(
             "a frozen parameter is part of the flat vector",
             "this is the framework's fault: report it",
@@ -193,7 +208,7 @@ def resume(method: Method) -> None:
     with tempfile.TemporaryDirectory() as folder:
         fit([method.factory()], rounds=2, folder=folder)
         try:
-            went_on = outcome(fit([method.factory()], folder=folder, resume=True))
+            resumed = outcome(fit([method.factory()], folder=folder, resume=True))
         except UserError as error:
             hint = (
                 "a public attribute counts as an argument and has to be the same after a resume; "
@@ -204,7 +219,7 @@ def resume(method: Method) -> None:
             ) from error
     require_same(
         method.plain,
-        went_on,
+        resumed,
         0.0,
         "stopping after round 2 and resuming gives another result",
         "state that no checkpoint knows: declare it as ClientState or ServerState",
@@ -212,24 +227,30 @@ def resume(method: Method) -> None:
 
 
 def declared(method: Method) -> None:
-    """Put attributes that change back after every round: where that changes the result, they were state."""
-    callback, before, found = method.factory(), {}, set[str]()
+    """Put attributes that change back after every round.
+
+    Where that changes the result, they were state.
+    """
+    callback = method.factory()
+    before: dict[str, Any] = {}
+    touched: set[str] = set()
     fit(
         [callback],
         started=lambda module: before.update(snapshots.take(callback)),
-        ended=lambda module: found.update(snapshots.changes(before, snapshots.take(callback))),
+        ended=lambda module: touched.update(snapshots.changes(before, snapshots.take(callback))),
     )
-    changed = sorted(
-        name for name in found if name.removeprefix("self.") not in callback.state_dict()
-    )
+    # What the callback saves itself is known to a checkpoint.
+    saved = callback.state_dict()
+    changed = sorted(name for name in touched if name.removeprefix("self.") not in saved)
     if not changed:
         return
     names = ", ".join(changed)
     hint = (
-        "no checkpoint, process or engine knows it: declare it as ClientState, ServerState or Scratch; "
-        "what is fixed for a run is computed in on_fit_start"
+        "no checkpoint, process or engine knows it: declare it as ClientState, ServerState or "
+        "Scratch; what is fixed for a run is computed in on_fit_start"
     )
-    again, first = method.factory(), {}
+    again = method.factory()
+    first: dict[str, Any] = {}
     try:
         left = outcome(
             fit(
@@ -253,13 +274,17 @@ def declared(method: Method) -> None:
 
 
 def small_clients(method: Method) -> None:
-    hint = "count steps with clients.steps, not with the configuration; divide by nothing that a small client makes 0"
+    hint = (
+        "count steps with clients.steps, not with the configuration; divide by nothing that a "
+        "small client makes 0"
+    )
     finite(method, "with one sample, and with a short last batch", hint, participation="all")
     finite(method, "with one local step", hint, participation="all", local_steps=1)
     try:
         finite(method, "with one client a round", hint, participation=1)
     except UserError as error:
-        if "participation" not in str(error):  # a method may need more, and say so
+        # A method may need more clients, and say so.
+        if "participation" not in str(error):
             raise
 
 
@@ -278,22 +303,24 @@ def zero_gradient(method: Method) -> None:
 def unequal_rates(method: Method) -> None:
     def two(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        return torch.optim.SGD(
-            [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}], lr=0.2
-        )
+        halves = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}]
+        return torch.optim.SGD(halves, lr=0.2)
 
     try:
         finite(method, "with two learning rates in one optimizer", "", client_optimizer=two)
     except UserError as error:
+        # A method may need one learning rate, and say so.
         if "lr" not in str(error):
             raise
 
 
 def lazy_gradients(method: Method) -> None:
-    hint = "gradients arrive as one dense vector (n, D), 0 where a parameter got none; take them from nowhere else"
-    dense = finite(
-        method, "with parameters that get no gradient", hint, learner=Learner(embedding=False)
+    hint = (
+        "gradients arrive as one dense vector (n, D), 0 where a parameter got none; take them "
+        "from nowhere else"
     )
+    unused = Learner(embedding=False)
+    dense = finite(method, "with parameters that get no gradient", hint, learner=unused)
     sparse = finite(method, "with sparse gradients", hint, learner=Learner(embedding=True))
     require_same(dense, sparse, 1e-12, "sparse and dense gradients of one loss differ", hint)
 
@@ -303,13 +330,18 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
     try:
         left = method.run(**arguments)
     except Diverged as diverged:
-        raise Failed(f"{what} {str(diverged).split(': ')[1].split('. ')[0]}", hint) from None
+        # Its first sentence, without the name of what diverged.
+        sentence = str(diverged).split(": ")[1].split(". ")[0]
+        raise Failed(f"{what} {sentence}", hint) from None
     require_finite(left, what, hint)
     return left
 
 
 def buffers(method: Method) -> None:
-    who: dict[str, Any] = {"participation": "all"} if overrides(method.factory(), "select") else {}
+    # A method that selects clients itself would give buffers of others than FedAvg's.
+    who: dict[str, Any] = {}
+    if overrides(method.factory(), "select"):
+        who = {"participation": "all"}
     average = outcome(fit([], **{**method.cls.requires, **who}))
     ours = method.run(**who) if who else method.plain
     kept = {name for name in average if name.startswith("buffer ")}
@@ -318,17 +350,20 @@ def buffers(method: Method) -> None:
         {name: average[name] for name in kept},
         0.0,
         "buffers that follow the inputs alone differ from FedAvg's",
-        "a method runs no forward pass of its own: clients.full_gradient leaves buffers as they were",
+        "a method runs no forward pass of its own: clients.full_gradient leaves buffers as they "
+        "were",
     )
 
 
 def beside_another(method: Method) -> None:
     refused = []
+    # One changes where clients start, the other their gradients and the server's state.
     for partner in (RelaxedInitialization, ControlVariates):
         if partner.__name__ == method.cls.__name__:
             continue
         try:
-            first, last = (_together(method, partner, ours_first) for ours_first in (True, False))
+            first = _together(method, partner, ours_first=True)
+            last = _together(method, partner, ours_first=False)
         except UserError as error:
             refused.append(str(error))
             continue
@@ -336,8 +371,10 @@ def beside_another(method: Method) -> None:
             first,
             last,
             ROUNDING,
-            f"before and after {partner.__name__} in the list of callbacks it gives different results",
-            "add to clients.x, the gradient and server.update; do not overwrite what another has added",
+            f"before and after {partner.__name__} in the list of callbacks it gives different "
+            "results",
+            "add to clients.x, the gradient and server.update; do not overwrite what another has "
+            "added",
         )
     if len(refused) == 2:
         raise NotApplicable(f"refused: {refused[0]}")

@@ -15,46 +15,47 @@ FRAMEWORKS = {"_declared", "_bound_ledger"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:
-    """``{"self.name": value}`` and ``{"Class.name": value}``; values are copied as far down as they are data."""
-    held = {
-        f"self.{name}": value for name, value in vars(callback).items() if name not in FRAMEWORKS
-    }
+    """``{"self.name": value}`` and ``{"Class.name": value}``, copied as far as they are data."""
+    values = {}
+    for name, value in vars(callback).items():
+        if name not in FRAMEWORKS:
+            values[f"self.{name}"] = value
     for cls in type(callback).__mro__:
         if cls is FederatedCallback:
             break
-        held |= {
-            f"{cls.__name__}.{name}": value
-            for name, value in vars(cls).items()
-            if not name.startswith("__")
-            and not callable(value)
-            and not isinstance(value, Declaration | property)
-        }
-    return {name: _copied(value) for name, value in held.items()}
+        for name, value in vars(cls).items():
+            # Declarations and methods are the same for all instances, whatever a run does.
+            code = name.startswith("__") or callable(value)
+            if not code and not isinstance(value, Declaration | property):
+                values[f"{cls.__name__}.{name}"] = value
+    return {name: _copied(value) for name, value in values.items()}
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names whose value is new, gone or different."""
-    return sorted(
-        name
-        for name in before.keys() | after.keys()
-        if name not in before or name not in after or not _equal(before[name], after[name])
-    )
+    names = []
+    for name in before.keys() | after.keys():
+        if name not in before or name not in after or not _equal(before[name], after[name]):
+            names.append(name)
+    return sorted(names)
 
 
 def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
-    """Copies of those of the named attributes that exist now, for :func:`put_back`."""
-    kept = {}
+    """Copies of the named attributes, as far as they exist now, for :func:`put_back`."""
+    copies = {}
     for name in names:
-        held = vars(_holder(callback, name))
-        if name.split(".")[1] in held:
-            kept[name] = copy.deepcopy(held[name.split(".")[1]])
-    return kept
+        attributes = vars(_holder(callback, name))
+        attribute = name.split(".")[1]
+        if attribute in attributes:
+            copies[name] = copy.deepcopy(attributes[attribute])
+    return copies
 
 
 def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]) -> None:
     """Set the named attributes back to what they were; remove those that did not exist."""
     for name in names:
-        holder, attribute = _holder(callback, name), name.split(".")[1]
+        holder = _holder(callback, name)
+        attribute = name.split(".")[1]
         if name in kept:
             setattr(holder, attribute, copy.deepcopy(kept[name]))
         elif attribute in vars(holder):
@@ -63,9 +64,9 @@ def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]
 
 def _holder(callback: FederatedCallback, name: str) -> Any:
     cls = name.split(".")[0]
-    return (
-        callback if cls == "self" else next(c for c in type(callback).__mro__ if c.__name__ == cls)
-    )
+    if cls == "self":
+        return callback
+    return next(base for base in type(callback).__mro__ if base.__name__ == cls)
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
@@ -73,12 +74,14 @@ def _copied(value: Any, depth: int = 0) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
+    # Deeper down lie the framework's objects rather than the method's data.
     if depth > 5:
         return value
     if isinstance(value, dict):
         return {k: _copied(v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return (type(value).__name__, [_copied(v, depth + 1) for v in value])
+    # An object of the method's own is copied as its attributes.
     if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type):
         return (type(value).__name__, _copied(vars(value), depth + 1))
     return value
@@ -93,4 +96,5 @@ def _equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    # Objects without an equality of their own are the same where they are identical.
     return a is b or (type(a) is type(b) and bool(a == b))

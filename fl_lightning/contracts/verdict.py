@@ -1,4 +1,4 @@
-"""What a check says: it holds, it does not (with reason and hint), or it does not apply."""
+"""What a check says: it holds, it fails (with reason and hint), or it does not apply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Failed(Exception):
 
     def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.hint = reason, hint
+        self.reason = reason
+        self.hint = hint
 
 
 class NotApplicable(Exception):
@@ -41,7 +42,10 @@ class Check:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The contracts of one method; ``print(report)`` shows a table, with reason and hint where one fails."""
+    """The contracts of one method; ``print(report)`` shows a table.
+
+    Where one fails it has the reason and a hint.
+    """
 
     method: str
     checks: list[Check]
@@ -56,49 +60,53 @@ class CheckReport:
 
     def __str__(self) -> str:
         failed = sum(check.verdict == "fails" for check in self.checks)
-        lines = [
-            f"{self.method}: {'all contracts hold' if self.ok else f'{failed} of {len(self.checks)} fail'}",
-            "",
-        ]
+        outcome = "all contracts hold" if self.ok else f"{failed} of {len(self.checks)} fail"
+        lines = [f"{self.method}: {outcome}", ""]
         width = max(len(check.name) for check in self.checks)
-        told = dict[str, str]()  # reason -> the first that failed by it
+        # A reason is told once, where the first check fails by it.
+        first: dict[str, str] = {}
         for check in self.checks:
+            fails = check.verdict == "fails"
             aside = check.reason if check.verdict == "n/a" else ""
-            if check.verdict == "fails" and told.setdefault(check.reason, check.name) != check.name:
-                aside = f"as {told[check.reason]!r}"
-            lines.append(
-                f"  {check.verdict:<5}  {check.name:<{width}}{f'  ({aside})' if aside else ''}".rstrip()
-            )
-            if check.verdict == "fails" and not aside:
-                lines += _wrapped("what: ", check.reason) + (
-                    _wrapped("hint: ", check.hint) if check.hint else []
-                )
+            if fails and first.setdefault(check.reason, check.name) != check.name:
+                aside = f"as {first[check.reason]!r}"
+            line = f"  {check.verdict:<5}  {check.name:<{width}}"
+            if aside:
+                line += f"  ({aside})"
+            lines.append(line.rstrip())
+            if fails and not aside:
+                lines += _wrapped("what: ", check.reason)
+                if check.hint:
+                    lines += _wrapped("hint: ", check.hint)
         lines += [
             "",
-            "Not checked: whether the rule is the one you mean. A wrong sign or factor keeps every contract;",
-            "compare a few rounds with your own oracle, or see that a problem with a known optimum is solved.",
+            "Not checked: whether the rule is the one you mean. A wrong sign or factor keeps every "
+            "contract;",
+            "compare a few rounds with your own oracle, or see that a problem with a known optimum "
+            "is solved.",
         ]
         return "\n".join(lines)
 
 
 def _wrapped(label: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text, 100, initial_indent=f"{'':9}{label}", subsequent_indent=" " * (9 + len(label))
-    )
+    head = f"{'':9}{label}"
+    return textwrap.wrap(text, 100, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def where(error: BaseException) -> str:
-    """An error with the innermost line of a callback: ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """An error with the innermost line of a callback.
+
+    As in ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``.
+    """
     ours = Path(__file__).parents[1]
+    # Frames of the frameworks say little to the author of a method.
     theirs = [Path(str(module.__file__)).parent for module in (torch, pl, FABRIC)]
-    for frame in reversed(frames):
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
+        # A packaged method is a callback like any other; the rest of the package is not.
         core = ours in path.parents and ours / "callbacks" not in path.parents
         if path.is_file() and not core and not any(root in path.parents for root in theirs):
             place = f" ({path.name}, line {frame.lineno}, {frame.name})"
-            break
-    else:
-        place = ""
     text = str(error).strip().split("\n")[0] or "no message"
     return f"{type(error).__name__}: {text}{place}"

@@ -23,6 +23,7 @@ CPU = "time/cpu"
 CLOCK = "time/round"
 BYTES = "communication/total_bytes"
 GRADIENTS = "cost/gradients"
+_COLUMNS = {"rounds": "round", "gradients": GRADIENTS, "bytes": BYTES}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
         return run.columns["round"] + 1
     if axis == "bytes":
         return run.column(BYTES)
-    total: Column = np.cumsum(run.column({"gradients": GRADIENTS, "seconds": seconds}[axis]))
+    total: Column = np.cumsum(run.column(_COLUMNS.get(axis, seconds)))
     return total
 
 
@@ -66,6 +67,7 @@ def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
             continue
         totals = [_all_spent(run, axis, seconds) for run in done]
         known = [total for total in totals if total is not None]
+        # A budget that one of the runs does not know would compare it by nothing.
         if known and len(known) == len(done):
             budget = min(known)
             values: dict[str, dict[int, float | None]] = {arm: {} for arm in arms}
@@ -82,8 +84,10 @@ def timed_by(runs: Sequence[Run]) -> str | None:
 
     It is the processor's, else the clock's of runs that were alone on the machine.
     """
+    # A processor's seconds do not depend on what else ran; runs on a GPU have none.
     if runs and all(np.isfinite(run.column(CPU)).any() for run in runs):
         return CPU
+    # The clock's seconds of runs side by side would say how busy the machine was.
     spans = sorted(span for run in runs if (span := _span(run)) is not None)
     alone = len(spans) == len(runs) and all(one[1] <= other[0] for one, other in pairwise(spans))
     return CLOCK if alone and runs else None
@@ -110,18 +114,17 @@ def _spent(run: Run, axis: str, seconds: str | None) -> Column:
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis == "bytes":
+        # This column is a running total, so where a cell is missing the one before it holds.
         known = np.nan_to_num(run.column(BYTES), nan=0.0, posinf=0.0, neginf=0.0)
         running: Column = np.maximum.accumulate(known)
         return running
-    return summed(run, GRADIENTS if axis == "gradients" else str(seconds))
+    return summed(run, _COLUMNS.get(axis, str(seconds)))
 
 
 def _all_spent(run: Run, axis: str, seconds: str | None) -> float | None:
-    names = {"rounds": "round", "gradients": GRADIENTS, "bytes": BYTES}
-    if not np.isfinite(run.column(names.get(axis, str(seconds)))).any():
+    if not np.isfinite(run.column(_COLUMNS.get(axis, str(seconds)))).any():
         return None
-    spent = _spent(run, axis, seconds)
-    return float(spent[-1]) if len(spent) else None
+    return float(_spent(run, axis, seconds)[-1])
 
 
 def _value_at(run: Run, metric: str, axis: str, budget: float, seconds: str | None) -> float | None:

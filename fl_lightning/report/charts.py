@@ -59,7 +59,8 @@ def intervals(summary: Summary) -> list[Drawing]:
             "log_ratio": f"log of a / b in {metric}",
             "number": f"Spearman's ρ, {metric}",
         }[scale]
-        label += ", points" if unit.percent else ""
+        if unit.percent:
+            label += ", points"
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in panel))
         axes.set_xlabel(f"{label} ({scores})")
     caption = "Line: mean and its 95 % interval, where there are two pairs or more. "
@@ -89,6 +90,7 @@ def _panel(axes: Axes, summary: Summary, rows: Sequence[Row]) -> None:
                 heights = [y - 0.36, y + 0.36]
                 axes.plot([margin, margin], heights, color=INK, linewidth=1.1, linestyle=dots)
     axes.set_yticks(range(len(rows)), names)
+    # The first row is on top.
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.spines["left"].set_visible(False)
     plain(axes, "x")
@@ -99,7 +101,9 @@ def _sides(claim: Claim) -> tuple[int, ...]:
     """The sides of 0 on which a claim's margin lies."""
     if claim.kind == "equivalence":
         return (1, -1)
-    return (-1,) if claim.direction == "less" else (1,)
+    if claim.direction == "less":
+        return (-1,)
+    return (1,)
 
 
 def _claimed(verdict: Verdict) -> str:
@@ -107,6 +111,7 @@ def _claimed(verdict: Verdict) -> str:
     if claim.kind not in ("difference", "equivalence"):
         return f"{claim.id}   {claim.kind.replace('_', ' ')}"
     sign = "≈" if claim.kind == "equivalence" else SIGNS[claim.direction]
+    # A long name takes a line of its own, so that room is left for the intervals.
     long = len(claim.id) + len(claim.a) + len(claim.b) > 56
     return f"{claim.id}   {claim.a} {sign}{chr(10) if long else ' '}{claim.b}"
 
@@ -172,7 +177,9 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
     """Colour the cells of a heat map and write their numbers on them."""
     # A diverged run's 0 would leave one colour to all others.
     positive = values[np.isfinite(values) & (values != 0)]
-    norm = Normalize(positive.min(), positive.max()) if len(positive) else Normalize(0, 1)
+    norm = Normalize(0, 1)
+    if len(positive):
+        norm = Normalize(positive.min(), positive.max())
     # Which way is better is asked for only where there are arms to choose from.
     scored = [arm for arm in summary.arms.values() if arm.mean_sd(SCORES[0])[0] is not None]
     brighter = len(scored) < 2 or summary.greater
@@ -185,6 +192,7 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
         if not np.isfinite(value):
             axes.text(**place, s="–")
             continue
+        # The luminance of the colour decides whether dark or light text is read on it.
         red, green, blue, _ = mesh.cmap(norm(value))
         bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
         colour = "#111418" if bright else "#ffffff"

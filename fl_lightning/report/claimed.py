@@ -26,6 +26,7 @@ _NOTE = (
 def unit_of(summary: Summary, metric: str | None = None) -> Unit:
     """How this report shows values of ``metric`` (None: the report's own metric)."""
     name = metric or summary.metric
+    # Some accuracies are logged in percent already: then the highest is above 1.
     values = [measured(run, name)[1] for run in summary.found.runs]
     return unit(name, max((float(v.max()) for v in values if len(v)), default=1.0))
 
@@ -72,11 +73,13 @@ def _add_claim(table: Table, summary: Summary, said: Verdict) -> None:
     title = f"{claim.id}: {sentence(claim)}"
     if claim.primary:
         title += " (primary)"
+    # The margin of a divergence is a factor between two scores.
     if claim.kind == "diverges":
         margin = f"× {claim.factor:g}"
     else:
         margin = shown.difference(claim.margin).lstrip("+")
-        margin += f" {shown.of_difference}" if shown.percent else ""
+        if shown.percent:
+            margin += f" {shown.of_difference}"
     n = f"{interval_found.n}"
     if said.left_out:
         n += f" ({said.left_out} left out)"
@@ -133,7 +136,9 @@ def sentence(claim: Claim) -> str:
         until = f"until {claim.metric} is {target}"
         return f"{claim.a} {sign} {claim.b} in {claim.cost} {until} (log ratio)"
     if claim.kind == "trend":
-        measured_in = f"{claim.metric} of {claim.arm}" if claim.arm else claim.metric
+        measured_in = claim.metric
+        if claim.arm:
+            measured_in += f" of {claim.arm}"
         turns = {"greater": "rises", "less": "falls"}[claim.direction]
         return f"{measured_in} {turns} over {claim.over} (Spearman's ρ)"
     if claim.kind == "diverges":

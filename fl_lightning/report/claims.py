@@ -220,6 +220,7 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
     if not isinstance(primary, bool):
         raise UserError(f"{where}: primary {primary!r}: true or false is expected.")
     fields["primary"] = primary
+    # Costs differ by factors, so what is compared is their logarithm.
     if kind == "to_target":
         fields["scale"] = "log_ratio"
     if kind == "trend" and fields["over"] == "layers":
@@ -244,6 +245,7 @@ def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
                 f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} "
                 f"Known: {', '.join(known)}."
             )
+    # YAML can write half of a character, which a report could not be encoded with.
     try:
         "".join(map(str, entry.values())).encode()
     except UnicodeEncodeError:
@@ -261,9 +263,11 @@ def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
 def _number(where: str, key: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not _NUMBERS[key] <= value < 1e300:
-        least = "" if key == "target" else " of at least 0"
-        unit = ", in the metric's own unit" if key == "margin" else ""
-        raise UserError(f"{where}: {key} {value!r}: a number{least} is expected{unit}.")
+        accepted = "a number" if key == "target" else "a number of at least 0"
+        unit = ""
+        if key == "margin":
+            unit = ", in the metric's own unit"
+        raise UserError(f"{where}: {key} {value!r}: {accepted} is expected{unit}.")
     return float(value)
 
 

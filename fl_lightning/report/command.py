@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as end:
         # So ends --help.
         return int(end.code or 0)
+    # What is typed is checked before anything is read.
     targets = _targets(options.targets)
     # What reads and draws is slow to import, and a mistyped command need not wait for it.
     from fl_lightning.report.runs import find
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _targets(text: str) -> list[str]:
+    # They keep their text: a report calls a target as it was typed.
     targets = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for target in targets:
         try:

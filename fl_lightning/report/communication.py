@@ -40,6 +40,7 @@ def methods(run: Run) -> set[str] | None:
 def traffic(arm: Arm) -> Traffic:
     """What the done runs of ``arm`` sent a round."""
     done = [run for run in arm.runs if run.status == "done"]
+    # All runs of an arm have one config but for the seed, so the first one tells.
     names = methods(arm.runs[0])
     papers = None
     if names is not None:
@@ -54,10 +55,14 @@ def traffic(arm: Arm) -> Traffic:
 
 def papers_ratio(one: Traffic, other: Traffic) -> float | None:
     """How many times as much ``one`` sends a round as ``other``, by the papers' convention."""
-    ours = one.papers
-    theirs = other.papers
+    # A method that sends parts has no whole number of vectors.
     if one.partial or other.partial:
-        return one.one_way / other.one_way if one.one_way and other.one_way else None
+        return over(one.one_way, other.one_way)
+    return over(one.papers, other.papers)
+
+
+def over(ours: float | None, theirs: float | None) -> float | None:
+    """``ours / theirs``; None where either is 0 or not known."""
     return ours / theirs if ours and theirs else None
 
 
@@ -68,5 +73,6 @@ def to_target(arm: Arm, target: str, what: str) -> float | None:
 
 
 def _a_round(runs: list[Run], name: str) -> float | None:
+    # The column is a running total, and runs may differ in their number of rounds.
     rates = [float(run.column(name)[-1]) / run.rounds_done for run in runs if run.rounds_done]
     return mean_sd(rates)[0] if all(map(math.isfinite, rates)) else None

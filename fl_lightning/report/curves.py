@@ -22,7 +22,7 @@ from fl_lightning.report.drawing import (
 )
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
-from fl_lightning.report.sections import windows
+from fl_lightning.report.sections import metric_title, windows
 from fl_lightning.report.summary import Summary
 from fl_lightning.report.wording import Unit, size
 
@@ -58,7 +58,7 @@ def curves(summary: Summary) -> list[Drawing]:
             if handle is not None:
                 handles.append(handle)
         axes.set_xlabel(title)
-        axes.set_ylabel(summary.metric + (", %" if shown.percent else ""))
+        axes.set_ylabel(metric_title(summary))
         dots = (0, (1, 3))
         for target in summary.targets:
             height = float(target) * shown.factor
@@ -66,6 +66,7 @@ def curves(summary: Summary) -> list[Drawing]:
         if axis == "bytes":
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
         plain(axes)
+        # Targets are lines without a name: the caption tells of them.
         legend(drawn, handles, [str(handle.get_label()) for handle in handles])
         caption = "The same curves against the mean of what was spent."
         if axis == "rounds":
@@ -112,6 +113,7 @@ def _arm(axes: Axes, runs: list[Run], metric: str, axis: str, number: int, shown
             high = (mean + sd) * shown.factor
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
     for run in having:
+        # A mean stands for the runs that are done; each of the others has its own line.
         if run.status == "done":
             continue
         rounds, values = measured(run, metric)
@@ -131,6 +133,7 @@ def _common(runs: list[Run], metric: str) -> tuple[list[Run], list[float]]:
     """The rounds that all ``runs`` have measured; the first run alone where they share none."""
     rounds = [set(measured(run, metric)[0]) for run in runs]
     common = sorted(set.intersection(*rounds))
+    # Runs that were evaluated in other rounds have no mean.
     if not common:
         return runs[:1], sorted(rounds[0])
     return runs, common
@@ -161,6 +164,7 @@ def measurements(summary: Summary) -> list[Drawing]:
     logged = [name for name in MEASUREMENTS if name != summary.metric and _logged(summary, name)]
     if not logged:
         return []
+    # Four panels make a square; three in a row fit the page.
     columns = 2 if len(logged) in (2, 4) else min(3, len(logged))
     rows = -(-len(logged) // columns)
     drawn = figure(9.6 if columns > 1 else 6.0, 2.4 * rows + 0.5)

@@ -127,6 +127,7 @@ def logarithmic(axes: Axes, along: Literal["x", "y"] = "y") -> None:
 
 def legend(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Draw one legend beside everything, or below where names are many or long."""
+    # Beside the axes, many or long names would leave no room for the curves.
     if len(labels) > 12 or max(map(len, labels), default=0) > 28:
         columns = max(1, min(4, 110 // (6 + max(map(len, labels)))))
         drawn.set_figheight(drawn.get_figheight() + 0.2 * -(-len(labels) // columns))
@@ -147,6 +148,7 @@ def png(drawn: Figure) -> bytes:
 @styled
 def svg(drawn: Figure, transparent: bool = False) -> str:
     """The figure as SVG, the same bytes for the same figure."""
+    # A date in the file would give other bytes to the same figure.
     file = io.BytesIO()
     FigureCanvasSVG(drawn)
     drawn.savefig(

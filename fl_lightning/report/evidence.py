@@ -43,6 +43,7 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         UserError: two runs that are to be paired saw other partitions, or a trend is over what
             is no axis.
     """
+    # Only runs that ended by themselves are evidence, well or badly.
     arms = {name: _finished(found, name) for name in claim.arms}
     for name in claim.arms:
         if name not in found.arms:
@@ -99,6 +100,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
             _refuse_other_partition(arms[one][seed], arms[other][seed])
         _tell_alone(one, other, arms, notes)
     names = list(dict.fromkeys(sum(sides, ())))
+    # Where no run logs the metric, a diverged run has not lost in it either.
     if not logged(found, claim.metric):
         add(notes, absent(found, claim.metric))
         return Evidence()
@@ -120,6 +122,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
 
 def _helps(claim: Claim, runs: Mapping[str, Run], values: Mapping[str, float | None]) -> bool:
     """Whether leaving a seed out would help the claim: then nothing may count as reproduced."""
+    # The arm that is claimed to be cheaper never arrived: without this seed it looks better.
     if claim.kind == "to_target":
         cheaper = claim.a if claim.direction == "less" else claim.b
         return values[cheaper] is None
@@ -138,6 +141,7 @@ def _value(claim: Claim, run: Run, arms: Mapping[str, Seeds]) -> float | None:
     """A run's score, or what it spent until the target."""
     mode = claim.mode or None
     if claim.kind != "to_target":
+        # Only a plain difference takes the 0 of a diverged run.
         lost = run.status == "diverged" and claim.kind != "difference"
         return None if lost else score_of(run, claim.metric, claim.score, mode)
     target: float | None = claim.target
@@ -160,6 +164,7 @@ def _between(scale: str, a: float | None, b: float | None) -> float | None:
     """a − b, or the log of a / b; None where a value is missing or has no log."""
     if a is None or b is None:
         return None
+    # A score of 0, as a diverged run has it, is no part of a ratio.
     if scale == "log_ratio":
         return math.log(a / b) if a > 0 and b > 0 else None
     return a - b
@@ -194,6 +199,7 @@ def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
         other = arms[claim.against].get(seed)
         if other is not None:
             _refuse_other_partition(run, other)
+        # To diverge needs nothing to compare with.
         if run.status == "diverged":
             made.values[seed] = 1.0
             continue
@@ -217,7 +223,10 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
             column = run.columns[layer][np.isfinite(run.columns[layer])]
             if layer != f"{claim.metric}/total" and len(column):
                 means.append(float(column.mean()))
-        rho = None if diverged else spearman(range(len(means)), means)
+        # The curve of a diverged run ends early, at values that say nothing of layers.
+        rho = None
+        if not diverged:
+            rho = spearman(range(len(means)), means)
         _take(made, seed, rho, diverged)
     return made
 

@@ -33,9 +33,11 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
         "report.csv": comma_separated(*rows(summary)),
         "report.json": document + "\n",
     }
+    # The table of methods by settings is a file of its own, for spreadsheets.
     if len(summary.settings) > 1:
         pivot = sections.pivot(summary)
         texts["pivot.csv"] = comma_separated(pivot.columns, map(_texts, pivot.rows))
+    # All bytes are made before the first is written: an error leaves the old report whole.
     written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
         written[f"figures/{drawing.key}.png"] = png(drawing.figure)

@@ -21,6 +21,7 @@ def forms(runs: Sequence[Run]) -> dict[str, list[str]]:
 
     Forms that none logged are left out.
     """
+    # The total is a metric of its own, and no layer.
     names: dict[str, None] = {}
     for run in runs:
         names |= dict.fromkeys(name for name in run.columns if name != "consensus/total")

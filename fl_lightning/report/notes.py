@@ -17,6 +17,7 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
     notes += _on_claims(found, files)
     for name, runs in found.arms.items():
         notes += _on_arm(name, runs)
+    # Scores of unequal runs are no mistake, but they compare other things than methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
         notes.append("Runs differ in their number of rounds: compare them at equal cost below.")
     if waiting := Counter(status for _, _, status in found.waiting):
@@ -40,6 +41,7 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
                 f"{without} of {len(runs)} runs recorded no claims, beside others that recorded "
                 "theirs."
             )
+        # A claim that was changed after its runs began is none that was made before them.
         if file.changed:
             notes.append(
                 f"{file.path} was edited after the runs started: its hash is none that a run "
@@ -88,6 +90,7 @@ def _on_arm(name: str, runs: Sequence[Run]) -> list[str]:
         notes.append(
             f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped."
         )
+    # A diverged run is a result; these may still become one.
     for status in ("running", "stopped", "failed"):
         if seeds := [str(run.seed) for run in runs if run.status == status]:
             notes.append(

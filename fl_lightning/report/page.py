@@ -100,6 +100,7 @@ def _sections(
                 name = SHORT.get(key, table.title).format(table.key.partition("-")[2])
                 contents.append((table.key, name))
                 sections.append(_section(table.key, table.title, table_html(table)))
+        # Figures that show the same in several ways lie behind tabs.
         if key in groups:
             title = "Curves" if len(groups[key]) > 1 else groups[key][0].title
             contents.append((f"figure-{key}", SHORT.get(key, title)))
@@ -180,6 +181,7 @@ def _figures(key: str, drawings: Sequence[Drawing]) -> str:
         return bodies[0]
     tabs = []
     for number, (drawing, body) in enumerate(zip(drawings, bodies, strict=True)):
+        # The browser shows the tab that is checked.
         checked = " checked" if number == 0 else ""
         name = f"tab-{drawing.key}"
         button = f'<input type="radio" name="{key}" id="{name}"{checked}>'

@@ -52,6 +52,7 @@ class Published:
 def tables() -> Iterator[Published]:
     """Every published column that is packaged."""
     folder = files("fl_lightning.report").joinpath("published")
+    # A folder lists its files in an order of its own, and the report has one.
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if not entry.name.endswith(".yaml"):
             continue

@@ -193,8 +193,9 @@ def _labels(folders: Mapping[str, Path]) -> dict[str, str]:
     names = [folder.name for folder in folders.values()]
     labels = {}
     for kin, folder in folders.items():
-        unique = names.count(folder.name) == 1
-        labels[kin] = folder.name if unique else f"{folder.parent.name}/{folder.name}"
+        labels[kin] = folder.name
+        if names.count(folder.name) > 1:
+            labels[kin] = f"{folder.parent.name}/{folder.name}"
     return labels
 
 
@@ -205,7 +206,9 @@ def _kin(sweep: Sweep) -> str:
     """
     if sweep.claims is not None:
         return hashlib.sha256(sweep.claims.read_bytes()).hexdigest()
-    return str(sweep.folder.resolve()) if (sweep.folder / "sweep.yaml").is_file() else ""
+    if (sweep.folder / "sweep.yaml").is_file():
+        return str(sweep.folder.resolve())
+    return ""
 
 
 def read_run(folder: Path, directions: Directions | None = None) -> Run:
@@ -223,6 +226,7 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
         raise UserError(
             f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
         ) from None
+    # JSON knows other documents than objects; a bool would pass for the integer of a seed.
     status = seed = None
     if isinstance(record, dict):
         status = record.get("status")
@@ -253,6 +257,7 @@ def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
                 f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. "
                 "Accepted: a line of text."
             )
+    # JSON can write half of a character, which a report could not be encoded with.
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -309,6 +314,7 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         ) from None
     for column in columns.values():
         column[np.abs(column) > HUGE] = math.inf
+    # What sums over rounds and looks up a round relies on their order.
     columns = {"round": np.empty(0), **columns}
     if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
         raise UserError(
@@ -319,7 +325,8 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
 
 
 def _numbers(rows: Sequence[Mapping[str, str]], name: str) -> Column:
-    return np.array([float(row[name]) if row[name] else math.nan for row in rows], dtype=float)
+    # An empty cell: nothing was measured in that round.
+    return np.array([float(row[name] or "nan") for row in rows], dtype=float)
 
 
 def _sweep(folder: Path) -> Sweep:

@@ -120,9 +120,11 @@ def reached(run: Run, metric: str, target: float, mode: str | None = None) -> di
     never = dict.fromkeys(("rounds", "bytes", "gradients", "seconds"))
     rounds, values = measured(run, metric)
     curve = smooth(values)
+    # A run that diverged may have passed the target on its way: it has not reached it.
     if run.status != "done" or not len(curve):
         return never
     greater = run.directions.greater(metric, mode)
+    # The curve may fall back later: what counts is the first time.
     hits = np.flatnonzero(curve >= target if greater else curve <= target)
     if not len(hits):
         return never

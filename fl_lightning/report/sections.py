@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_lightning.report.budgets import CPU, View, views
 from fl_lightning.report.claimed import claims, difference_unit, interval, unit_of
-from fl_lightning.report.communication import Traffic, papers_ratio, to_target, traffic
+from fl_lightning.report.communication import Traffic, over, papers_ratio, to_target, traffic
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.layers import FORMS, forms, over_time
 from fl_lightning.report.published import published
@@ -36,15 +36,17 @@ def tables(summary: Summary) -> list[Table]:
     return [table for table in made if table.rows]
 
 
-def _metric(summary: Summary) -> str:
-    """The report's metric with its unit, for titles."""
-    return summary.metric + (", %" if unit_of(summary).percent else "")
+def metric_title(summary: Summary) -> str:
+    """The report's metric with its unit."""
+    if unit_of(summary).percent:
+        return f"{summary.metric}, %"
+    return summary.metric
 
 
 def pivot(summary: Summary) -> Table:
     """Methods by settings, where there are several of either."""
     shown = unit_of(summary)
-    title = f"Methods by settings: {_metric(summary)}, {SCORE_TITLES[SCORES[0]]}"
+    title = f"Methods by settings: {metric_title(summary)}, {SCORE_TITLES[SCORES[0]]}"
     table = Table("pivot", title, ["method", *summary.settings])
     if len(summary.settings) < 2:
         return table
@@ -71,7 +73,7 @@ def scores(summary: Summary) -> Table:
     """Mean ± deviation of each arm by each score."""
     shown = unit_of(summary)
     columns = ["arm", *(SCORE_TITLES[score] for score in SCORES), "runs", "diverged", "unfinished"]
-    table = Table("scores", f"Scores: {_metric(summary)}", columns)
+    table = Table("scores", f"Scores: {metric_title(summary)}", columns)
     for arm in summary.arms.values():
         means = [arm.mean_sd(score) for score in SCORES]
         counts = (len(arm.finished), arm.diverged, arm.unfinished)
@@ -143,8 +145,11 @@ def targets(summary: Summary) -> list[Table]:
 
     Traffic is counted by both conventions.
     """
+    # Where no run logs the metric there is nothing to reach.
+    if not summary.scored:
+        return []
     made = []
-    for target in summary.targets if summary.scored else ():
+    for target in summary.targets:
         sign = "≥" if summary.greater else "≤"
         columns = [
             "arm",
@@ -212,7 +217,7 @@ def budgets(summary: Summary) -> Table:
     """The smoothed metric at equal rounds, gradients, bytes and seconds."""
     shown = unit_of(summary)
     made = views(by_arm(summary), summary.metric)
-    title = f"At equal cost: {_metric(summary)}, last third of what was spent"
+    title = f"At equal cost: {metric_title(summary)}, last third of what was spent"
     table = Table("budgets", title, ["arm", *(_budget(view) for view in made)])
     if not made:
         return table
@@ -263,7 +268,7 @@ def communication(summary: Summary) -> Table:
     if not any(each.bytes for each in counted.values()):
         return table
     for name, each in counted.items():
-        ours = each.bytes / first.bytes if each.bytes and first.bytes else None
+        ours = over(each.bytes, first.bytes)
         theirs = papers_ratio(each, first)
         table.add(
             name,

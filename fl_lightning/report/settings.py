@@ -24,6 +24,7 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
         runs = list(arms.values())
         placed += [(group, *_place(run, _axes(runs))) for run in runs]
     of_setting: dict[str, set[str]] = {}
+    # Two sweeps may have settings of one name.
     for group, setting, _, _ in placed:
         of_setting.setdefault(setting, set()).add(group)
     made: dict[str, dict[str, str]] = {}

@@ -104,7 +104,9 @@ class Verdict:
     @property
     def printed(self) -> str:
         """The verdict as a reader sees it."""
-        return f"{self.verdict}, provisional" if self.provisional else self.verdict
+        if self.provisional:
+            return f"{self.verdict}, provisional"
+        return self.verdict
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it."""
@@ -206,6 +208,7 @@ def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
 
     The claims mean the runs of the file's own sweeps.
     """
+    # Sweeps that are reported together keep their own claims.
     if file.folders:
         found = found.within({folder.resolve() for folder in file.folders})
     claims = [named(claim, file.names) for claim in file.claims]
@@ -248,6 +251,7 @@ def _within_settings(
             values = evidence(claim, found, notes).values
             interval = paired(list(values.values()))
             pairs.append(Pair(name, first, metric, claim.score, interval, values))
+    # Every pair that is looked at is a chance to be wrong, so all are one family.
     for pair, corrected in zip(pairs, holm([pair.interval.p for pair in pairs]), strict=True):
         pair.p_holm = corrected
     return pairs

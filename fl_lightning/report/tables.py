@@ -174,7 +174,10 @@ def page(table: Table) -> str:
 
 
 def _attributes(cell: Cell) -> str:
-    text = f' class="{html.escape(cell.mark)}"' if cell.mark else ""
+    text = ""
+    if cell.mark:
+        text += f' class="{html.escape(cell.mark)}"'
+    # The page's script sorts by this number, not by the text.
     if cell.value is not None:
         text += f' data-value="{cell.value!r}"'
     return text

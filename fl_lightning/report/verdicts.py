@@ -90,6 +90,7 @@ def verdict(direction: str, margin: float, found: Interval, p_holm: float | None
     if direction == "less":
         mean = -mean
         low, high = -high, -low
+    # The interval is for one claim; p is corrected for all of the family, so both have to agree.
     sure = p_holm is not None and p_holm < LEVEL
     if sure and low > 0 and mean >= margin:
         return "reproduced"
@@ -101,6 +102,7 @@ def verdict(direction: str, margin: float, found: Interval, p_holm: float | None
 def _on_likeness(margin: float, found: Interval, p_holm: float | None) -> str:
     if found.low is None or found.high is None or found.n < LEAST:
         return "inconclusive"
+    # Both one-sided tests together: the mean lies within the margin.
     if p_holm is not None and p_holm < LEVEL:
         return "reproduced"
     return "contradicted" if found.low > margin or found.high < -margin else "inconclusive"
@@ -112,6 +114,7 @@ def _on_divergence(direction: str, values: Sequence[float]) -> str:
     # What is claimed is then that the arm does not diverge.
     if direction == "less":
         values = [1 - value for value in values]
+    # Every seed counts: a method that diverges now and then has not been shown to diverge.
     if all(values):
         return "reproduced"
     return "not reproduced" if any(values) else "contradicted"

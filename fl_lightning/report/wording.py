@@ -70,7 +70,9 @@ def p_value(p: float | None) -> str:
         return NONE
     if p < 0.001:
         return "< 0.001"
-    return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+    if p < 0.1:
+        return f"{p:.3f}"
+    return f"{p:.2f}"
 
 
 def size(count: float | None, of: str = "B") -> str:
@@ -93,10 +95,14 @@ def seconds(value: float | None) -> str:
     """
     if value is None:
         return NONE
+    if value < 10:
+        return f"{value:.3g} s"
     if value < 600:
-        return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
+        return f"{value:.1f} s"
     minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def times(ratio: float | None) -> str:
@@ -104,7 +110,9 @@ def times(ratio: float | None) -> str:
     >>> times(1.5)
     '1.50 ×'
     """
-    return NONE if ratio is None else f"{ratio:.2f} ×"
+    if ratio is None:
+        return NONE
+    return f"{ratio:.2f} ×"
 
 
 SCORE_TITLES = {
