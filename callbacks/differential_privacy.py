@@ -356,7 +356,7 @@ def _one_round(sigma: float, share: float) -> Any:
     )
 
 
-@lru_cache(4)
+@lru_cache(1024)
 def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
     """ε(δ) of so many rounds with noise multiplier σ, each client by a coin of this share.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +156,8 @@ while True:
 """
 
 
-def test_a_killed_process_loses_at_most_the_round_it_was_in(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+def test_a_killed_process_loses_at_most_the_round_it_was_in(python: str, tmp_path: Path) -> None:
+    command = [python, "-c", KILLED, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
     assert process.stdout is not None and process.stdout.readline() == b"go\n"
     process.kill()

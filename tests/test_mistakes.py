@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 import pytorch_lightning as pl
@@ -67,7 +66,7 @@ print("its own fits")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["pytorch_lightning", "lightning.pytorch"])
-def test_the_trainer_of_the_other_lightning(first: str) -> None:
+def test_the_trainer_of_the_other_lightning(bare_python: str, first: str) -> None:
     """A package that was imported before decided which is ours.
 
     The Trainer said that a module must be one.
@@ -81,9 +80,7 @@ def test_the_trainer_of_the_other_lightning(first: str) -> None:
         first
     ]
     code = OTHER.format(first=first, second=second)
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-    )
+    ended = subprocess.run([bare_python, "-c", code], capture_output=True, text=True, timeout=300)
     told = [
         line
         for line in ended.stdout.splitlines()

@@ -7,7 +7,6 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
 from typing import Any
@@ -175,10 +174,10 @@ trainer_in(Path(sys.argv[1]), 3, FederatedProgressBar()).fit(Slow(), Data())
 """
 
 
-def test_on_a_terminal_one_line_is_drawn_again(tmp_path: Path) -> None:
+def test_on_a_terminal_one_line_is_drawn_again(python: str, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
-    command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
+    command = [python, "-c", ON_A_TERMINAL, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[1]

@@ -43,6 +43,8 @@ def warm() -> None:
     It starts no thread and touches no GPU, so what is forked afterwards starts clean.
     """
     # A run imports these late, on its way.
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing.spawn
+import os
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -48,9 +51,11 @@ def test_their_scaffold_is_the_bare_loops(module: str, monkeypatch: pytest.Monke
 
 
 def test_what_cannot_play_is_left_out_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    python: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT)
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python))
     from benchmarks import peers, workloads
 
     asked = {"Nobody": peers.Peer("nobody"), "fedlab": peers.Peer("fedlab")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_one_table_with_json_and_plot_beside_it(tmp_path: Path) -> None:
+def test_one_table_with_json_and_plot_beside_it(python: str, tmp_path: Path) -> None:
     tiny = (
         "--axis clients --values 400 --returning 20 --rounds 6 --checkpoint-every 2 "
         "--rows-in-memory 2"
     )
     command = [
-        sys.executable,
+        python,
         "-m",
         "benchmarks.scaling",
         *tiny.split(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def forged(path: Path, of: Path, class_path: str) -> Path:
 
 
 def test_a_forged_checkpoint_runs_no_file_of_the_current_folder(
-    finished: Path, tmp_path: Path
+    finished: Path, tmp_path: Path, python: str
 ) -> None:
     forged(tmp_path / "x.ckpt", finished / "checkpoints/best.ckpt", "evil.Network")
     (tmp_path / "evil.py").write_text(
@@ -86,9 +85,7 @@ def test_a_forged_checkpoint_runs_no_file_of_the_current_folder(
     )
     load = "import sys; sys.path.insert(0, '')\nfrom fl_lightning.models import ImageClassifier\n"
     load += "ImageClassifier.load_from_checkpoint('x.ckpt')"
-    result = subprocess.run(
-        [sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True
-    )
+    result = subprocess.run([python, "-c", load], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1 and not (tmp_path / "ran").exists(), result.stderr
     assert "evil.Network, which is no network that was imported" in result.stderr
 
@@ -102,7 +99,7 @@ def test_a_checkpoint_of_before_loads_as_it_did(finished: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("name, plain", [("Plain", True), ("Sized", False)])
 def test_only_a_learner_with_objects_needs_the_instantiator(
-    cli: Cli, name: str, plain: bool
+    cli: Cli, python: str, name: str, plain: bool
 ) -> None:
     (cli.folder / "mine.py").write_text(LEARNER)
     learner = ("--model.learner", f"mine.{name}", "--model.learner.hidden", 5)
@@ -117,9 +114,7 @@ def test_only_a_learner_with_objects_needs_the_instantiator(
         f"import mine; m = mine.{name}.load_from_checkpoint('x/checkpoints/last.ckpt'); "
         "print(m.net[1].out_features)"
     )
-    result_ = subprocess.run(
-        [sys.executable, "-c", load], cwd=cli.folder, capture_output=True, text=True
-    )
+    result_ = subprocess.run([python, "-c", load], cwd=cli.folder, capture_output=True, text=True)
     assert result_.stdout.strip() == "5", result_.stderr
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -265,12 +264,12 @@ time.sleep(600)
 """
 
 
-def test_a_killed_run_leaves_no_worker_behind():
+def test_a_killed_run_leaves_no_worker_behind(python):
     folder = os.path.dirname(__file__)
     paths = os.pathsep.join(
         [os.getcwd(), os.path.dirname(folder), os.environ.get("PYTHONPATH", "")]
     )
-    command = [sys.executable, "-c", KILLED.format(folder=folder)]
+    command = [python, "-c", KILLED.format(folder=folder)]
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
     )

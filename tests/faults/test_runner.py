@@ -57,11 +57,11 @@ def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
     assert SURVIVORS.keys() <= keys
 
 
-def test_children_say_what_became_of_them(tmp_path: Path) -> None:
+def test_children_say_what_became_of_them(python: str, tmp_path: Path) -> None:
     """In a process of its own, which has no other children."""
     file = tmp_path / "test_here.py"
     file.write_text(TESTS, "utf-8")
-    command = [sys.executable, "-m", "tests.faults.test_runner", str(file)]
+    command = [python, "-m", "tests.faults.test_runner", str(file)]
     said = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300
     ).stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +104,11 @@ AtomicCheckpointIO().save_checkpoint(checkpoint, Path(sys.argv[2]))
 
 
 def test_killed_while_writing_the_old_one_stays_and_the_next_write_clears_up(
+    python: str,
     tmp_path: Path,
 ) -> None:
     path = saved(tmp_path)
-    command = [sys.executable, "-c", KILLED, "replace", str(tmp_path / "epoch=4.ckpt")]
+    command = [python, "-c", KILLED, "replace", str(tmp_path / "epoch=4.ckpt")]
     assert subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 9
     left = [name for name in os.listdir(tmp_path) if name != "last.ckpt"]
     assert len(left) == 1 and left[0].startswith(".")  # Lightning's 'last' does not take it

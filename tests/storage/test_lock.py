@@ -22,7 +22,10 @@ FORK = multiprocessing.get_context("fork")
 def in_another_process(target: Any, *arguments: Any) -> int:
     child = FORK.Process(target=target, args=arguments)
     child.start()
-    child.join(60)
+    deadline = time.monotonic() + 60
+    # Joining it would wait for its own children, too.
+    while child.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.005)
     return child.exitcode if child.exitcode is not None else -1
 
 
@@ -56,14 +59,20 @@ def test_this_process_may_hold_it_anew_after_a_fit_that_failed(tmp_path: Path) -
 def hold_and_die(folder: Path) -> None:
     lock.hold(folder).use()
     if os.fork() == 0:  # a worker that outlives its parent
-        time.sleep(20)
+        (folder / "writing").write_text(str(os.getpid()))
+        (folder / "writing").rename(folder / "worker")
+        time.sleep(60)
         os._exit(0)
+    while not (folder / "worker").exists():
+        time.sleep(0.005)
     os.kill(os.getpid(), 9)
 
 
 def test_a_child_does_not_keep_it_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert in_another_process(hold_and_die, tmp_path) == -9
+    worker = int((tmp_path / "worker").read_text())
     assert in_another_process(try_to_hold, tmp_path) == 0
+    os.kill(worker, 9)  # It was still there.
 
 
 def test_nothing_is_written_in_a_folder_that_another_took(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -327,11 +326,11 @@ os._exit(0)
 """
 
 
-def test_killed_in_a_flush_the_last_checkpoint_is_whole(tmp_path: Path) -> None:
+def test_killed_in_a_flush_the_last_checkpoint_is_whole(python: str, tmp_path: Path) -> None:
     store, first = filled(tmp_path / "state")
     torch.save(store.index(), tmp_path / "index.pt")
     for where in ["fsync 1", "before replace", "after replace"]:
-        command = [sys.executable, "-c", KILLED, where, str(tmp_path)]
+        command = [python, "-c", KILLED, where, str(tmp_path)]
         assert subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 9
         again = ClientStore()
         again.load(store.index(), tmp_path / "state")

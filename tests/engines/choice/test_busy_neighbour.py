@@ -89,9 +89,9 @@ def busy_neighbour() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_starts_beside_a_busy_neighbour_choose_alike() -> None:
+def test_starts_beside_a_busy_neighbour_choose_alike(python: str) -> None:
     chosen: list[str] = []
-    command = [sys.executable, "-c", CHOOSE]
+    command = [python, "-c", CHOOSE]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     for process in range(PROCESSES):
         if process % 2:
