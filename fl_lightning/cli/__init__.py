@@ -1,1 +1,1 @@
-"""The command line. Nothing is imported here: ``compose`` has to stay light, ``cli`` takes seconds."""
+"""The command line. Nothing is imported here: ``compose`` stays light, ``cli`` takes seconds."""

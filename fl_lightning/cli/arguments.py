@@ -1,4 +1,4 @@
-"""The arguments of the commands that are not ``fit``: what is wrong with them is said in one paragraph."""
+"""Arguments of the commands that are not ``fit``; errors in them are said in one paragraph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from fl_lightning.errors import UserError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Of ``fl-lightning <command>``; nothing is abbreviated, and an error is a ``UserError``.
+    """The parser of ``fl-lightning <command>``; an error is a ``UserError``.
+
+    Nothing is abbreviated.
 
     Args:
         command: its name.
@@ -24,9 +26,11 @@ class ArgumentParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.command, self.hint = command, f"{hint} " if hint else ""
+        self.command = command
+        self.hint = f"{hint} " if hint else ""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(
-            f"{self.command}: {message}. {self.hint}`fl-lightning {self.command} --help` shows what it takes."
+            f"{self.command}: {message}. {self.hint}"
+            f"`fl-lightning {self.command} --help` shows what it takes."
         )

@@ -12,10 +12,13 @@ from fl_lightning.errors import UserError, suggest
 
 USAGE = """usage: fl-lightning check CLASS [--OPTION VALUE ...]
 
-Put a method through the contracts that every method has to keep, and print a table (exit status 0: all hold, else 1).
+Put a method through the contracts that every method has to keep, and print a table (exit status 0:
+all hold, else 1).
 
-  CLASS     one of ours (ControlVariates), or my_module.MyMethod; the current directory is on the path
-  --OPTION  an argument of the class, such as --beta 0.2; `fl-lightning check CLASS --help` lists them"""
+  CLASS     one of ours (ControlVariates), or my_module.MyMethod; the current directory is on the
+            path
+  --OPTION  an argument of the class, such as --beta 0.2; `fl-lightning check CLASS --help` lists
+            them"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    # These bring torch, which --help need not wait for.
     from jsonargparse import ArgumentError, ArgumentParser
 
     from fl_lightning.cli.method_options import method_class
@@ -36,23 +40,26 @@ def main(argv: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     cls = method_class(argv[0])
-    for option in (
-        a.partition("=")[0][2:].partition(".")[0] for a in argv[1:] if a.startswith("--")
-    ):
+    for argument in argv[1:]:
+        if not argument.startswith("--"):
+            continue
+        option = argument.partition("=")[0][2:].partition(".")[0]
         if option not in ("help", *parameters(cls)):
             raise UserError(
-                f"check {argv[0]} --{option}: {cls.__name__} has no such argument.{suggest(option, parameters(cls))} "
+                f"check {argv[0]} --{option}: {cls.__name__} has no such argument."
+                f"{suggest(option, parameters(cls))} "
                 f"Accepted: {listed(parameters(cls)) or 'none'}."
             )
     parser = ArgumentParser(prog=f"fl-lightning check {argv[0]}", exit_on_error=False)
     parser.add_class_arguments(cls, instantiate=False)
     try:
         with warnings.catch_warnings():
-            # since 4.49 it is called instantiate, which earlier versions lack
+            # Since 4.49 it is called instantiate, which earlier versions lack.
             warnings.simplefilter("ignore")
-            given = parser.instantiate_classes(parser.parse_args(list(argv[1:])))
+            options = vars(parser.instantiate_classes(parser.parse_args(list(argv[1:]))))
     except (ArgumentError, argparse.ArgumentError) as error:
         raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
-    report = check_method(lambda **arguments: cls(**{**vars(given), **arguments}))
+    # The contracts need the method in settings of their own, too, such as its neutral one.
+    report = check_method(lambda **arguments: cls(**{**options, **arguments}))
     print(report)
     return 0 if report.ok else 1

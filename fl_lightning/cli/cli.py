@@ -19,7 +19,7 @@ import fl_lightning.models
 import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cli.compose import Command, class_name, is_file, plain_yaml
+from fl_lightning.cli.compose import Command, as_list, class_name, is_file, plain_yaml
 from fl_lightning.cli.learner_config import learner_config
 from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
@@ -66,8 +66,12 @@ _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", 
 
 
 def _name_enums(node: Any) -> None:
-    """Members of an Enum, which the defaults of Lightning's callbacks may be, as the text that is parsed back."""
-    for key, value in list(vars(node).items() if isinstance(node, Namespace) else enumerate(node)):
+    """Write members of an Enum as the text that is parsed back.
+
+    The defaults of Lightning's callbacks may be such members.
+    """
+    items = vars(node).items() if isinstance(node, Namespace) else enumerate(node)
+    for key, value in list(items):
         if isinstance(value, Enum):
             node[key] = str(value.value) if isinstance(value, str) else value.name
         elif isinstance(value, Namespace | list):
@@ -81,15 +85,17 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         command = self.command
-        if command is None:  # a parser for a class within another: the outer one words the message
+        # A parser for a class within another has no command: the outer one words the message.
+        if command is None:
             raise ValueError(message) from ex
-        raise UserError(
-            one_paragraph(message, self, command.config, command.options, _BASES)
-        ) from ex
+        text = one_paragraph(message, self, command.config, command.options, _BASES)
+        raise UserError(text) from ex
 
 
 class FederatedCLI(LightningCLI):
-    """One command: parses, builds ``datamodule``, ``model`` and ``trainer``; ``commands`` runs it.
+    """One command: it parses, and builds ``datamodule``, ``model`` and ``trainer``.
+
+    ``commands`` runs it.
 
     Args:
         command: fit, validate, test, predict, export or partition.
@@ -97,28 +103,31 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, command: str, prepared: Command) -> None:
-        prepared.config, prepared.options = (
-            full_paths(prepared.config),
-            full_options(prepared.options),
-        )
+        prepared.config = full_paths(prepared.config)
+        prepared.options = full_options(prepared.options)
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
         for note in prepared.notes:
             print(note, file=sys.stderr)
-        self.command, self.prepared = command, prepared
+        self.command = command
+        self.prepared = prepared
         self.stop = GracefulStop()
-        self.checkpoint: str | None = None  # to start from
+        # The file to start from.
+        self.checkpoint: str | None = None
         super().__init__(
             model_class=FederatedModule,
             datamodule_class=FederatedDataModule,
             subclass_mode_data=True,
-            save_config_callback=None,  # RunFolder writes it, once everything is known to work
+            # RunFolder writes it, once everything is known to work.
+            save_config_callback=None,
             trainer_defaults=_TRAINER_DEFAULTS,
             parser_class=Parser,
             parser_kwargs={
                 "prog": f"fl-lightning {command}",
-                "description": "Options over those of the configs. Packaged configs: fl-lightning configs.",
+                "description": (
+                    "Options over those of the configs. Packaged configs: fl-lightning configs."
+                ),
                 "allow_abbrev": False,
             },
             args=[],
@@ -140,19 +149,27 @@ class FederatedCLI(LightningCLI):
             "--method",
             type=list[FederatedCallback],
             default=[],
-            help="Callbacks that make the method. --method.beta 0.1 sets an argument of the one that has it.",
+            help=(
+                "Callbacks that make the method. --method.beta 0.1 sets an argument of the one "
+                "that has it."
+            ),
         )
         parser.add_argument(
             "--ckpt_path",
             type=str | None,
             default=None,
-            help="Checkpoint to start from. last: go on where the run's folder stopped, or start it.",
+            help=(
+                "Checkpoint to start from. last: go on where the run's folder stopped, or start it."
+            ),
         )
         parser.add_argument(
             "--weights_only",
             type=bool | None,
             default=None,
-            help="false: read objects in the checkpoint too, which can run any code: for files you trust.",
+            help=(
+                "false: read objects in the checkpoint too, which can run any code: for files you "
+                "trust."
+            ),
         )
         if self.command == "export":
             parser.add_argument(
@@ -168,7 +185,10 @@ class FederatedCLI(LightningCLI):
             "--monitor_mode",
             type=str | None,
             default=None,
-            help="Which way is better in --monitor, where neither its name nor a torchmetrics metric tells.",
+            help=(
+                "Which way is better in --monitor, where neither its name nor a torchmetrics "
+                "metric tells."
+            ),
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -176,108 +196,129 @@ class FederatedCLI(LightningCLI):
         parser.command = self.prepared
         config = self.prepared.config
         if self.command == "partition":
-            config = {
-                key: value for key, value in config.items() if key in ("seed_everything", "data")
-            }
+            keys = ("seed_everything", "data")
+            config = {key: value for key, value in config.items() if key in keys}
         self.config = parser.parse_args(["--config", json.dumps(config), *self.prepared.options])
         seed = self.config.seed_everything
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             raise UserError(
-                f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw one."
+                f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw "
+                "one."
             )
 
     def before_instantiate_classes(self) -> None:
-        """Decide on folder and checkpoint, so that what is wrong with them is said before anything is built."""
+        """Decide on folder and checkpoint before anything is built.
+
+        So what is wrong with them is said at once.
+        """
         if self.command == "partition":
             return
         check_mode("--monitor_mode", self.config.monitor_mode)
-        for key, value in vars(self.config.model).items():
-            if key in ("participation", "clients_at_once", "workers", "capture") and isinstance(
-                value, str
-            ):
-                # an option's text: 0.5 is a number, auto stays
-                read = plain_yaml(value, f"--model.{key}")
-                if type(read) in ((bool,) if key == "capture" else (int, float)):
-                    self.config.model[key] = read
-        given, ckpt = self.config.trainer.default_root_dir, self.config.ckpt_path
-        self.stem = None if given else f"runs/{self._name()}"
-        if given:
-            self.folder = named(str(given))
+        self._read_numbers()
+        self._choose_folder()
+        found = checkpoints(self.folder)
+        self._choose_checkpoint(found)
+        if self.command == "fit":
+            self._refuse_other_run(found)
+            check_writable(self.folder)
+
+    def _read_numbers(self) -> None:
+        """Make numbers of options' text, where an argument takes either: 0.5 is one, auto stays."""
+        for key in ("participation", "clients_at_once", "workers", "capture"):
+            value = self.config.model.get(key)
+            if isinstance(value, str):
+                number = plain_yaml(value, f"--model.{key}")
+                if type(number) in ((bool,) if key == "capture" else (int, float)):
+                    self.config.model[key] = number
+
+    def _choose_folder(self) -> None:
+        """Set ``folder``, and ``stem`` where the run has to find a free number."""
+        root = self.config.trainer.default_root_dir
+        going_on = self.config.ckpt_path == "last"
+        self.stem: str | None = None
+        if root:
+            self.folder = named(str(root))
             self.config.trainer.default_root_dir = str(self.folder)
         else:
-            existing = numbered(self.stem or "")
-            self.folder = (
-                existing[-1][1] if existing and ckpt == "last" else next_free(self.stem or "")
-            )
-            if ckpt == "last":
-                self.stem = None
+            stem = f"runs/{self._name()}"
+            existing = numbered(stem)
+            # The last run of this name goes on; any other is the next one.
+            self.folder = existing[-1][1] if existing and going_on else next_free(stem)
+            self.stem = None if going_on else stem
         check_name(self.folder)
-        there = checkpoints(self.folder)
-        if ckpt == "last":
-            self.checkpoint = str(there[0]) if there and there[0].name == "last.ckpt" else None
-            if self.checkpoint is None and there:
+
+    def _choose_checkpoint(self, found: list[Path]) -> None:
+        """Set ``checkpoint``, of which ``last`` is one of those ``found`` in the folder."""
+        path = self.config.ckpt_path
+        if path == "last":
+            if found and found[0].name == "last.ckpt":
+                self.checkpoint = str(found[0])
+            elif found:
+                last = self.folder / "checkpoints" / "last.ckpt"
                 raise UserError(
-                    f"--ckpt_path last: {self.folder / 'checkpoints' / 'last.ckpt'} is missing, but this run has "
-                    f"another checkpoint: --ckpt_path {there[0]}."
+                    f"--ckpt_path last: {last} is missing, but this run has another checkpoint: "
+                    f"--ckpt_path {found[0]}."
                 )
-            if self.checkpoint is None and self.command != "fit":
+            elif self.command != "fit":
                 raise UserError(
-                    f"--ckpt_path last: {self.folder} has no checkpoint yet (checkpoints/last.ckpt is missing). "
-                    "Give the folder of a run that completed a round, or --ckpt_path FILE."
+                    f"--ckpt_path last: {self.folder} has no checkpoint yet (checkpoints/last.ckpt "
+                    "is missing). Give the folder of a run that completed a round, or "
+                    "--ckpt_path FILE."
                 )
-        elif ckpt is not None:
-            self.checkpoint = ckpt
-            if not is_file(ckpt):
+        elif path is not None:
+            self.checkpoint = path
+            if not is_file(path):
                 raise UserError(
-                    f"--ckpt_path {ckpt[:200]}: there is no such file. Accepted: a checkpoint's path, or last for the "
-                    f"one in {self.folder}."
+                    f"--ckpt_path {path[:200]}: there is no such file. Accepted: a checkpoint's "
+                    f"path, or last for the one in {self.folder}."
                 )
-        if self.command == "fit":
-            own = self.checkpoint is not None and Path(self.checkpoint).resolve() in [
-                p.resolve() for p in there
-            ]
-            if holds_run(self.folder) and not own:
-                way_out = (
-                    "Go on with it by --ckpt_path last, or"
-                    if there
-                    else "It has no checkpoint to go on from:"
-                )
-                raise UserError(
-                    f"--trainer.default_root_dir {self.folder}: this folder already holds a run, which is left as it "
-                    f"is. {way_out} give another folder."
-                )
-            check_writable(self.folder)
+
+    def _refuse_other_run(self, found: list[Path]) -> None:
+        """Refuse a folder that holds a run, unless this one goes on from a checkpoint in it."""
+        own = [path.resolve() for path in found]
+        goes_on = self.checkpoint is not None and Path(self.checkpoint).resolve() in own
+        if holds_run(self.folder) and not goes_on:
+            way_out = "It has no checkpoint to go on from:"
+            if found:
+                way_out = "Go on with it by --ckpt_path last, or"
+            raise UserError(
+                f"--trainer.default_root_dir {self.folder}: this folder already holds a run, "
+                f"which is left as it is. {way_out} give another folder."
+            )
 
     def _name(self) -> str:
         """<data>-<method>, by the configs' names where these tell."""
-        config, names = self.config, self.prepared.names
         data = class_name(self.config.data.class_path).lower()
-        methods = [name.removeprefix("method/") for name in names if name.startswith("method/")]
+        configs = [name for name in self.prepared.names if name.startswith("method/")]
+        methods = [name.removeprefix("method/") for name in configs]
         if not methods:
-            methods = [class_name(item.class_path).lower() for item in config.method] or ["fedavg"]
-        elif len(methods) > 1:  # the last whole method, and what was added to it
-            whole = max((i for i, m in enumerate(methods) if m not in ("ri", "sam")), default=0)
-            methods = methods[whole:]
+            classes = [class_name(item.class_path).lower() for item in self.config.method]
+            methods = classes or ["fedavg"]
+        # The name is of the last whole method, and of what was added to it.
+        whole = [place for place, method in enumerate(methods) if method not in ("ri", "sam")]
+        if configs and whole:
+            methods = methods[whole[-1] :]
         return f"{data}-{'+'.join(methods)}"
 
     def instantiate_classes(self) -> None:
         try:
             self.config_init = self.parser.instantiate_classes(self.config)
         except (ValueError, TypeError) as error:
-            if isinstance(error, UserError) or (why := why_not_built(error)) is None:
+            message = why_not_built(error)
+            if isinstance(error, UserError) or message is None:
                 raise
-            raise UserError(why) from error
+            raise UserError(message) from error
         self.datamodule = self.config_init.data
         if self.command == "partition":
             return
         self.model = self.config_init.model
         learner = yaml.safe_load(self._config_text())["model"]["learner"]
-        of_learner = learner_config(learner, self.config.model.learner, type(self.model.learner))
-        self.model.global_model.config = of_learner
+        written = learner_config(learner, self.config.model.learner, type(self.model.learner))
+        self.model.global_model.config = written
         self.trainer = self._trainer()
 
     def starts_from(self) -> dict[str, Any]:
-        """The checkpoint to start from and how it is read, as arguments of the Trainer's fit, test, …"""
+        """The checkpoint to start from and how to read it, as arguments of fit, test, …"""
         return {"ckpt_path": self.checkpoint, "weights_only": self.config.weights_only}
 
     def _config_text(self) -> str:
@@ -289,69 +330,71 @@ class FederatedCLI(LightningCLI):
         return str(self.parser.dump(saved, skip_none=False, skip_validation=True))
 
     def _trainer(self) -> pl.Trainer:
-        """The Trainer, with the run's folder, the method, the usual callbacks and atomic checkpoints."""
+        """The Trainer, with the run's folder, the method and the callbacks of every run."""
         settings: dict[str, Any] = vars(self.config_init.trainer).copy()
-        users = settings["callbacks"] or []
-        users = list(users) if isinstance(users, list) else [users]
-        callbacks = [*self.config_init.method, *users]
-        logger, plugins = settings["logger"], settings["plugins"] or []
-        loggers = [] if logger is None or isinstance(logger, bool) else logger
-        settings["logger"] = (
-            (loggers if isinstance(loggers, list) else [loggers])
-            if self.command == "fit"
-            else False
-        )
-        settings["plugins"] = [
-            *(plugins if isinstance(plugins, list) else [plugins]),
-            AtomicCheckpointIO(),
-        ]
-        settings["default_root_dir"] = str(self.folder)
         writes = self.command == "fit" and not settings["fast_dev_run"]
-        has = {type(callback).__name__ for callback in callbacks}
+        logger = settings["logger"]
+        settings["callbacks"] = self._callbacks(settings, writes)
+        if not writes:
+            settings["enable_checkpointing"] = False
+        # RunFolder adds the run's own loggers, once it has claimed the folder.
+        settings["logger"] = False
+        if self.command == "fit":
+            settings["logger"] = []
+            if logger is not None and not isinstance(logger, bool):
+                settings["logger"] = as_list(logger)
+        settings["plugins"] = [*as_list(settings["plugins"]), AtomicCheckpointIO()]
+        settings["default_root_dir"] = str(self.folder)
+        return _built(settings)
+
+    def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:
+        """The method's, the user's and the run's own callbacks, in the order of their hooks."""
+        callbacks = [*self.config_init.method, *as_list(settings["callbacks"])]
+        names = {type(callback).__name__ for callback in callbacks}
         for name in _STANDING:
-            wanted = (
-                settings["enable_progress_bar"] is not False
-                if name == "FederatedProgressBar"
-                else writes
-            )
-            if name not in has and wanted:
+            wanted = writes
+            if name == "FederatedProgressBar":
+                wanted = settings["enable_progress_bar"] is not False
+            if name not in names and wanted:
                 callbacks.append(getattr(fl_lightning.callbacks, name)())
         if writes:
-            run = RunFolder(self.folder, self.stem, self._config_text(), logger in (None, True))
+            tensorboard = settings["logger"] in (None, True)
+            run = RunFolder(self.folder, self.stem, self._config_text(), tensorboard)
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
-            # last: what is refused before training leaves no record
+            # The record is last: what is refused before training leaves none.
             typed = ["fl-lightning", *self.prepared.argv]
-            own = self.prepared
-            callbacks.append(
-                RunRecord(self._config_text(), typed, own.arm, own.claims_hash, own.axes)
-            )
-        else:
-            settings["enable_checkpointing"] = False
+            arm = self.prepared.arm
+            claims_hash = self.prepared.claims_hash
+            axes = self.prepared.axes
+            callbacks.append(RunRecord(self._config_text(), typed, arm, claims_hash, axes))
         if self.command == "fit":
             callbacks.append(self.stop)
-        settings["callbacks"] = callbacks
-        # on a CPU Lightning would quietly take another
-        if str(settings["precision"]) in ("16", "16-mixed"):
-            raise UserError(
-                f"--trainer.precision {settings['precision']}: gradients in half precision would need a loss scale for "
-                "every client. Accepted: 32-true, 64-true, bf16-mixed."
-            )
-        try:
-            trainer = pl.Trainer(**settings)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
-        except (
-            ImportError
-        ) as error:  # of a package that an accelerator, a strategy or a precision needs
-            chosen = ", ".join(
-                f"{key} {settings[key]}" for key in ("accelerator", "strategy", "precision")
-            )
-            raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error
-        if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
-            raise UserError(
-                f"--trainer.strategy {settings['strategy']}: it starts its processes from within Python, and what they "
-                "train does not come back to the command line. Accepted: auto, federated."
-            )
-        return trainer
+        return callbacks
+
+
+def _built(settings: dict[str, Any]) -> pl.Trainer:
+    """The Trainer of these settings, or a paragraph about what keeps it from being built."""
+    # On a CPU Lightning would quietly take another precision.
+    if str(settings["precision"]) in ("16", "16-mixed"):
+        raise UserError(
+            f"--trainer.precision {settings['precision']}: gradients in half precision would need "
+            "a loss scale for every client. Accepted: 32-true, 64-true, bf16-mixed."
+        )
+    try:
+        trainer = pl.Trainer(**settings)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
+    except ImportError as error:
+        # A package is missing that an accelerator, a strategy or a precision needs.
+        options = ("accelerator", "strategy", "precision")
+        chosen = ", ".join(f"{option} {settings[option]}" for option in options)
+        raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error
+    if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
+        raise UserError(
+            f"--trainer.strategy {settings['strategy']}: it starts its processes from within "
+            "Python, and what they train does not come back to the command line. "
+            "Accepted: auto, federated."
+        )
+    return trainer

@@ -28,13 +28,23 @@ _NOISE = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
     "No seed found.*",
-    ".*callbacks used to create.*",  # testing needs no RunCheckpoint
+    # Testing needs no RunCheckpoint.
+    ".*callbacks used to create.*",
 )
 
+# What a checkpoint holds of the run, and an exported model does not.
 _OF_A_RUN = (
-    "epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers", "MixedPrecision",
-    "datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type",
-)  # fmt: skip
+    "epoch",
+    "global_step",
+    "loops",
+    "callbacks",
+    "optimizer_states",
+    "lr_schedulers",
+    "MixedPrecision",
+    "datamodule_hyper_parameters",
+    "datamodule_hparams_name",
+    "datamodule_hparams_type",
+)
 
 
 def _partition(cli: FederatedCLI) -> None:
@@ -72,30 +82,32 @@ def _export(cli: FederatedCLI) -> None:
             "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
         )
     client = cli.config.client
-    path = _output(cli, "model.pt" if client is None else f"client-{client}.pt")
+    name = "model.pt" if client is None else f"client-{client}.pt"
+    path = _output(cli, name)
     if client is not None:
         check_client(client, int(cli.datamodule.num_clients))
     checkpoint = AtomicCheckpointIO().load_checkpoint(
         cli.checkpoint, weights_only=cli.config.weights_only
     )
     cli.model.learner.configure_model()
-    cli.model.load_state_dict(checkpoint["state_dict"])  # it is this learner's
+    # Loading refuses the checkpoint of another learner.
+    cli.model.load_state_dict(checkpoint["state_dict"])
     if client is not None:
-        methods = Methods(
-            [c for c in vars(cli.trainer)["callbacks"] if isinstance(c, FederatedCallback)]
-        )
-        models = of_checkpoint(
-            checkpoint, cli.model.global_model, methods, cli.datamodule, cli.checkpoint
-        )
-        checkpoint["state_dict"] = cli.model.global_model.export(
-            model=models.of(client)
-        ).state_dict()
-    # the rest is the learner's: on_save_checkpoint ran
+        checkpoint["state_dict"] = _personal_weights(cli, checkpoint, client)
+    # The rest is the learner's: its on_save_checkpoint ran.
     of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)
-    AtomicCheckpointIO().save_checkpoint(
-        {k: v for k, v in checkpoint.items() if k not in of_run}, path
-    )
+    kept = {key: value for key, value in checkpoint.items() if key not in of_run}
+    AtomicCheckpointIO().save_checkpoint(kept, path)
     print(f"→ {path}")
+
+
+def _personal_weights(cli: FederatedCLI, checkpoint: dict[str, Any], client: int) -> Any:
+    """The state dict of the model that ``client`` uses itself."""
+    callbacks = vars(cli.trainer)["callbacks"]
+    methods = Methods([each for each in callbacks if isinstance(each, FederatedCallback)])
+    model = cli.model.global_model
+    models = of_checkpoint(checkpoint, model, methods, cli.datamodule, str(cli.checkpoint))
+    return model.export(model=models.of(client)).state_dict()
 
 
 def _fit(cli: FederatedCLI) -> None:
@@ -103,6 +115,7 @@ def _fit(cli: FederatedCLI) -> None:
     try:
         trainer.fit(cli.model, cli.datamodule, **cli.starts_from())
     except MisconfigurationException as error:
+        # That there is nothing left to do is no mistake: it is said below.
         if "You restored a checkpoint with current_epoch" not in str(error):
             raise
     if not cli.stop.started and trainer.is_global_zero:
@@ -125,13 +138,15 @@ def _execute(cli: FederatedCLI) -> int:
         _export(cli)
     else:
         getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, **cli.starts_from())
+    # As a shell tells of a process that a signal has ended.
     return 0 if cli.stop.received is None else 128 + cli.stop.received
 
 
 def quiet() -> None:
-    """Without Lightning's tips, and warnings that say nothing here."""
+    """Silence Lightning's tips, and warnings that say nothing here."""
     for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)  # tips, device lines, "fit stopped"
+        # Below are tips, lines about devices, and "fit stopped".
+        logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message)
 
@@ -151,9 +166,10 @@ def run(command: str, prepared: Command, debug: bool = False) -> int:
             raise
         raise UserError(" ".join(str(error).split())[:500]) from error
     except ValueError as error:
-        if debug or isinstance(error, UserError) or (why := not_an_optimizer(error)) is None:
+        message = not_an_optimizer(error)
+        if debug or isinstance(error, UserError) or message is None:
             raise
-        raise UserError(why) from error
+        raise UserError(message) from error
     except RuntimeError as error:
         if debug or "Error(s) in loading state_dict" not in str(error):
             raise

@@ -1,8 +1,9 @@
-"""From ``-c NAME …`` and ``--method…`` to one configuration: a plain dict, made without heavy imports.
+"""From ``-c NAME …`` and ``--method…`` to one configuration, a plain dict, without heavy imports.
 
-Configs merge from left to right. Dicts merge key by key, anything else is replaced, ``key+:`` appends to the
-list ``key``. A later ``class_path`` brings its own ``init_args``; those of the class it replaces are dropped.
-The small learner of base and of the data/ configs gives way to that of any other config, whatever the order.
+Configs merge from left to right. Dicts merge key by key, anything else is replaced, ``key+:``
+appends to the list ``key``. A later ``class_path`` brings its own ``init_args``; those of the class
+it replaces are dropped. The small learner of base and of the data/ configs gives way to that of any
+other config, whatever the order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fl_lightning.errors import UserError, suggest
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-_DEEPEST = 50  # mappings and lists within each other
+# Mappings and lists within each other.
+_DEEPEST = 50
 
 TOP_LEVEL = (
     "seed_everything",
@@ -66,39 +68,42 @@ def plain_yaml(text: str, where: str) -> Any:
     try:
         document = parse_yaml(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise UserError(f"{where}{at}: not valid YAML: {problem}.") from None
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # a number of thousands of digits, a date such as 2020-99-99
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:100]
-        raise UserError(f"{where}: not valid YAML: {why}.") from None
+        if mark := getattr(error, "problem_mark", None):
+            where += f", line {mark.line + 1}, column {mark.column + 1}"
+        raise UserError(f"{where}: not valid YAML: {problem}.") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML: it is nested too deeply.") from None
+    except ValueError as error:
+        # Such as a number of thousands of digits, or the date 2020-99-99.
+        raise UserError(f"{where}: not valid YAML: {str(error)[:100]}.") from None
     _check_plain(document, where, ())
     return document
 
 
 def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int, ...] = ()) -> None:
-    def refuse(what: str) -> UserError:
-        return UserError(f"{where}: {'.'.join(keys)[:80] + ' ' if keys else ''}{what}.")
+    def refuse(problem: str) -> UserError:
+        place = ".".join(keys)[:80]
+        return UserError(" ".join(part for part in (f"{where}:", place, f"{problem}.") if part))
 
-    if id(node) in above or len(above) > _DEEPEST:
-        raise refuse(
-            "contains itself" if id(node) in above else f"is nested more than {_DEEPEST} deep"
-        )
+    # An anchor may name what it stands in.
+    if id(node) in above:
+        raise refuse("contains itself")
+    if len(above) > _DEEPEST:
+        raise refuse(f"is nested more than {_DEEPEST} deep")
     if isinstance(node, dict):
         for key, value in node.items():
             if key == "class_path" and not isinstance(value, str):
                 raise refuse(
-                    f"has the class_path {str(value)[:60]!r}, which names no class: give text, such as Digits"
+                    f"has the class_path {str(value)[:60]!r}, which names no class: give text, "
+                    "such as Digits"
                 )
             if key == "init_args" and value is None:
                 node[key] = {}
             elif key == "init_args" and not isinstance(value, dict):
                 raise refuse(
-                    f"has the init_args {str(value)[:60]!r}: give a mapping, such as {{batch_size: 20}}"
+                    f"has the init_args {str(value)[:60]!r}: give a mapping, such as "
+                    "{batch_size: 20}"
                 )
             _check_plain(value, where, (*keys, str(key)), (*above, id(node)))
     elif isinstance(node, list):
@@ -106,7 +111,8 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
             _check_plain(value, where, keys, (*above, id(node)))
     elif not isinstance(node, str | int | float | None):
         raise refuse(
-            f"is {type(node).__name__} {str(node)[:60]!r}, which no option takes; put text in quotes"
+            f"is {type(node).__name__} {str(node)[:60]!r}, which no option takes; "
+            "put text in quotes"
         )
 
 
@@ -114,7 +120,10 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
 
 
 def packaged() -> dict[str, Traversable]:
-    """Every packaged config: name without ``.yaml`` → file, in the order in which they are used; no sweep's claims."""
+    """Every packaged config: name without ``.yaml`` → file, in the order in which they are used.
+
+    A sweep's claims are none.
+    """
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
         for entry in folder.iterdir():
@@ -124,19 +133,20 @@ def packaged() -> dict[str, Traversable]:
                 yield prefix + entry.name.removesuffix(".yaml"), entry
 
     order = ["base", "data", "model", "method", "experiment", "trainer", "logger", "debug"]
-    found = dict(walk(files("fl_lightning.configs"), ""))
-    return {
-        name: found[name]
-        for name in sorted(
-            found, key=lambda n: ([*order, n.split("/")[0]].index(n.split("/")[0]), n)
-        )
-    }
+    entries = dict(walk(files("fl_lightning.configs"), ""))
+
+    def place(name: str) -> tuple[int, str]:
+        folder = name.split("/")[0]
+        return order.index(folder) if folder in order else len(order), name
+
+    return {name: entries[name] for name in sorted(entries, key=place)}
 
 
 def summary(text: str) -> str:
     """The first comment line of a config: what it is."""
-    first = text.split("\n", 1)[0]
-    return first.lstrip("# ").rstrip() if first.startswith("#") else ""
+    if not text.startswith("#"):
+        return ""
+    return text.split("\n", 1)[0].lstrip("# ").rstrip()
 
 
 def is_file(name: str | Path) -> bool:
@@ -148,7 +158,10 @@ def is_file(name: str | Path) -> bool:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The config called ``name``: a file that exists, else a packaged one. A directory is never a config."""
+    """The config called ``name``: a file that exists, else a packaged one.
+
+    A directory is never a config.
+    """
     if is_file(name):
         try:
             text = Path(name).read_text(encoding="utf-8")
@@ -158,12 +171,10 @@ def read(name: str) -> dict[str, Any]:
         text = entry.read_text(encoding="utf-8")
     else:
         hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
-        what = (
-            "a folder, not a config"
-            if os.path.isdir(name)
-            else "neither a file nor a packaged config"
-        )
-        raise UserError(f"-c {name[:200]}: this is {what}.{hint}")
+        kind = "neither a file nor a packaged config"
+        if os.path.isdir(name):
+            kind = "a folder, not a config"
+        raise UserError(f"-c {name[:200]}: this is {kind}.{hint}")
     document = plain_yaml(text, f"-c {name}")
     if document is None:
         return {}
@@ -183,11 +194,11 @@ def read(name: str) -> dict[str, Any]:
                 f"-c {name}: {key} adds to a list, which {key[:-1]} is not. Accepted: {key[:-1]}."
             )
         if key in ("trainer", "model") and not isinstance(document[key], dict | None):
-            what = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
+            value = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
             raise UserError(
-                f"-c {name}: {key} is {what}: give a mapping of its options, one a line."
+                f"-c {name}: {key} is {value}: give a mapping of its options, one a line."
             )
-    # all commented out
+    # A section of which all is commented out is none.
     empty = [key for key in ("trainer", "model") if key in document and document[key] is None]
     return {key: value for key, value in document.items() if key not in empty}
 
@@ -195,12 +206,15 @@ def read(name: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------- merging
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else [] if value is None else [value]
+def as_list(value: Any) -> list[Any]:
+    """A new list: of nothing for None, of ``value`` alone where it is no list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
 
 
 def merge(base: Any, update: Any) -> Any:
-    """``update`` over ``base``; neither is changed.
+    """Put ``update`` over ``base``; neither is changed.
 
     >>> merge({"a": {"x": 1, "y": 2}, "l": [1]}, {"a": {"y": 3}, "l+": [2]})
     {'a': {'x': 1, 'y': 3}, 'l': [1, 2]}
@@ -211,64 +225,76 @@ def merge(base: Any, update: Any) -> Any:
         return update
     if isinstance(base, str) and "init_args" in update and "class_path" not in update:
         base = {"class_path": base}
-    if not isinstance(base, dict) or update.get("class_path", base.get("class_path")) != base.get(
-        "class_path"
-    ):
+    if not isinstance(base, dict):
+        base = {}
+    # Another class: the arguments of the one before are none of its.
+    if update.get("class_path", base.get("class_path")) != base.get("class_path"):
         base = {}
     merged = dict(base)
     for key, value in update.items():
         if isinstance(key, str) and key.endswith("+"):
-            merged[key[:-1]] = _as_list(merged.get(key[:-1])) + _as_list(value)
+            merged[key[:-1]] = as_list(merged.get(key[:-1])) + as_list(value)
         else:
             merged[key] = merge(merged.get(key), value)
     return merged
 
 
 def class_name(item: Any) -> str:
-    """The bare class name of a method given as ``Name``, ``package.Name`` or ``{class_path: …}``."""
-    path = item.get("class_path", "?") if isinstance(item, dict) else str(item)
-    return str(path).rsplit(".", 1)[-1]
+    """The bare class name of ``Name``, ``package.Name`` or ``{class_path: …}``."""
+    if isinstance(item, dict):
+        item = item.get("class_path", "?")
+    return str(item).rsplit(".", 1)[-1]
 
 
 @dataclass
 class Command:
-    """A command line, sorted: ``config`` from every ``-c``, and the options that override it."""
+    """A command line, sorted: ``config`` from every ``-c``, and the options that override it.
+
+    Attributes:
+        config: the merged configs.
+        options: that override it, as typed.
+        method_options: ("beta", "0.1") of ``--method.beta 0.1``; "" is the list itself.
+        names: of the configs, as given.
+        learners: of the configs; True: a fallback, see _is_fallback.
+        notes: lines to tell the user.
+        run: a run's folder, where one was given.
+        output: the value of ``-o``.
+        argv: as typed, the command first.
+        arm: what a sweep calls this run's setting.
+        claims_hash: of a sweep's claims.yaml.
+        axes: key of a sweep's grid → this run's value.
+    """
 
     config: dict[str, Any] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
-    # ("beta", "0.1"); "" is the list itself
     method_options: list[tuple[str, str]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of the configs, as given
-    # of the configs; True: a fallback, see _is_fallback
+    names: list[str] = field(default_factory=list)
     learners: list[tuple[bool, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # lines to tell the user
-    run: Path | None = None  # a run's folder, where one was given
-    output: str | None = None  # -o
-    argv: list[str] = field(default_factory=list)  # as typed, the command first
-    arm: str | None = None  # what a sweep calls this run's setting
-    claims_hash: str | None = None  # of a sweep's claims.yaml
-    axes: dict[str, str] = field(default_factory=dict)  # key of a sweep's grid → this run's value
+    notes: list[str] = field(default_factory=list)
+    run: Path | None = None
+    output: str | None = None
+    argv: list[str] = field(default_factory=list)
+    arm: str | None = None
+    claims_hash: str | None = None
+    axes: dict[str, str] = field(default_factory=dict)
 
     def add_config(self, name: str) -> None:
         """Merge the config ``name`` over those before it."""
         document = read(name)
-        before, after = _as_list(self.config.get("method")), _as_list(document.get("method"))
-        if (
-            "method" in document
-            and before
-            and [*map(class_name, before)] != [*map(class_name, after)]
-        ):
-            old, new = ", ".join(map(class_name, before)), ", ".join(map(class_name, after))
-            self.notes.append(f"{name} replaces the method list ({old}) by ({new})")
+        old = list(map(class_name, as_list(self.config.get("method"))))
+        new = list(map(class_name, as_list(document.get("method"))))
+        if "method" in document and old and old != new:
+            self.notes.append(
+                f"{name} replaces the method list ({', '.join(old)}) by ({', '.join(new)})"
+            )
         model = document.get("model")
         if isinstance(model, dict) and "learner" in model:
-            document = {
-                **document,
-                "model": {key: value for key, value in model.items() if key != "learner"},
-            }
             self.learners.append((_is_fallback(name), model["learner"]))
+            rest = {key: value for key, value in model.items() if key != "learner"}
+            document = {**document, "model": rest}
         self.config = merge(self.config, document)
-        if self.learners:  # fallbacks first, so that what was asked for overrides them
+        # Fallbacks come first, so that what was asked for overrides them.
+        if self.learners:
             self.config["model"] = dict(self.config.get("model") or {})
             ordered = sorted(self.learners, key=lambda item: not item[0])
             self.config["model"]["learner"] = reduce(merge, (learner for _, learner in ordered))
@@ -276,7 +302,10 @@ class Command:
 
 
 def _is_fallback(name: str) -> bool:
-    """Whether the learner of the config ``name`` only serves where no other is given: base's, or that of a data/*."""
+    """Whether the learner of the config ``name`` only serves where no other is given.
+
+    Such are base's, and those of the data/ configs.
+    """
     name = name.removesuffix(".yaml")
     return not is_file(name) and (name == "base" or name.startswith("data/")) and name in packaged()
 
@@ -290,7 +319,7 @@ def _from_environment(command: str) -> Iterator[str]:
 
 
 def prepare(command: str, argv: list[str]) -> Command:
-    """Sort the arguments of ``command`` into configs, method options and the rest; read the configs."""
+    """Sort the arguments of ``command``: configs, which are read, method options and the rest."""
     prepared = Command(argv=[command, *argv])
     argv = list(argv)
     if argv and not argv[0].startswith("-"):
@@ -298,7 +327,8 @@ def prepare(command: str, argv: list[str]) -> Command:
         if not is_file(prepared.run / "config.yaml"):
             raise UserError(
                 f"{command} {prepared.run}: not a run's folder (it has no config.yaml). "
-                f"Give the folder of a run, or configs: fl-lightning {command} -c base -c data/digits."
+                "Give the folder of a run, or configs: "
+                f"fl-lightning {command} -c base -c data/digits."
             )
         prepared.add_config(str(prepared.run / "config.yaml"))
         prepared.config["ckpt_path"] = "last"
@@ -310,7 +340,10 @@ def prepare(command: str, argv: list[str]) -> Command:
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if re.match(r"-[co][^=]", argument):
-            flag, equals, value = argument[:2], "=", argument[2:]
+            # The value follows at once, as in -cbase.
+            flag = argument[:2]
+            equals = "="
+            value = argument[2:]
         method = re.fullmatch(r"--method(?:(\+)|\.(.+))?", flag)
         if method is None and flag not in ("-c", "--config", "-o", "--output"):
             prepared.options.append(argument)

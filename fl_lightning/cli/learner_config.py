@@ -1,4 +1,4 @@
-"""What a checkpoint tells ``load_from_checkpoint`` of the arguments that the command line gave the learner."""
+"""The learner's arguments on the command line, as a checkpoint tells ``load_from_checkpoint``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from fl_lightning.storage.apart import is_plain
 def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> dict[str, Any]:
     """The learner's arguments as its class takes them, where that can be.
 
-    A class that takes objects needs Lightning's ``_instantiator``, which imports what the checkpoint names. Arguments
-    that are plain data do not, nor does a class that builds them itself (``builds_arguments``, see ImageClassifier).
+    A class that takes objects needs Lightning's ``_instantiator``, which imports what the
+    checkpoint names. Arguments that are plain data do not, nor does a class that builds them
+    itself (``builds_arguments``, see ImageClassifier).
 
     Args:
         written: ``model.learner`` of config.yaml.
@@ -22,16 +23,16 @@ def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> di
     """
     arguments = {**written.get("init_args", {}), **written.get("dict_kwargs", {})}
     values = {**dict(parsed.get("init_args") or {}), **dict(parsed.get("dict_kwargs") or {})}
-    itself = getattr(learner, "builds_arguments", ())
-    objects = [
-        k
-        for k, v in arguments.items()
-        if k not in itself and not (is_plain(values.get(k)) and values[k] == v)
-    ]
-    if not objects:
+    built_by_class = getattr(learner, "builds_arguments", ())
+
+    def is_object(name: str) -> bool:
+        value = values.get(name)
+        return name not in built_by_class and not (is_plain(value) and value == arguments[name])
+
+    if not any(map(is_object, arguments)):
         return arguments
-    return {
-        "_instantiator": f"{NAMESPACE}.cli.instantiate_module",
-        **({"_class_path": written["class_path"]} if "dict_kwargs" in written else {}),
-        **arguments,
-    }
+    config = {"_instantiator": f"{NAMESPACE}.cli.instantiate_module"}
+    # Where its arguments came by dict_kwargs, the instantiator needs the class itself.
+    if "dict_kwargs" in written:
+        config["_class_path"] = written["class_path"]
+    return {**config, **arguments}

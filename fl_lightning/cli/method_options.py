@@ -1,4 +1,4 @@
-"""``--method…`` applied to the method list, and short class names completed."""
+"""``--method…`` is applied to the method list, and short class names are completed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def names_of_ours() -> dict[str, str]:
         fl_lightning.optim,
         fl_lightning.schedules,
     )
-    return {
-        name: f"{module.__name__}.{name}"
-        for module in modules
-        for name in dir(module)
-        if isinstance(getattr(module, name), type)
-        and getattr(module, name).__module__.startswith("fl_lightning.")
-    }
+    names = {}
+    for module in modules:
+        # Some of its names are imported when they are asked for, so `vars` would lack them.
+        for name in dir(module):
+            value = getattr(module, name)
+            if isinstance(value, type) and value.__module__.startswith("fl_lightning."):
+                names[name] = f"{module.__name__}.{name}"
+    return names
 
 
 def full_paths(config: dict[str, Any]) -> dict[str, Any]:
@@ -44,20 +45,21 @@ def full_paths(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(node, list):
             return [walk(item) for item in node]
         if isinstance(node, dict):
-            return {
-                key: ours.get(value, value)
-                if key == "class_path" and isinstance(value, str)
-                else walk(value)
-                for key, value in node.items()
-            }
+            return {key: completed(key, value) for key, value in node.items()}
         return node
+
+    def completed(key: Any, value: Any) -> Any:
+        if key == "class_path" and isinstance(value, str):
+            return ours.get(value, value)
+        return walk(value)
 
     return {key: walk(value) for key, value in config.items()}
 
 
 def full_options(options: list[str]) -> list[str]:
-    """As :func:`full_paths`, of options of the learner: ``--model.learner.network MLP``."""
-    ours, full = names_of_ours(), list(options)
+    """Complete the learner's options as :func:`full_paths` does: ``--model.learner MLP``."""
+    ours = names_of_ours()
+    full = list(options)
     for position, option in enumerate(options):
         flag, equals, value = option.partition("=")
         if flag.startswith("--model.learner") and equals and value in ours:
@@ -77,7 +79,8 @@ def method_class(item: Any) -> type[FederatedCallback]:
     known = subclasses(FederatedCallback)
     if not isinstance(path, str):
         raise UserError(
-            f"method: {item!r} names no class. Accepted: {listed(sorted(known))}, or my_module.MyClass."
+            f"method: {item!r} names no class. "
+            f"Accepted: {listed(sorted(known))}, or my_module.MyClass."
         )
     if "." in path:
         module, _, name = path.rpartition(".")
@@ -91,78 +94,95 @@ def method_class(item: Any) -> type[FederatedCallback]:
     else:
         cls = known.get(path)
     if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
-        what = "is not a FederatedCallback" if cls is not None else "no such method"
+        problem = "is not a FederatedCallback" if cls is not None else "no such method"
         if f"method/{path.lower()}" in packaged():
-            what = f"no class of this name; it is a config: -c method/{path.lower()}"
+            problem = f"no class of this name; it is a config: -c method/{path.lower()}"
         raise UserError(
-            f"method: {path!r}: {what}.{suggest(path, known)} Accepted: {listed(sorted(known))}, or my_module.MyClass."
+            f"method: {path!r}: {problem}.{suggest(path, known)} "
+            f"Accepted: {listed(sorted(known))}, or my_module.MyClass."
         )
     return cls
 
 
 def apply_method_options(command: Command) -> None:
-    """Turn ``command.config["method"]`` into a checked list of ``class_path`` and ``init_args``, options applied."""
-    given = command.config.get("method")
-    items = [
-        _whole(item) for item in (given if isinstance(given, list) else [given] if given else [])
-    ]
+    """Turn ``command.config["method"]`` into a checked list, with the options applied.
+
+    Its items have ``class_path`` and ``init_args``.
+    """
+    items = _items(command.config.get("method"))
     for key, text in command.method_options:
-        value = plain_yaml(text, "--method" + (f".{key}" if key not in ("", "+") else key))
         if key in ("", "+"):
-            new = [
-                _whole(item)
-                for item in (value if isinstance(value, list) else [value] if value else [])
-            ]
+            new = _items(plain_yaml(text, f"--method{key}"))
             items = items + new if key else new
-            # no longer what runs
+            # The configs of methods are no longer what runs.
             command.names = [name for name in command.names if not name.startswith("method/")]
         else:
-            _set(items, key, value)
+            _set(items, key, plain_yaml(text, f"--method.{key}"))
     for item in items:
         cls = method_class(item)
         item["class_path"] = f"{cls.__module__}.{cls.__qualname__}"
         for name in item["init_args"]:
             if name not in parameters(cls):
                 raise UserError(
-                    f"method.{name}: {cls.__name__} has no such argument.{suggest(name, parameters(cls))} "
+                    f"method.{name}: {cls.__name__} has no such argument."
+                    f"{suggest(name, parameters(cls))} "
                     f"Accepted: {listed(parameters(cls)) or 'none'}."
                 )
-    command.config["method"], command.method_options = items, []
+    command.config["method"] = items
+    command.method_options = []
+
+
+def _items(value: Any) -> list[dict[str, Any]]:
+    """The methods that a list, or one alone, names."""
+    if not isinstance(value, list):
+        value = [value] if value else []
+    return [_whole(item) for item in value]
 
 
 def _whole(item: Any) -> dict[str, Any]:
     if not isinstance(item, dict | str):
         raise UserError(
-            f"method: {str(item)[:60]!r} names no class. Give text, such as ProximalTerm, or class_path."
+            f"method: {str(item)[:60]!r} names no class. "
+            "Give text, such as ProximalTerm, or class_path."
         )
-    item = item if isinstance(item, dict) else {"class_path": item}
+    if isinstance(item, str):
+        item = {"class_path": item}
     return {**item, "init_args": dict(item.get("init_args") or {})}
 
 
 def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
-    """Set ``key``, such as beta, in the one method that has it; ``Class.beta`` where several have it."""
+    """Set ``key``, such as beta, in the one method that has it.
+
+    Where several have it, it is given as ``Class.beta``.
+    """
     name, _, rest = key.partition(".")
-    named = [item for item in items if class_name(item) == name]
-    if named and rest:
-        owners, (name, _, rest) = named, rest.partition(".")
+    accepted: dict[str, str] = {}
+    for item in items:
+        accepted |= dict.fromkeys(parameters(method_class(item)), class_name(item))
+    owners = [item for item in items if class_name(item) == name]
+    if owners and rest:
+        name, _, rest = rest.partition(".")
     else:
         owners = [item for item in items if name in parameters(method_class(item))]
-    accepted = {p: class_name(item) for item in items for p in parameters(method_class(item))}
     if not owners:
         methods = ", ".join(map(class_name, items)) or "no method is given"
+        options = listed(f"--method.{option}" for option in accepted)
         raise UserError(
-            f"--method.{key} {value}: no method of this run has {name!r} ({methods}).{suggest(name, accepted)} "
-            f"Accepted: {listed(f'--method.{p}' for p in accepted) or 'nothing; FedAvg has no settings'}."
+            f"--method.{key} {value}: no method of this run has {name!r} ({methods})."
+            f"{suggest(name, accepted)} Accepted: {options or 'nothing; FedAvg has no settings'}."
         )
     if len(owners) > 1:
+        names = list(map(class_name, owners))
         raise UserError(
-            f"--method.{key} {value}: {' and '.join(map(class_name, owners))} both have {name!r}. "
-            f"Say which: {', '.join(f'--method.{class_name(o)}.{key}' for o in owners)}."
+            f"--method.{key} {value}: {' and '.join(names)} both have {name!r}. "
+            f"Say which: {', '.join(f'--method.{each}.{key}' for each in names)}."
         )
     arguments = owners[0]["init_args"]
-    if rest:  # --method.beta Exponential --method.beta.gamma 0.9
+    if rest:
+        # As in --method.beta Exponential --method.beta.gamma 0.9.
         inner = arguments.get(name)
-        inner = inner if isinstance(inner, dict) else {"class_path": inner}
+        if not isinstance(inner, dict):
+            inner = {"class_path": inner}
         arguments[name] = {**inner, "init_args": {**(inner.get("init_args") or {}), rest: value}}
     else:
         arguments[name] = value

@@ -1,6 +1,7 @@
-"""A network's classes, channels and image size follow the data: gaps are filled in, and what cannot fit is refused.
+"""A network's classes, channels and image size follow the data.
 
-This is done on the configuration, before anything is built, so that the run's config.yaml has plain numbers.
+Gaps are filled in, and what cannot fit is refused. This is done on the configuration, before
+anything is built, so that the run's config.yaml has plain numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from fl_lightning.models.text import TextLearner
 
 _AT = "model.learner.network"
 _SIZES = ("num_classes", "in_channels", "input_size", "sizes")
-_PUBLISHED = (3, 32, 32), 10  # what a packaged CNN is built for where the data do not tell
+# What a packaged CNN is built for where the data do not tell.
+_PUBLISHED_SHAPE = (3, 32, 32)
+_PUBLISHED_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class Facts:
 
 
 def fit_network_to_data(command: Command) -> None:
-    """Complete ``model.learner`` in ``command.config``, where it is an ``ImageClassifier`` around a packaged network.
+    """Complete ``model.learner`` in ``command.config``.
+
+    It is completed where it is an ``ImageClassifier`` around a packaged network.
 
     Raises:
         UserError: a given number, or the network itself, cannot work with the data.
@@ -49,10 +54,11 @@ def fit_network_to_data(command: Command) -> None:
     chosen = full_paths(_with_options(command.config, command.options))
     if not isinstance(model, dict) or "learner" not in chosen["model"]:
         return
-    facts, guessed = _facts(chosen.get("data")), list[str]()
+    facts = _facts(chosen.get("data"))
+    guessed: list[str] = []
     _check_texts(chosen["model"]["learner"], facts)
     target = _complete(chosen["model"]["learner"], facts, guessed)
-    # options may name another class; the config has to parse, too
+    # Options may name another class, but the config has to parse, too.
     learner = _complete(model.get("learner"), facts, [])
     if _class(target) is ImageClassifier:
         network = _arguments(target).get("network")
@@ -60,8 +66,9 @@ def fit_network_to_data(command: Command) -> None:
             _check(target, facts, "num_classes" in _arguments(chosen["model"]["learner"]))
         if guessed:
             command.notes.append(
-                f"{_AT}: {facts.name} does not say what its samples are, so it is built for {' and '.join(guessed)}; "
-                "give its numbers, or num_classes and sample_shape as attributes of the data's class"
+                f"{_AT}: {facts.name} does not say what its samples are, so it is built for "
+                f"{' and '.join(guessed)}; give its numbers, or num_classes and sample_shape as "
+                "attributes of the data's class"
             )
         learner = merge(learner, {"class_path": target["class_path"]})
         _copy_sizes(target, learner)
@@ -73,9 +80,8 @@ def fit_network_to_data(command: Command) -> None:
 
 
 def _copy_sizes(source: dict[str, Any], target: dict[str, Any]) -> None:
-    _arguments(target).update(
-        {key: value for key, value in _arguments(source).items() if key in _SIZES}
-    )
+    sizes = {key: value for key, value in _arguments(source).items() if key in _SIZES}
+    _arguments(target).update(sizes)
 
 
 # --------------------------------------------------------------------------- what will be built
@@ -87,13 +93,15 @@ def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
     for position, option in enumerate(options):
         flag, equals, text = option.partition("=")
         path = flag.removeprefix("--").split(".")
-        if not flag.startswith("--") or not (path[0] == "data" or path[:2] == ["model", "learner"]):
+        of_learner = path[:2] == ["model", "learner"]
+        if not flag.startswith("--") or not (path[0] == "data" or of_learner):
             continue
         if not equals:
             text = options[position + 1] if position + 1 < len(options) else ""
         try:
             value = plain_yaml(text, option)
-        except UserError:  # the parser will say what is wrong
+        except UserError:
+            # The parser will say what is wrong.
             value = text
         tree = _put(tree, path, value)
     return tree
@@ -102,32 +110,34 @@ def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
 def _put(node: Any, path: list[str], value: Any) -> Any:
     """``node`` with ``value`` at ``path``, which may leave out ``init_args``."""
     if not path:
-        names_a_class = isinstance(value, str) and (
-            isinstance(node, dict) or value in names_of_ours()
-        )
+        names_a_class = False
+        if isinstance(value, str):
+            names_a_class = isinstance(node, dict) or value in names_of_ours()
         return merge(node, {"class_path": value} if names_a_class else value)
-    node = (
-        {"class_path": node}
-        if isinstance(node, str)
-        else dict(node)
-        if isinstance(node, dict)
-        else {}
-    )
-    key, rest = path[0], path[1:]
+    if isinstance(node, str):
+        node = {"class_path": node}
+    elif not isinstance(node, dict):
+        node = {}
+    key, *rest = path
     if key == "class_path":
         return merge(node, {key: value})
+    # An argument of a class may be given without its init_args.
     if {"class_path", "init_args"} & set(node) and key not in ("init_args", "dict_kwargs"):
         return {**node, "init_args": _put(node.get("init_args") or {}, path, value)}
     return {**node, key: _put(node.get(key), rest, value)}
 
 
 def _class(node: Any) -> Any:
-    """The class that a node of the configuration names; None where it names none (the parser will say so)."""
+    """The class that a node of the configuration names; None where it names none.
+
+    The parser will say so then.
+    """
     path = node.get("class_path") if isinstance(node, dict) else node
     module, _, name = str(path).rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception:  # the user's own module may raise anything
+    except Exception:
+        # The user's own module may raise anything.
         return None
 
 
@@ -135,67 +145,82 @@ def _arguments(node: Any) -> dict[str, Any]:
     """A node's ``init_args``, added where it has none."""
     if not isinstance(node.get("init_args"), dict):
         node["init_args"] = {}
-    found: dict[str, Any] = node["init_args"]
-    return found
+    arguments: dict[str, Any] = node["init_args"]
+    return arguments
 
 
 def _is_ours(network: Any) -> bool:
-    return isinstance(network, dict) and getattr(_class(network), "__module__", "").startswith(
-        "fl_lightning.models."
-    )
+    if not isinstance(network, dict):
+        return False
+    return getattr(_class(network), "__module__", "").startswith("fl_lightning.models.")
 
 
 def _facts(data: Any) -> Facts:
     cls = _class(data)
     if not (isinstance(cls, type) and issubclass(cls, FederatedDataModule)):
         return Facts("data")
-    arguments = data.get("init_args") if isinstance(data, dict) else None
-    classes = cls.num_classes
-    shape = cls.shape_of_samples(**(arguments if isinstance(arguments, dict) else {}))
-    return Facts(
-        cls.__name__,
-        shape,
-        classes if isinstance(classes, int) else None,
-        getattr(cls, "texts", False),
-    )
+    arguments = _arguments(deepcopy(data)) if isinstance(data, dict) else {}
+    shape = cls.shape_of_samples(**arguments)
+    # A class that reads its labels to count them has a property here.
+    classes = cls.num_classes if isinstance(cls.num_classes, int) else None
+    return Facts(cls.__name__, shape, classes, getattr(cls, "texts", False))
 
 
 # --------------------------------------------------------------------------- filling in
 
 
 def _complete(learner: Any, facts: Facts, guessed: list[str]) -> Any:
-    """The learner with its classes, channels and sizes filled in, if it is one of ours; adds guesses to ``guessed``."""
+    """The learner with its classes, channels and sizes filled in, if it is one of ours.
+
+    Adds guesses to ``guessed``.
+    """
     if _class(learner) is not ImageClassifier:
         return learner
     learner = {"class_path": learner} if isinstance(learner, str) else deepcopy(learner)
-    given = _arguments(learner)
-    if isinstance(given.get("network"), str):
-        given["network"] = {"class_path": given["network"]}
-    classes = given.get("num_classes")
-    if _is_ours(network := given.get("network")):
-        inner, cls = _arguments(network), _class(network)
-        sizes = inner.setdefault("sizes", [None, 200, 200, None]) if cls is MLP else None
-        ends = sizes if isinstance(sizes, list) and len(sizes) > 1 else [0, 0]
-        outputs = ends[-1] if cls is MLP else inner.get("num_classes")
-        classes = next((c for c in (classes, outputs, facts.classes) if c is not None), None)
-        if classes is None:
-            classes = _PUBLISHED[1]
-            guessed.append(f"{classes} classes")
-        shape = facts.shape or ((28, 28) if cls is MLP else _PUBLISHED[0])
-        wanted = {"in_channels": shape[0], "input_size": shape[-1], "num_classes": classes}
-        missing = [name for name in wanted if name in parameters(cls) and inner.get(name) is None]
-        inner.update({name: wanted[name] for name in missing})
-        if facts.shape is None and (ends[0] is None or set(missing) - {"num_classes"}):
-            guessed.append(f"samples of {'x'.join(map(str, shape))}")
-        if ends is sizes:
-            inner["sizes"] = [
-                math.prod(shape) if ends[0] is None else ends[0],
-                *ends[1:-1],
-                ends[-1] or classes,
-            ]
-    if given.get("num_classes") is None and (classes := classes or facts.classes) is not None:
-        given["num_classes"] = classes
+    arguments = _arguments(learner)
+    if isinstance(arguments.get("network"), str):
+        arguments["network"] = {"class_path": arguments["network"]}
+    classes = arguments.get("num_classes")
+    if _is_ours(arguments.get("network")):
+        classes = _complete_network(arguments["network"], classes, facts, guessed)
+    classes = classes or facts.classes
+    if arguments.get("num_classes") is None and classes is not None:
+        arguments["num_classes"] = classes
     return learner
+
+
+def _complete_network(node: Any, classes: Any, facts: Facts, guessed: list[str]) -> Any:
+    """Fill in the network's sizes, and give the number of classes; ``classes`` is the learner's."""
+    cls = _class(node)
+    arguments = _arguments(node)
+    outputs = arguments.get("num_classes")
+    ends = None
+    if cls is MLP:
+        ends = _ends(cls, arguments.setdefault("sizes", [None, 200, 200, None]))
+        outputs = ends[-1] if ends else 0
+    # The learner decides, then the network, and then the data.
+    known = [number for number in (classes, outputs, facts.classes) if number is not None]
+    if not known:
+        guessed.append(f"{_PUBLISHED_CLASSES} classes")
+    classes = [*known, _PUBLISHED_CLASSES][0]
+    shape = facts.shape or ((28, 28) if cls is MLP else _PUBLISHED_SHAPE)
+    wanted = {"in_channels": shape[0], "input_size": shape[-1], "num_classes": classes}
+    missing = [name for name in wanted if name in parameters(cls) and arguments.get(name) is None]
+    arguments.update({name: wanted[name] for name in missing})
+    open_input = ends is not None and ends[0] is None
+    if facts.shape is None and (open_input or set(missing) - {"num_classes"}):
+        guessed.append(f"samples of {'x'.join(map(str, shape))}")
+    if ends is not None:
+        first = math.prod(shape) if open_input else ends[0]
+        arguments["sizes"] = [first, *ends[1:-1], ends[-1] or classes]
+    return classes
+
+
+def _ends(cls: Any, sizes: Any) -> list[Any] | None:
+    """The sizes of an MLP, where they are a list that has a first and a last one."""
+    if cls is MLP and isinstance(sizes, list) and len(sizes) > 1:
+        return sizes
+    return None
 
 
 # --------------------------------------------------------------------------- refusing
@@ -209,70 +234,94 @@ def _check_texts(learner: Any, facts: Facts) -> None:
         node = {"class_path": network} if isinstance(network, str) else network
         if _is_ours(node):
             raise UserError(
-                f"{_AT}: {_class(node).__name__} takes numbers, but a sample of {facts.name} is a text. Use a learner "
-                "of texts, CausalLanguageModel (-c model/tiny_opt) or TextClassifier, or a network of your own."
+                f"{_AT}: {_class(node).__name__} takes numbers, but a sample of {facts.name} is a "
+                "text. Use a learner of texts, CausalLanguageModel (-c model/tiny_opt) or "
+                "TextClassifier, or a network of your own."
             )
     if isinstance(cls, type) and issubclass(cls, TextLearner) and facts.shape is not None:
         raise UserError(
-            f"model.learner: {cls.__name__} takes texts, but a sample of {facts.name} ({facts.size}) is none. Use data "
-            "of texts (-c data/text, -c data/multinli), or another learner."
+            f"model.learner: {cls.__name__} takes texts, but a sample of {facts.name} "
+            f"({facts.size}) is none. Use data of texts (-c data/text, -c data/multinli), or "
+            "another learner."
         )
 
 
 def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
-    """Refuse what cannot work; ``learners``: whether the number of classes was given to the learner."""
-    given, node = _arguments(learner), _arguments(learner)["network"]
-    network, cls = _arguments(node), _class(node)
-    sizes = network.get("sizes")
-    ends = sizes if cls is MLP and isinstance(sizes, list) and len(sizes) > 1 else None
-    option, outputs = (
-        (f"{_AT}.sizes", ends[-1]) if ends else (f"{_AT}.num_classes", network.get("num_classes"))
-    )
-    counts = [(option, outputs), ("model.learner.num_classes", given.get("num_classes"))]
-    for where, count in reversed(counts) if learners else counts:
-        if isinstance(count, int) and count < (facts.classes or 0):
-            what = (
-                f"{sizes} ends in {count} outputs" if ends and where == option else f"it is {count}"
-            )
-            raise UserError(
-                f"{where}: {what}, but {facts.name} has {facts.classes} classes. Give at least {facts.classes}, or "
-                f"{'null for what the data have' if ends else 'leave it out'}."
-            )
-    if _whole(outputs) and _whole(given.get("num_classes")) and outputs != given["num_classes"]:
-        raise UserError(
-            f"model.learner.num_classes is {given['num_classes']}, but {option} gives the network {outputs} outputs: "
-            "they have to be the same. Leave one of them out."
-        )
+    """Refuse what cannot work.
+
+    ``learners``: whether the number of classes was given to the learner.
+    """
+    arguments = _arguments(learner)
+    cls = _class(arguments["network"])
+    network = _arguments(arguments["network"])
+    ends = _ends(cls, network.get("sizes"))
+    _check_classes(arguments.get("num_classes"), network, ends, facts, learners)
     if facts.shape is None:
         return
+    if not ends:
+        _check_images(cls, network, facts)
+    elif _whole(ends[0]) and ends[0] != math.prod(facts.shape):
+        inputs = math.prod(facts.shape)
+        raise UserError(
+            f"{_AT}.sizes: {ends} takes {ends[0]} inputs, but a sample of {facts.name} "
+            f"({facts.size}) has {inputs} numbers. Begin with {inputs}, or with null for the "
+            "data's."
+        )
+
+
+def _check_classes(
+    classes: Any, network: dict[str, Any], ends: list[Any] | None, facts: Facts, learners: bool
+) -> None:
+    """Refuse fewer outputs than the data have classes, and two numbers that differ."""
+    option = f"{_AT}.num_classes"
+    outputs = network.get("num_classes")
+    way_out = "leave it out"
     if ends:
-        if _whole(ends[0]) and ends[0] != math.prod(facts.shape):
+        option = f"{_AT}.sizes"
+        outputs = ends[-1]
+        way_out = "null for what the data have"
+    counts = [(option, outputs), ("model.learner.num_classes", classes)]
+    # What was given is named first, not what was filled in after it.
+    for where, count in reversed(counts) if learners else counts:
+        if isinstance(count, int) and count < (facts.classes or 0):
+            problem = f"it is {count}"
+            if ends and where == option:
+                problem = f"{ends} ends in {count} outputs"
             raise UserError(
-                f"{_AT}.sizes: {sizes} takes {ends[0]} inputs, but a sample of {facts.name} ({facts.size}) has "
-                f"{math.prod(facts.shape)} numbers. Begin with {math.prod(facts.shape)}, or with null for the data's."
+                f"{where}: {problem}, but {facts.name} has {facts.classes} classes. Give at least "
+                f"{facts.classes}, or {way_out}."
             )
-        return
+    if _whole(outputs) and _whole(classes) and outputs != classes:
+        raise UserError(
+            f"model.learner.num_classes is {classes}, but {option} gives the network {outputs} "
+            "outputs: they have to be the same. Leave one of them out."
+        )
+
+
+def _check_images(cls: Any, network: dict[str, Any], facts: Facts) -> None:
+    """Refuse samples that are no images, or images that the network cannot take."""
+    assert facts.shape is not None
     if len(facts.shape) != 3:
         raise UserError(
-            f"{_AT}: {cls.__name__} takes images (channels, height, width), but a sample of {facts.name} has shape "
-            f"{facts.size}. Use MLP (-c model/mlp), or a network of your own."
+            f"{_AT}: {cls.__name__} takes images (channels, height, width), but a sample of "
+            f"{facts.name} has shape {facts.size}. Use MLP (-c model/mlp), or a network of your "
+            "own."
         )
-    channels, side = facts.shape[0], facts.shape[-1]
-    least, most = getattr(cls, "smallest_input", side), getattr(cls, "largest_input", side)
+    channels, _, side = facts.shape
+    least = getattr(cls, "smallest_input", side)
+    most = getattr(cls, "largest_input", side)
     if not least <= side <= most:
         limit = f"at least {least}x{least}" if side < least else f"up to {most}x{most}"
         raise UserError(
-            f"{_AT}: {cls.__name__} takes images of {limit} pixels, but those of {facts.name} have {facts.size}. Use "
-            "MLP (-c model/mlp), or another network."
+            f"{_AT}: {cls.__name__} takes images of {limit} pixels, but those of {facts.name} have "
+            f"{facts.size}. Use MLP (-c model/mlp), or another network."
         )
-    for name, value, has in (
-        ("in_channels", channels, "channels"),
-        ("input_size", side, "pixels a side"),
-    ):
+    sizes = (("in_channels", channels, "channels"), ("input_size", side, "pixels a side"))
+    for name, value, unit in sizes:
         if _whole(network.get(name)) and network[name] != value:
             raise UserError(
-                f"{_AT}.{name} is {network[name]}, but a sample of {facts.name} ({facts.size}) has {value} {has}. "
-                f"Give {value}, or leave it out."
+                f"{_AT}.{name} is {network[name]}, but a sample of {facts.name} ({facts.size}) has "
+                f"{value} {unit}. Give {value}, or leave it out."
             )
 
 

@@ -1,7 +1,8 @@
-"""A run's folder, claimed when training starts and not before; the config, loggers and checkpoints in it."""
+"""A run's folder, claimed when training starts and not before; its config, loggers, checkpoints."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -24,19 +25,19 @@ from fl_lightning.storage.lock import RunLock, held_by_all
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
     """The folders ``<stem>-<number>`` that exist, by number."""
-    parent, name = Path(stem).parent, Path(stem).name
-    found = [
-        (int(match[1]), entry)
-        for entry in (parent.iterdir() if parent.is_dir() else ())
-        if (match := re.fullmatch(re.escape(name) + r"-(\d+)", entry.name))
-    ]
-    return sorted(found)
+    parent = Path(stem).parent
+    pattern = re.escape(Path(stem).name) + r"-(\d+)"
+    folders = []
+    for entry in parent.iterdir() if parent.is_dir() else ():
+        if match := re.fullmatch(pattern, entry.name):
+            folders.append((int(match[1]), entry))
+    return sorted(folders)
 
 
 def next_free(stem: str) -> Path:
     """The folder after the last of ``numbered(stem)``; it is not created."""
-    existing = numbered(stem)
-    return Path(f"{stem}-{existing[-1][0] + 1 if existing else 1}")
+    last = max((number for number, _ in numbered(stem)), default=0)
+    return Path(f"{stem}-{last + 1}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -44,39 +45,43 @@ def checkpoints(folder: Path) -> list[Path]:
     order = {"last.ckpt": 0, "best.ckpt": 1}
     times: dict[Path, float] = {}
     for path in (folder / "checkpoints").glob("*.ckpt"):
-        with suppress(OSError):  # a link to nothing, or one that was just removed
+        # It may be a link to nothing, or have been removed just now.
+        with suppress(OSError):
             if stat.S_ISREG((status := path.stat()).st_mode):
                 times[path] = status.st_mtime
     return sorted(times, key=lambda path: (order.get(path.name, 2), -times[path]))
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run completed a round in ``folder``; one that stopped in round 0 leaves it free for another."""
-    metrics, packed = folder / "metrics.csv", folder / "metrics.csv.gz"
-    if packed.is_file():  # what is kept of a finished run
+    """Whether a run completed a round in ``folder``.
+
+    One that stopped in round 0 leaves it free for another.
+    """
+    # A finished run may be kept without its checkpoints.
+    if (folder / "metrics.csv.gz").is_file() or checkpoints(folder):
         return True
-    # without checkpoints (enable_checkpointing=false), the row of round 1 shows that round 0 ended
-    return bool(checkpoints(folder)) or (
-        metrics.is_file() and metrics.read_bytes().count(b"\n") > 2
-    )
+    # Without checkpoints (enable_checkpointing=false), the row of round 1 shows that round 0 ended.
+    metrics = folder / "metrics.csv"
+    return metrics.is_file() and metrics.read_bytes().count(b"\n") > 2
 
 
 def check_name(folder: Path) -> None:
     """Refuse a name that no folder can have."""
+    problem = ""
     try:
         parts = [part.encode() for part in folder.absolute().parts]
-        why = "holds a zero byte" if b"\0" in b"".join(parts) else ""
-        if max(map(len, parts)) > 255 or sum(map(len, parts)) + len(parts) > 4000:
-            why = "is too long for a file system (255 bytes a part, 4,000 in all)"
     except UnicodeEncodeError:
-        why = "holds bytes that are no text"
-    if why:
+        problem = "holds bytes that are no text"
+    else:
+        if b"\0" in b"".join(parts):
+            problem = "holds a zero byte"
+        if max(map(len, parts)) > 255 or sum(map(len, parts)) + len(parts) > 4000:
+            problem = "is too long for a file system (255 bytes a part, 4,000 in all)"
+    if problem:
         raise UserError(
-            f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {why}. Give another folder."
+            f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {problem}. "
+            "Give another folder."
         )
-
-
-RUN_FILES = ", for the run's config, metrics and checkpoints"
 
 
 def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> None:
@@ -85,20 +90,24 @@ def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> 
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "is not writable" if place.is_dir() else "is not a folder"
+        problem = "is not writable" if place.is_dir() else "is not a folder"
+        files = "the run's config, metrics and checkpoints"
+        if option == "-o":
+            files = "the files of this command"
         raise UserError(
-            f"{option} {folder}: {place} {why}. Give a folder that can be written to"
-            f"{', for the files of this command' if option == '-o' else RUN_FILES}."
+            f"{option} {folder}: {place} {problem}. Give a folder that can be written to, for "
+            f"{files}."
         )
 
 
 def _not_writable(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"--trainer.default_root_dir {folder}: cannot be written to ({error.strerror or error}). Give another folder."
+        f"--trainer.default_root_dir {folder}: cannot be written to ({error.strerror or error}). "
+        "Give another folder."
     )
 
 
-# Charts of TensorBoard's tab "Custom scalars", side by side; names of metrics are patterns there
+# Charts of TensorBoard's tab "Custom scalars", side by side; there, metrics are named by patterns.
 _CHARTS = {
     "accuracy": ["Multiline", ["val/acc$", "test/acc$", "clients/acc$"]],
     "loss": ["Multiline", ["train/loss$", "val/loss$", "global/train_loss$"]],
@@ -107,30 +116,37 @@ _CHARTS = {
     "communication, bytes": ["Multiline", ["communication/(up|down|total)_bytes$"]],
 }
 
-# of its hyper-parameters
+# The hyper-parameters that TensorBoard's tab of them shows first.
 _COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")
 
 
 class _Events(TensorBoardLogger):
-    """TensorBoard events directly in the run's folder, whose config.yaml takes the place of hparams.yaml."""
+    """TensorBoard events directly in the run's folder.
+
+    The folder's config.yaml takes the place of hparams.yaml.
+    """
 
     def save(self) -> None:
         self.experiment.flush()
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """For the tab of hyper-parameters, beside the last accuracy and loss; TensorBoardLogger's would log a -1."""
+        """Fill the tab of hyper-parameters, beside the last accuracy and loss.
+
+        TensorBoardLogger's own method would log a -1.
+        """
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import summary as tensorboard
 
-        # which has no types
-        writer, of_tensorboard = self.experiment._get_file_writer(), cast(Any, tensorboard)
+        # TensorBoard has no types.
+        writer = self.experiment._get_file_writer()
+        of_tensorboard = cast(Any, tensorboard)
         measured = dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)
         experiment, begun, ended = of_tensorboard.hparams(dict(params), measured)
         plugin = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(plugin.content)
         for info in content.experiment.hparam_infos:
-            # these come first; the tab shows five, by name unless told
+            # Those that differ come first; the tab shows five, by name unless told.
             info.differs = info.name in _COLUMNS
         plugin.content = content.SerializeToString()
         for summary in (experiment, begun, ended):
@@ -138,22 +154,27 @@ class _Events(TensorBoardLogger):
 
     @rank_zero_only
     def log_layout(self, shown: list[str]) -> None:
-        """The tab of custom scalars, with a chart of each metric that is ``shown`` and in no other, up front."""
+        """Lay out the tab of custom scalars.
+
+        In front is a chart of each metric that is ``shown`` and in no other chart.
+        """
         from torch.utils.tensorboard import summary as tensorboard
 
-        known = [re.compile(pattern) for _, patterns in _CHARTS.values() for pattern in patterns]
-        new = [name for name in shown if not any(pattern.match(name) for pattern in known)]
+        patterns: list[str] = []
+        for _, names in _CHARTS.values():
+            patterns += names
+        known = re.compile("|".join(f"({pattern})" for pattern in patterns))
+        new = [name for name in shown if not known.match(name)]
         charts = {name: ["Multiline", [f"{re.escape(name)}$"]] for name in new} | _CHARTS
         layout = cast(Any, tensorboard).custom_scalars({"Federated": charts})
         self.experiment._get_file_writer().add_summary(layout)
 
 
 class RunFolder(pl.Callback):
-    """Claims the run's folder once everything else is known to work, and puts config and loggers there.
+    """Claims the run's folder once all else is known to work, and puts config and loggers there.
 
-    A resumed run keeps the config.yaml it was started with until ``write_config`` after its first new checkpoint: a
-    resume that fails leaves the run as it was.
-
+    A resumed run keeps the config.yaml it was started with until ``write_config`` after its first
+    new checkpoint: a resume that fails leaves the run as it was.
     Args:
         folder: the run's folder.
         stem: where no folder was given: the next free ``<stem>-<number>`` is claimed.
@@ -161,15 +182,21 @@ class RunFolder(pl.Callback):
         tensorboard: whether to write TensorBoard events.
     """
 
-    claims_folder = True  # so the module does not
+    # The module asks for it, and then claims no folder itself.
+    claims_folder = True
 
     def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
-        self.folder, self.stem, self.config, self.tensorboard = folder, stem, config, tensorboard
-        self._written = self._laid_out = False
+        self.folder = folder
+        self.stem = stem
+        self.config = config
+        self.tensorboard = tensorboard
+        self._written = False
+        self._laid_out = False
         self._lock: RunLock | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.stem is None and self.folder.is_dir():  # before the checkpoint in it is read
+        # It is held before the checkpoint in it is read.
+        if self.stem is None and self.folder.is_dir():
             self._lock = held_by_all(self.folder, trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -192,11 +219,11 @@ class RunFolder(pl.Callback):
         self.folder = Path(trainer.strategy.broadcast(str(folder)))
         self._lock = self._lock or held_by_all(self.folder, trainer)
         self._lock.use()
-        vars(trainer)["_default_root_dir"] = str(self.folder)  # for everyone who asks from now on
+        # Everyone who asks the Trainer from now on gets this folder.
+        vars(trainer)["_default_root_dir"] = str(self.folder)
         first_round = trainer.current_epoch
-        if trainer.is_global_zero and (
-            first_round == 0 or not (self.folder / "config.yaml").exists()
-        ):
+        fresh = first_round == 0 or not (self.folder / "config.yaml").exists()
+        if trainer.is_global_zero and fresh:
             self.write_config()
         loggers: list[Logger] = [MetricsCSV(self.folder)]
         if self.tensorboard:
@@ -211,13 +238,15 @@ class RunFolder(pl.Callback):
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
             print(pl_module.describe(), flush=True)
-            going_on = f", going on with round {first_round}" if first_round else ""
-            print(f"→ {self.folder}{going_on}", flush=True)
+            line = f"→ {self.folder}"
+            if first_round:
+                line += f", going on with round {first_round}"
+            print(line, flush=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (
-            trainer.fit_loop.epoch_loop.val_loop._has_run or not trainer.enable_validation
-        ):  # from now on it is known what the learner logs
+        # After the first validation it is known what the learner logs.
+        validated = trainer.fit_loop.epoch_loop.val_loop._has_run
+        if validated or not trainer.enable_validation:
             self._lay_out(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -232,7 +261,7 @@ class RunFolder(pl.Callback):
                     logger.log_layout(facts.shown(trainer))
 
     def _claim(self) -> Path:
-        """Create the folder (the next free one, where two runs start at once)."""
+        """Create the folder: the next free one, where two runs start at once."""
         folder = self.folder
         try:
             while True:
@@ -256,7 +285,7 @@ class RunFolder(pl.Callback):
 
 
 class RunCheckpoint(Checkpoint):
-    """Writes ``last.ckpt`` after every round, and links it as ``best.ckpt`` whenever the metric improves.
+    """Writes ``last.ckpt`` after every round; links it as ``best.ckpt`` when the metric improves.
 
     Args:
         run: knows the folder, once training starts.
@@ -265,9 +294,12 @@ class RunCheckpoint(Checkpoint):
     """
 
     def __init__(self, run: RunFolder, monitor: str | None = None, mode: str | None = None) -> None:
-        self.run, self.given, self.monitor = run, monitor is not None, monitor or "val/acc"
+        self.run = run
+        self.given = monitor is not None
+        self.monitor = monitor or "val/acc"
         self.directions = Directions("Give --monitor_mode", {self.monitor: mode})
-        self.mode: str | None = None  # by which the best was found
+        # The mode by which the best was found.
+        self.mode: str | None = None
         self.best: float | None = None
         self.best_round = -1
         self.explained = False
@@ -286,8 +318,9 @@ class RunCheckpoint(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["monitor"] == self.monitor:
-            self.best, self.best_round = state_dict["best"], state_dict["best_round"]
-            # as older runs had it
+            self.best = state_dict["best"]
+            self.best_round = state_dict["best_round"]
+            # Older runs saved no mode, and had it by this rule.
             self.mode = state_dict.get("mode") or ("min" if "loss" in self.monitor else "max")
 
     @property
@@ -301,7 +334,7 @@ class RunCheckpoint(Checkpoint):
         return str(self.folder)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ask which way is better, unless the learner may tell when it logs a torchmetrics metric."""
+        """Ask which way is better, unless a torchmetrics metric of the learner may tell."""
         unknown = self.given and self.directions.known(self.monitor) is None
         if unknown and not tells_mode(pl_module):
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
@@ -325,16 +358,12 @@ class RunCheckpoint(Checkpoint):
         if names and not self.explained and trainer.is_global_zero:
             self.explained = True
             self._record(trainer)
-            known = {name: self.directions.known(name) for name in sorted(names)}
-            other = next(
-                (n for n in known if is_accuracy(n)),
-                next((n for n in known if known[n] is not None), None),
-            )
-            way = (
-                f"--monitor {other}"
-                if other
-                else f"--monitor {next(iter(known))} --monitor_mode max (or min)"
-            )
+            modes = {name: self.directions.known(name) for name in sorted(names)}
+            decided = [name for name in modes if modes[name] is not None]
+            other = next(filter(is_accuracy, modes), decided[0] if decided else None)
+            way = f"--monitor {next(iter(modes))} --monitor_mode max (or min)"
+            if other:
+                way = f"--monitor {other}"
             print(f"no {self.monitor} is logged, so best.ckpt is not kept; {way} would keep it")
 
     def _record(self, trainer: pl.Trainer) -> None:
@@ -347,8 +376,8 @@ class RunCheckpoint(Checkpoint):
             if self.given and trainer.fit_loop.epoch_loop.val_loop._has_run:
                 known = sorted(trainer.callback_metrics)
                 raise UserError(
-                    f"--monitor {self.monitor}: no metric has this name.{suggest(self.monitor, known)} "
-                    f"Logged so far: {', '.join(known)}."
+                    f"--monitor {self.monitor}: no metric has this name."
+                    f"{suggest(self.monitor, known)} Logged so far: {', '.join(known)}."
                 )
             self._explain(trainer)
             return False
@@ -356,28 +385,34 @@ class RunCheckpoint(Checkpoint):
         if self.directions.known(self.monitor) is None:
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
         mode = MODES[not self.directions.greater(self.monitor)]
-        if mode != self.mode:  # what was the best by the other is none
-            self.mode, self.best = mode, None
+        # What was the best by the other mode is none.
+        if mode != self.mode:
+            self.mode = mode
+            self.best = None
         value = float(trainer.callback_metrics[self.monitor])
         better = self.best is None or (value > self.best if mode == "max" else value < self.best)
-        if better and value == value:
-            self.best, self.best_round = value, trainer.current_epoch
-            return True
-        return False
+        # A NaN is no best: it would never be beaten.
+        if not better or math.isnan(value):
+            return False
+        self.best = value
+        self.best_round = trainer.current_epoch
+        return True
 
     def _link(self, trainer: pl.Trainer) -> None:
-        last, best, aside = (
-            self.folder / name for name in ("last.ckpt", "best.ckpt", ".best.ckpt.tmp")
-        )
+        last = self.folder / "last.ckpt"
+        best = self.folder / "best.ckpt"
+        aside = self.folder / ".best.ckpt.tmp"
         if not trainer.is_global_zero or not last.exists():
             return
         lock.check(best)
         aside.unlink(missing_ok=True)
         try:
             os.link(last, aside)
-        except OSError:  # a file system without links
+        except OSError:
+            # The file system has no links.
             with written_aside(best) as file, open(last, "rb") as source:
                 shutil.copyfileobj(source, file)
             return
         aside.replace(best)
-        aside.unlink(missing_ok=True)  # rename(2) does nothing where both are links to one file
+        # rename(2) does nothing where both are links to one file.
+        aside.unlink(missing_ok=True)

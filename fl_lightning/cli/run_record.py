@@ -1,4 +1,4 @@
-"""``run.json``: what a run is and how it stands, for whoever reads its folder without the code that made it."""
+"""``run.json``: what a run is and how it stands, for readers without the code that made it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def run_record(
         seed: the run's.
         title: the method's name.
         partition_hash: of who has which data; None where the data cannot tell.
-        config: config.yaml as nested dicts. Its hash leaves out the seed and the folder, so that the runs of one arm
-            share it.
+        config: config.yaml as nested dicts. Its hash leaves out the seed and the folder, so that
+            the runs of one arm share it.
         rounds: how many were asked for.
         command: as typed.
         arm: what a sweep calls this setting.
@@ -83,40 +83,44 @@ def run_record(
 def config_hash(config: Mapping[str, Any]) -> str:
     """SHA-256 of a config without its seed and its folder.
 
-    >>> config_hash({"seed_everything": 0, "model": {"a": 1}}) == config_hash({"seed_everything": 1, "model": {"a": 1}})
+    >>> ours = {"model": {"a": 1}}
+    >>> config_hash({"seed_everything": 0, **ours}) == config_hash({"seed_everything": 1, **ours})
     True
     """
-    trainer = {
-        key: value
-        for key, value in (config.get("trainer") or {}).items()
-        if key != "default_root_dir"
-    }
-    kept = {
-        key: value for key, value in config.items() if key not in ("seed_everything", "ckpt_path")
-    }
-    text = json.dumps({**kept, "trainer": trainer}, sort_keys=True, default=str)
+    trainer = dict(config.get("trainer") or {})
+    trainer.pop("default_root_dir", None)
+    kept = {**config, "trainer": trainer}
+    for key in ("seed_everything", "ckpt_path"):
+        kept.pop(key, None)
+    text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def checkout() -> str | None:
-    """The commit of the checkout that this code is of, with ``-dirty`` where its files differ; None: it is of none."""
-    git, here = ["git", "-C", str(Path(__file__).resolve().parent)], Path(__file__).name
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The commit of the checkout that this code is of; None: it is of none.
+
+    Where its files differ it ends in ``-dirty``.
+    """
+    here = Path(__file__).resolve()
+    described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        # not of a checkout that it only lies in
-        for arguments in (["ls-files", "--error-unmatch", here], describe):
-            said = subprocess.run(
-                [*git, *arguments], capture_output=True, text=True, check=True, timeout=60
-            ).stdout
+        # The first command fails in a checkout that this code only lies in, as in site-packages.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, *described).strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.strip() or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 class RunRecord(pl.Callback):
-    """Writes ``run.json`` in the run's folder when training starts and when it ends, however it does.
+    """Writes ``run.json`` in the run's folder when training starts and when it ends, in any way.
 
-    "running" stays in it where the process was killed. A resumed run keeps the arm and the claims that it began with.
+    "running" stays in it where the process was killed. A resumed run keeps the arm and the claims
+    that it began with.
 
     Args:
         config: text of config.yaml.
@@ -134,34 +138,37 @@ class RunRecord(pl.Callback):
         claims_hash: str | None = None,
         axes: Mapping[str, str] | None = None,
     ) -> None:
-        self.config, self.command, self.arm, self.claims_hash = (
-            config,
-            list(command),
-            arm,
-            claims_hash,
-        )
+        self.config = config
+        self.command = list(command)
+        self.arm = arm
+        self.claims_hash = claims_hash
         self.axes = dict(axes or {})
         self._started: str | None = None
         self._commit: str | None = None
-        self._path: Path | None = None  # known, and ours to write, once training starts
+        # It is known, and ours to write, once training starts.
+        self._path: Path | None = None
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._path = Path(trainer.default_root_dir) / "run.json"
-        before = read_record(self._path)
-        self.arm, self.claims_hash = (
-            self.arm or before.get("arm"),
-            self.claims_hash or before.get("claims_hash"),
-        )
-        self.axes = self.axes or before.get("axes") or {}
-        self._started = (before.get("started") if trainer.current_epoch else None) or _now()
+        earlier = read_record(self._path)
+        self.arm = self.arm or earlier.get("arm")
+        self.claims_hash = self.claims_hash or earlier.get("claims_hash")
+        self.axes = self.axes or earlier.get("axes") or {}
+        # A run that starts anew in a folder has no more of the one before.
+        if trainer.current_epoch:
+            self._started = earlier.get("started")
+            self._modes = read_modes(earlier.get("modes"))
+        else:
+            self._started = None
+            self._modes = {}
+        self._started = self._started or _now()
         self._commit = checkout() if trainer.is_global_zero else None
-        self._modes = read_modes(before.get("modes")) if trainer.current_epoch else {}
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # now, as a run that is killed has them too
+        # It is written now, as a run that is killed has names too.
         if self._path is not None and self._take_names(trainer):
             self._write("running", trainer)
 
@@ -174,37 +181,40 @@ class RunRecord(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        status = "failed"
         if isinstance(exception, Diverged):
             status = "diverged"
-        else:
-            status = (
-                "stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
-            )
+        elif isinstance(exception, KeyboardInterrupt | SystemExit):
+            status = "stopped"
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
-        """Note what the learner's torchmetrics said of themselves, and what is shown; whether that is new."""
-        before, logged = (
-            (dict(self._modes), self._shown),
-            getattr(trainer.lightning_module, "logged", None),
-        )
-        self._shown = [
-            name for name in facts.shown(trainer) if name in trainer.callback_metrics
-        ] or self._shown
+        """Note what the learner's torchmetrics said of themselves, and what is shown.
+
+        Tells whether any of that is new.
+        """
+        modes = dict(self._modes)
+        shown = self._shown
+        logged = getattr(trainer.lightning_module, "logged", None)
+        names = [name for name in facts.shown(trainer) if name in trainer.callback_metrics]
+        self._shown = names or shown
         if logged is not None:
             self._modes |= logged.modes_of(trainer.callback_metrics)
-        return (self._modes, self._shown) != before
+        return self._modes != modes or self._shown != shown
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
         self._take_names(trainer)
         if self._path is None or not trainer.is_global_zero:
             return
+        title = type(module).__name__
         describe: Callable[[], str] | None = getattr(module, "describe", None)
+        if describe is not None:
+            title = describe().split(" · ")[0]
         record = run_record(
             status=status,
             seed=int(getattr(module, "run_seed", 0)),
-            title=describe().split(" · ")[0] if describe is not None else type(module).__name__,
+            title=title,
             partition_hash=getattr(getattr(trainer, "datamodule", None), "partition_hash", None),
             config=parse_yaml(self.config) or {},
             rounds=trainer.max_epochs,
@@ -243,5 +253,6 @@ def read_record(path: Path) -> dict[str, Any]:
 def _version(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:
+        # The code runs from a checkout that is not installed.
         return None

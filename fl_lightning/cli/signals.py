@@ -1,4 +1,7 @@
-"""SIGTERM, SIGINT and SIGHUP end a run after its round: it is validated and saved, and the exit status tells."""
+"""SIGTERM, SIGINT and SIGHUP end a run after its round, which is validated and saved.
+
+The exit status tells of the signal.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from fl_lightning.lightning import pl
 class GracefulStop(pl.Callback):
     """Asks the module to stop after this round; a second Ctrl-C stops at once.
 
-    ``received``: the signal's number, or None; ``started``: whether there was a round to do. Once a round, the module
-    agrees with the other processes on stopping.
+    ``received``: the signal's number, or None; ``started``: whether there was a round to do. Once
+    a round, the module agrees with the other processes on stopping.
     """
 
     def __init__(self) -> None:
@@ -25,10 +28,11 @@ class GracefulStop(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.started = True
-        # not earlier: this replaces Lightning's own handlers, which would lose the round
+        # It comes no earlier: it replaces Lightning's own handlers, which would lose the round.
         self._module = pl_module
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            # What nohup has told this process to ignore stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
