@@ -1,13 +1,16 @@
-"""``fl-lightning analyse hessian RUN|CKPT`` and ``analyse landscape RUN [RUN2]``: numbers, table and picture."""
+"""``fl-lightning analyse hessian RUN`` and ``analyse landscape RUN [RUN2]``."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
@@ -16,14 +19,15 @@ from fl_lightning.storage.files import named
 DESCRIPTION = """Look at the model of a finished run, on its clients' training samples.
 
 hessian    the largest eigenvalue of the loss's Hessian and its trace, as HessianLogger logs them
-landscape  the loss around the model on a plane of two random, filter-normalised directions; of two runs in one picture
+landscape  the loss around the model on a plane of two random, filter-normalised directions; of two
+           runs in one picture
 
-Writes hessian.json, .csv and .png (or landscape…) in the run's folder, or in --out. A checkpoint that is not the last
-is named: hessian-best.json. RUN is a run's folder, or a checkpoint in one."""
+Writes hessian.json, .csv and .png (or landscape…) in the run's folder, or in --out. A checkpoint
+that is not the last is named: hessian-best.json. RUN is a run's folder, or a checkpoint in one."""
 
 
 def parser() -> ArgumentParser:
-    """What the command takes."""
+    """The parser of the command's arguments."""
     made = ArgumentParser("analyse", DESCRIPTION)
     made.add_argument("what", choices=("hessian", "landscape"))
     made.add_argument(
@@ -68,35 +72,40 @@ def main(argv: Sequence[str]) -> int:
         UserError: what is to mend; nothing has been written then.
     """
     try:
-        given = parser().parse_args(list(argv))
-    except SystemExit as asked:  # --help
-        return int(asked.code or 0)
-    samples = None if given.samples == "all" else _number("samples", given.samples, 1)
-    most = 1 if given.what == "hessian" else 2
-    if len(given.runs) > most:
+        options = parser().parse_args(list(argv))
+    except SystemExit as end:
+        # So ends --help.
+        return int(end.code or 0)
+    samples = None
+    if options.samples != "all":
+        samples = _number("samples", options.samples, 1)
+    most = 1 if options.what == "hessian" else 2
+    if len(options.runs) > most:
         raise UserError(
-            f"analyse {given.what}: {len(given.runs)} runs were given, and it takes {most} at most."
+            f"analyse {options.what}: {len(options.runs)} runs were given, and it takes {most} at "
+            "most."
         )
+    # It brings torch, which --help need not wait for.
     from fl_lightning.cli.commands import quiet
 
     quiet()
-    if given.what == "hessian":
-        tolerance = _number("tolerance", given.tolerance, 0, whole=False)
-        written, lines = _hessian(
-            given.runs[0], samples, tolerance, _number("probes", given.probes, 2)
-        )
+    first = options.runs[0]
+    if options.what == "hessian":
+        tolerance = _number("tolerance", options.tolerance, 0, whole=False)
+        probes = _number("probes", options.probes, 2)
+        written, lines = _hessian(first, samples, tolerance, probes)
     else:
-        points, reach = (
-            _number("points", given.points, 3),
-            _number("range", given.range, 0, whole=False),
-        )
+        points = _number("points", options.points, 3)
+        reach = _number("range", options.range, 0, whole=False)
         if points % 2 == 0:
             raise UserError(
-                f"analyse landscape --points {points}: give an odd number, so that the model is one."
+                f"analyse landscape --points {points}: give an odd number, so that the model is "
+                "one."
             )
-        directions = _number("directions", given.directions, 0)
-        written, lines = _landscape(given.runs, int(points), reach, samples, int(directions))
-    out, stem = given.out or _folder(given.runs[0]), given.what + _which(given.runs[0])
+        directions = _number("directions", options.directions, 0)
+        written, lines = _landscape(options.runs, int(points), reach, samples, int(directions))
+    out = options.out or _folder(first)
+    stem = options.what + _which(first)
     for suffix, data in written.items():
         _write(out / f"{stem}{suffix}", data)
     print("\n".join(lines))
@@ -114,27 +123,37 @@ def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[F
     from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
 
     run = opened(path)
-    evaluator, subset = run.evaluator(exact=True), run.samples(samples, "hessian")
-    found, vector = measure_with_vector(
-        Hessian(evaluator, run.vector, subset), tolerance, probes, run.seed
-    )
+    # Second derivatives in half precision would be noise.
+    evaluator = run.evaluator(exact=True)
+    subset = run.samples(samples, "hessian")
+    hessian = Hessian(evaluator, run.vector, subset)
+    curvature, vector = measure_with_vector(hessian, tolerance, probes, run.seed)
     here = evaluator.mean(run.vector, subset)
     values: dict[str, Any] = {
-        "run": str(run.folder), "checkpoint": str(run.checkpoint), "rounds": run.rounds, "seed": run.seed,
-        "parameters": run.vector.numel(), "samples": here.samples, "loss": here.loss,
-        **{name: _finite(value) for name, value in vars(found).items()},
-        "tolerance": tolerance, "probes": probes,
-    }  # fmt: skip
-    steps, losses = along_top(run, evaluator, subset, vector, found.top_eigenvalue)
-    whole = {**values, "slice": {"steps": list(steps), "losses": [_finite(v) for v in losses]}}
+        "run": str(run.folder),
+        "checkpoint": str(run.checkpoint),
+        "rounds": run.rounds,
+        "seed": run.seed,
+        "parameters": run.vector.numel(),
+        "samples": here.samples,
+        "loss": here.loss,
+        **{name: _finite(value) for name, value in vars(curvature).items()},
+        "tolerance": tolerance,
+        "probes": probes,
+    }
+    steps, losses = along_top(run, evaluator, subset, vector, curvature.top_eigenvalue)
+    along = {"steps": list(steps), "losses": [_finite(loss) for loss in losses]}
+    top = f"{curvature.top_eigenvalue:.6g} (residual {curvature.top_residual:.1e})"
+    where = f"on {here.samples:,} samples, after {run.rounds} rounds"
     shown = [
-        f"largest eigenvalue  {found.top_eigenvalue:.6g} (residual {found.top_residual:.1e})",
-        f"trace               {found.trace:.6g} ± {found.trace_stderr:.2g}",
-        f"‖w‖                 {found.norm:.6g}",
-        f"loss                {here.loss:.6g} on {here.samples:,} samples, after {run.rounds} rounds",
+        f"largest eigenvalue  {top}",
+        f"trace               {curvature.trace:.6g} ± {curvature.trace_stderr:.2g}",
+        f"‖w‖                 {curvature.norm:.6g}",
+        f"loss                {here.loss:.6g} {where}",
     ]
-    picture = pictures.along_eigenvector(run, found, steps, losses, here.loss)
-    return _files(whole, [list(values), list(values.values())], picture), shown
+    picture = pictures.along_eigenvector(run, curvature, steps, losses, here.loss)
+    rows = [list(values), list(values.values())]
+    return _files({**values, "slice": along}, rows, picture), shown
 
 
 def _landscape(
@@ -144,25 +163,24 @@ def _landscape(
     from fl_lightning.analysis.landscape import landscape
     from fl_lightning.analysis.opened import opened
 
-    found = [
-        landscape(run, points, reach, samples, seed) for run in [opened(path) for path in paths]
-    ]
-    steps = [float(step) for step in found[0].steps]
+    # All are opened before the first is measured: a mistake in the second costs no wait.
+    runs = [opened(path) for path in paths]
+    landscapes = [landscape(run, points, reach, samples, seed) for run in runs]
+    steps = [float(step) for step in landscapes[0].steps]
     whole = {
         "directions": seed,
         "normalised": "filter",
         "steps": steps,
-        "runs": [one.as_dict() for one in found],
+        "runs": [one.as_dict() for one in landscapes],
     }
+    # A row of the table is a point of the plane.
     rows: list[list[Any]] = [["run", "a", "b", "loss"]]
-    for one in found:
-        rows += [
-            [str(one.run.folder), a, b, _finite(one.losses[i, j])]
-            for i, a in enumerate(steps)
-            for j, b in enumerate(steps)
-        ]
-    shown = [f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples" for one in found]
-    return _files(whole, rows, pictures.landscapes(found)), shown
+    shown = []
+    for one in landscapes:
+        for i, j in np.ndindex(one.losses.shape):
+            rows.append([str(one.run.folder), steps[i], steps[j], _finite(one.losses[i, j])])
+        shown.append(f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples")
+    return _files(whole, rows, pictures.landscapes(landscapes)), shown
 
 
 def _files(whole: dict[str, Any], rows: list[list[Any]], picture: bytes) -> Files:
@@ -177,11 +195,8 @@ def _files(whole: dict[str, Any], rows: list[list[Any]], picture: bytes) -> File
 
 def _finite(value: Any) -> Any:
     """A number, or None for one that JSON does not have."""
-    return (
-        None
-        if isinstance(value, float) and (value != value or abs(value) == float("inf"))
-        else value
-    )
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    return None if infinite else value
 
 
 def _number(name: str, text: str, least: int, whole: bool = True) -> Any:
@@ -198,12 +213,10 @@ def _number(name: str, text: str, least: int, whole: bool = True) -> Any:
 
 
 def _folder(path: Path) -> Path:
-    """The run's."""
-    return (
-        path
-        if path.is_dir()
-        else next(p for p in path.absolute().parents if (p / "config.yaml").is_file())
-    )
+    """The folder of the run that ``path`` is, or is a checkpoint of."""
+    if path.is_dir():
+        return path
+    return next(place for place in path.absolute().parents if (place / "config.yaml").is_file())
 
 
 def _which(path: Path) -> str:

@@ -1,8 +1,9 @@
 """The loss around a model, on a plane of two random directions.
 
-H. Li, Z. Xu, G. Taylor, C. Studer, T. Goldstein: Visualizing the Loss Landscape of Neural Nets (NeurIPS 2018),
-arXiv:1712.09913: each filter of a direction gets the norm of the model's filter there; biases and the weights of norms,
-which have one dimension, are not moved. So a network and one with scaled weights show the same landscape.
+H. Li, Z. Xu, G. Taylor, C. Studer, T. Goldstein: Visualizing the Loss Landscape of Neural Nets
+(NeurIPS 2018), arXiv:1712.09913: each filter of a direction gets the norm of the model's filter
+there; biases and the weights of norms, which have one dimension, are not moved. So a network and
+one with scaled weights show the same landscape.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Grid = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Landscape:
-    """Losses ``(points, points)`` at w + a d_1 + b d_2: rows by a, columns by b, the model itself in the middle.
+    """Losses ``(points, points)`` at w + a d_1 + b d_2: rows by a, columns by b.
 
-    ``loss``: the model's own; ``samples``: on how many.
+    The model itself is in the middle. ``loss``: the model's own; ``samples``: on how many.
     """
 
     run: Opened
@@ -36,20 +37,28 @@ class Landscape:
     samples: int
 
     def as_dict(self) -> dict[str, Any]:
-        losses = [[float(v) if np.isfinite(v) else None for v in row] for row in self.losses]
         return {
             "run": str(self.run.folder),
             "checkpoint": str(self.run.checkpoint),
             "rounds": self.run.rounds,
             "loss": self.loss,
             "samples": self.samples,
-            "losses": losses,
+            "losses": list(map(_finite, self.losses)),
         }
 
 
+def _finite(losses: Grid) -> list[float | None]:
+    """Plain numbers, None for those that JSON does not have."""
+    return [float(loss) if np.isfinite(loss) else None for loss in losses]
+
+
 def directions(layout: Layout, w: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Two filter-normalised Gaussian directions ``(D,)`` at w: before they are normalised, functions of the seed."""
-    first, second = (_normalised(layout, w, generator(seed, "landscape", k)) for k in range(2))
+    """Two filter-normalised Gaussian directions ``(D,)`` at w.
+
+    Before they are normalised, they are functions of the seed.
+    """
+    first = _normalised(layout, w, generator(seed, "landscape", 0))
+    second = _normalised(layout, w, generator(seed, "landscape", 1))
     return first, second
 
 
@@ -57,27 +66,31 @@ def _normalised(layout: Layout, w: Tensor, draw: np.random.Generator) -> Tensor:
     direction = torch.zeros_like(w)
     for where, shape in layout.values():
         drawn = torch.from_numpy(draw.standard_normal(tuple(shape))).to(w)
+        # Each filter of the direction gets the norm of the model's; biases and norms stay 0.
         if len(shape) > 1:
-            filters, own = drawn.flatten(1), w[where].view(shape).flatten(1)
-            scale = own.norm(dim=1, keepdim=True) / filters.norm(dim=1, keepdim=True).clamp(
-                min=1e-12
-            )
+            filters = drawn.flatten(1)
+            norms = w[where].view(shape).flatten(1).norm(dim=1, keepdim=True)
+            scale = norms / filters.norm(dim=1, keepdim=True).clamp(min=1e-12)
             direction[where] = (filters * scale).reshape(-1)
     return direction
 
 
 def landscape(run: Opened, points: int, reach: float, samples: int | None, seed: int) -> Landscape:
-    """The loss at ``points`` × ``points`` places, up to ``reach`` lengths of the model's filters away each way.
+    """The loss at ``points`` × ``points`` places, up to ``reach`` lengths of filters away each way.
 
     Args:
         points: odd, so that the model itself is one of them.
         samples: of the clients, drawn by the run's seed; None: all.
         seed: of the directions.
     """
-    evaluator, w, chosen = run.evaluator(exact=False), run.vector, run.samples(samples, "landscape")
+    evaluator = run.evaluator(exact=False)
+    w = run.vector
+    chosen = run.samples(samples, "landscape")
     first, second = directions(run.layout, w, seed)
     steps = np.linspace(-reach, reach, points)
+    # The middle is the model itself, and not beside it by a rounding.
     steps[points // 2] = 0.0
+    # The batches are made once, and kept for all points.
     shares = evaluator.shares(chosen, evaluator.size(w, chosen), keep=True)
     losses = np.empty((points, points))
     for i, a in enumerate(steps):

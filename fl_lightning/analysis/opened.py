@@ -1,4 +1,4 @@
-"""A run opened for analysis: its evaluated model, its clients' data, and what evaluates the one on the other."""
+"""A run opened for analysis: its evaluated model, its clients' data, and what evaluates them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ class Opened:
 
     Args:
         folder: the run's.
-        checkpoint: the file; ``rounds``: how many were done then; ``seed``: of the run.
-        learner: with the evaluated weights; ``data``: the run's; ``trainer``: as its config has it, never used to fit.
+        checkpoint: the file.
+        rounds: how many were done then.
+        seed: of the run.
+        learner: with the evaluated weights.
+        data: the run's.
+        trainer: as the run's config has it, never used to fit.
     """
 
     folder: Path
@@ -43,7 +47,7 @@ class Opened:
 
     @cached_property
     def vector(self) -> Tensor:
-        """What is evaluated ``(D,)``."""
+        """The evaluated weights ``(D,)``."""
         return flatten([p.detach() for _, p in trainable(self.learner)])
 
     def samples(self, number: int | None, purpose: str) -> Samples:
@@ -51,7 +55,10 @@ class Opened:
         return drawn(self.data, number, self.seed, purpose)
 
     def evaluator(self, exact: bool) -> Evaluator:
-        """Of the learner on the data; ``exact``: in full precision, else in the run's."""
+        """An evaluator of the learner on the data.
+
+        ``exact``: in full precision, else in the run's.
+        """
         device = self.trainer.strategy.root_device
         convert = conversion(self.trainer, self.learner, self.data)
         context = torch.enable_grad if exact else forward_context(self.trainer, device)
@@ -59,43 +66,48 @@ class Opened:
 
 
 def opened(path: Path) -> Opened:
-    """The run in a folder, at its last checkpoint, or the one whose checkpoint this is.
+    """Open the run in a folder at its last checkpoint, or the run whose checkpoint ``path`` is.
 
     Raises:
         UserError: it is neither, or the run has no checkpoint yet.
     """
     folder = path
     if path.is_file():
-        folder = next(
-            (place for place in path.absolute().parents if (place / "config.yaml").is_file()),
-            path.parent,
-        )
+        # A checkpoint may lie in a subfolder of its run's.
+        above = path.absolute().parents
+        with_config = [place for place in above if (place / "config.yaml").is_file()]
+        folder = [*with_config, path.parent][0]
     if not (folder / "config.yaml").is_file():
         raise UserError(
-            f"analyse {path}: neither a run's folder nor a checkpoint in one (there is no config.yaml, which says what "
-            "the data are). Give the folder of a run, such as runs/x, or runs/x/checkpoints/best.ckpt."
+            f"analyse {path}: neither a run's folder nor a checkpoint in one (there is no "
+            "config.yaml, which says what the data are). Give the folder of a run, such as runs/x, "
+            "or runs/x/checkpoints/best.ckpt."
         )
     run = Run(folder, path if path.is_file() else None)
     if not run.checkpoint_path.is_file():
         raise UserError(
-            f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). Give a run that "
-            "completed a round."
+            f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). "
+            "Give a run that completed a round."
         )
-    held, built = run.checkpoint.get(KEY, {}), run.built
+    saved = run.checkpoint.get(KEY, {})
+    built = run.built
     device = built.trainer.strategy.root_device
     learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
-    if built.trainer.precision == "64-true":  # the checkpoint's weights, in all their digits
+    # Converting came after the weights: only now they have room for all their digits.
+    if built.trainer.precision == "64-true":
         learner.load_state_dict(run.checkpoint["state_dict"])
-    for name, buffer in learner.named_buffers():  # those that its state_dict leaves out
-        if name in held.get("buffers", {}):
-            buffer.copy_(held["buffers"][name])
+    # A state_dict leaves out the buffers that are not persistent.
+    for name, buffer in learner.named_buffers():
+        if name in saved.get("buffers", {}):
+            buffer.copy_(saved["buffers"][name])
+    # Its hooks may ask for their Trainer.
     for part in lightning_modules(learner):
         part._trainer = built.trainer
-    seed = int(held.get("seed", 0))
+    seed = int(saved.get("seed", 0))
     return Opened(
         folder,
         run.checkpoint_path,
-        int(held.get("rounds", 0)),
+        int(saved.get("rounds", 0)),
         seed,
         learner,
         run.data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -20,19 +21,19 @@ COLOURMAP = "viridis"
 def along_eigenvector(
     run: Opened, found: Curvature, steps: Sequence[float], losses: Sequence[float], loss: float
 ) -> bytes:
-    """The loss along the first eigenvector, and its parabola."""
+    """Draw the loss along the first eigenvector, and its parabola."""
     drawn = figure(6.4, 4.2)
     axes = drawn.add_subplot()
-    s, values = np.array(steps), np.array(losses)
-    slope = np.polyfit(s[18:23], values[18:23], 2)[1] if np.isfinite(values[18:23]).all() else 0.0
+    s = np.array(steps)
+    values = np.array(losses)
+    # The parabola touches the curve: its slope is that of the five points in the middle.
+    middle = slice(18, 23)
+    slope = 0.0
+    if np.isfinite(values[middle]).all():
+        slope = np.polyfit(s[middle], values[middle], 2)[1]
     axes.plot(s, values, color=COLOURS[0], label="loss at w + s v")
-    axes.plot(
-        s,
-        loss + slope * s + found.top_eigenvalue * s**2 / 2,
-        "--",
-        color=COLOURS[7],
-        label="by λ and slope",
-    )
+    parabola = loss + slope * s + found.top_eigenvalue * s**2 / 2
+    axes.plot(s, parabola, "--", color=COLOURS[7], label="by λ and slope")
     axes.plot([0], [loss], "o", color=COLOURS[1], label="the model, w")
     axes.set_xlabel("s, along the first eigenvector v of the Hessian (‖v‖ = 1)")
     axes.set_ylabel("loss")
@@ -51,26 +52,25 @@ def along_eigenvector(
 
 @styled
 def landscapes(found: Sequence[Landscape]) -> bytes:
-    """Surface above contour for each run, on one scale of losses."""
+    """Draw each run's surface above its contours, on one scale of losses."""
     n = len(found)
     drawn = figure(5.0 * n + 0.6, 8.4)
+    # One scale for all runs: otherwise a flat and a steep landscape would look alike.
     lowest, highest = _limits([one.losses for one in found])
     levels = _levels(lowest, highest)
+    colours: dict[str, Any] = {"cmap": COLOURMAP, "vmin": lowest, "vmax": highest}
     image = None
     for k, one in enumerate(found):
         a, b = np.meshgrid(one.steps, one.steps, indexing="ij")
         shown = np.clip(np.nan_to_num(one.losses, nan=highest, posinf=highest), lowest, highest)
         surface = drawn.add_subplot(2, n, k + 1, projection="3d")
-        surface.plot_surface(
-            a, b, shown, cmap=COLOURMAP, vmin=lowest, vmax=highest, rstride=1, cstride=1, linewidth=0.15,
-            edgecolor="#ffffff60",
-        )  # fmt: skip
+        mesh: dict[str, Any] = {"rstride": 1, "cstride": 1, "linewidth": 0.15}
+        surface.plot_surface(a, b, shown, edgecolor="#ffffff60", **mesh, **colours)
         surface.set_zlim(lowest, highest)
         surface.view_init(elev=32, azim=-55)
         surface.set_zlabel("loss")
-        surface.set_title(
-            f"{one.run.folder.resolve().name}\nloss {one.loss:.4g} after {one.run.rounds} rounds"
-        )
+        name = one.run.folder.resolve().name
+        surface.set_title(f"{name}\nloss {one.loss:.4g} after {one.run.rounds} rounds")
         flat = drawn.add_subplot(2, n, n + k + 1)
         image = flat.contourf(a, b, shown, levels=levels, cmap=COLOURMAP, extend="max")
         lines = flat.contour(a, b, shown, levels=levels[1::2], colors="white", linewidths=0.6)
@@ -90,13 +90,18 @@ def landscapes(found: Sequence[Landscape]) -> bytes:
 
 
 def _limits(losses: Sequence[Grid]) -> tuple[float, float]:
-    """From the lowest loss to the highest, or to where the farthest corners would hide everything else."""
+    """The lowest loss, and the highest that is shown.
+
+    Beyond it, the farthest corners would hide everything else.
+    """
     every = np.concatenate([grid[np.isfinite(grid)] for grid in losses] or [np.zeros(1)])
-    every = every if len(every) else np.zeros(1)
-    lowest, highest = float(every.min()), float(np.quantile(every, 0.95))
+    if not len(every):
+        every = np.zeros(1)
+    lowest = float(every.min())
+    highest = float(np.quantile(every, 0.95))
     return lowest, max(highest, lowest + 1e-9)
 
 
 def _levels(lowest: float, highest: float) -> NDArray[np.float64]:
-    """Denser where the loss is low."""
+    """Levels that are denser where the loss is low."""
     return lowest + (highest - lowest) * np.linspace(0, 1, 17) ** 1.6

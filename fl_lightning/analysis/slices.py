@@ -1,4 +1,4 @@
-"""The loss along the first eigenvector of its Hessian, beside the parabola that the eigenvalue stands for."""
+"""The loss along the first eigenvector of its Hessian, beside the parabola of the eigenvalue."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ POINTS = 41
 def along_top(
     run: Opened, evaluator: Evaluator, samples: Samples, vector: Vector, eigenvalue: float
 ) -> tuple[list[float], list[float]]:
-    """Steps s and the losses at w + s v: as far as the parabola rises by the loss itself, or ‖w‖ at most."""
+    """Steps s and the losses at w + s v.
+
+    They go as far as the parabola rises by the loss itself, or ‖w‖ at most.
+    """
     w = run.vector
+    # The batches are made once, and kept for all steps.
     shares = evaluator.shares(samples, evaluator.size(w, samples), keep=True)
-    loss, norm = evaluator.mean_of(w, shares).loss, float(w.norm())
-    rise = (
-        math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue))
-        if eigenvalue and math.isfinite(eigenvalue)
-        else norm
-    )
+    loss = evaluator.mean_of(w, shares).loss
+    norm = float(w.norm())
+    rise = norm
+    if eigenvalue and math.isfinite(eigenvalue):
+        rise = math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue))
+    # Farther than ‖w‖ nothing of the model is left.
     reach = min(rise, norm) if norm > 0 else rise
     direction = torch.from_numpy(vector).to(w)
+    # The middle is the model itself, and not beside it by a rounding.
     steps = np.linspace(-reach, reach, POINTS)
     steps[POINTS // 2] = 0.0
-    return [float(s) for s in steps], [
-        evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps
-    ]
+    losses = [evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps]
+    return [float(s) for s in steps], losses
