@@ -1,6 +1,7 @@
 """Networks, and the learner around them.
 
-What needs torchvision, Lightning or transformers is imported at first use, so that light commands start quickly.
+What needs torchvision, Lightning or transformers is imported at first use, so that light commands
+start quickly.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ _HEAVY = {
 def __getattr__(name: str) -> Any:
     if name not in _HEAVY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HEAVY[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_HEAVY[name]}"), name)
+    # The next time it is found without this function.
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,9 @@ from fl_lightning.lightning import pl
 
 
 class ImageClassifier(pl.LightningModule):
-    """Cross-entropy on batches (x, y); logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
+    """Cross-entropy on batches (x, y), with an accuracy.
+
+    It logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
     Args:
         network: inputs ``(n, …)`` to logits ``(n, num_classes)``.
@@ -25,7 +27,7 @@ class ImageClassifier(pl.LightningModule):
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """
 
-    # a checkpoint may have it as a config does: class_path, init_args
+    # A checkpoint may have it as a config does: class_path, init_args.
     builds_arguments = ("network",)
 
     def __init__(
@@ -39,18 +41,21 @@ class ImageClassifier(pl.LightningModule):
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
             if not math.isfinite(value):
                 raise UserError(
-                    f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite number."
+                    f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite "
+                    "number."
                 )
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = _built(network)
-        self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.momentum = momentum
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning has it, but nothing is imported that the checkpoint names."""
+        """Load as Lightning does, but import nothing that the checkpoint names."""
         trusted = {} if cls is not ImageClassifier else {"_instantiator": None}
         return super().load_from_checkpoint(*args, **{**trusted, **kwargs})
 
@@ -89,15 +94,19 @@ class ImageClassifier(pl.LightningModule):
 
 
 def _built(network: Any) -> Any:
-    """A network, which a checkpoint names by class and arguments; its class has to be imported already."""
+    """A network, which a checkpoint names by class and arguments.
+
+    Its class has to be imported already: a checkpoint of strangers may name any class.
+    """
     if not isinstance(network, dict) or "class_path" not in network:
         return network
     module, _, name = str(network["class_path"]).rpartition(".")
-    found = getattr(sys.modules.get(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    cls = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise UserError(
-            f"ImageClassifier: its network is to be a {network['class_path']}, which is no network that was imported. "
-            f"Where you trust {module or 'its module'}, import it first; or give load_from_checkpoint(…, network=…)."
+            f"ImageClassifier: its network is to be a {network['class_path']}, which is no network "
+            f"that was imported. Where you trust {module or 'its module'}, import it first; or "
+            "give load_from_checkpoint(…, network=…)."
         )
-    arguments = {k: _built(v) for k, v in dict(network.get("init_args") or {}).items()}
-    return found(**arguments)
+    arguments = dict(network.get("init_args") or {})
+    return cls(**{key: _built(value) for key, value in arguments.items()})

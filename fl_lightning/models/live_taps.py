@@ -1,4 +1,4 @@
-"""Convolutions that leave out taps which meet nothing but padding, on maps of one or two pixels a side."""
+"""Convolutions that leave out taps which meet nothing but padding, on maps of one or two pixels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch.nn.functional import linear
 
 
 class LiveTaps(nn.Conv2d):
-    """A 3x3 convolution with padding 1 (and no bias, dilation or groups): the same function, weights and gradients.
+    """A 3x3 convolution with padding 1 (and no bias, dilation or groups).
 
-    On 1x1 maps only the centre tap ever meets data, on 2x2 maps with stride 2 only four do; the rest have gradient 0.
-    In ResNet-18 with 32x32 inputs they are 62 % of all weights. Results differ from Conv2d's by rounding.
+    It is the same function with the same weights and gradients. On 1x1 maps only the centre tap
+    ever meets data, on 2x2 maps with stride 2 only four do; the rest have gradient 0. In ResNet-18
+    with 32x32 inputs they are 62 % of all weights. Results differ from Conv2d's by rounding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -23,10 +24,14 @@ class LiveTaps(nn.Conv2d):
 
 
 def leave_out_dead_taps(network: nn.Module) -> None:
-    """Turn a network's 3x3 convolutions with padding 1 into :class:`LiveTaps`; parameters and names stay."""
+    """Turn a network's 3x3 convolutions with padding 1 into :class:`LiveTaps`.
+
+    Parameters and names stay.
+    """
     for module in network.modules():
-        plain = (
-            type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1)
-        )
-        if plain and module.bias is None and module.dilation == (1, 1) and module.groups == 1:
+        # A subclass may do something else in its forward.
+        if type(module) is not nn.Conv2d or module.bias is not None or module.groups != 1:
+            continue
+        sizes = (module.kernel_size, module.padding, module.dilation)
+        if sizes == ((3, 3), (1, 1), (1, 1)):
             module.__class__ = LiveTaps

@@ -22,6 +22,7 @@ class MLP(nn.Module):
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         super().__init__()
+        # No ReLU comes after the last layer, whose outputs are logits.
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ from fl_lightning.models.live_taps import leave_out_dead_taps
 
 
 class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's ResNet-18 with ``GroupNorm(groups)``: 11,181,642 parameters for ten classes of three channels.
+    """torchvision's ResNet-18 with ``GroupNorm(groups)``.
+
+    For ten classes of three channels it has 11,181,642 parameters.
 
     Args:
-        live_taps: leave out taps of convolutions that meet nothing but padding: the same function, a quarter faster
-            on 32x32 images (``python -m benchmarks.variants``).
+        live_taps: leave out taps of convolutions that meet nothing but padding: the same function,
+            a quarter faster on 32x32 images (``python -m benchmarks.variants``).
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
         )
         if in_channels != 3:
             self.conv1 = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False)
-            # as torchvision does it
+            # It is drawn as torchvision draws it.
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         if live_taps:
             leave_out_dead_taps(self)

@@ -1,4 +1,7 @@
-"""ResNets for small images (He et al., 2016, § 4.2): ResNet-20 with BatchNorm, as in FedALS, and its relatives."""
+"""ResNets for small images (He et al., 2016, § 4.2).
+
+ResNet-20 with BatchNorm is as in FedALS; the others are its relatives.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from torch.nn.functional import pad
 
 from fl_lightning.errors import UserError, suggest
 
-GROUPS = 2  # of group normalisation, as in ResNet18GN
+# The groups of group normalisation, as in ResNet18GN.
+GROUPS = 2
 
 
 def _norm(norm: str, channels: int) -> nn.Module:
@@ -18,7 +22,10 @@ def _norm(norm: str, channels: int) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions; the shortcut has no parameters (option A: subsampled, padded with zeros)."""
+    """Two 3x3 convolutions and a shortcut without parameters.
+
+    It is option A of the paper: subsampled, and padded with zeros.
+    """
 
     def __init__(self, inputs: int, outputs: int, norm: str) -> None:
         super().__init__()
@@ -31,18 +38,18 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        # Where maps get smaller there are more of them: the new ones begin as zeros.
         if self.added:
-            x = pad(
-                x[:, :, :: self.stride, :: self.stride],
-                (0, 0, 0, 0, self.added // 2, self.added // 2),
-            )
+            channels = self.added // 2
+            x = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, channels, channels))
         return torch.relu(y + x)
 
 
 class ResNet20(nn.Module):
-    """Blocks of ``width``, 2 ``width``, 4 ``width`` channels; inputs ``(n, in_channels, height, width)`` of any size.
+    """Blocks of ``width``, 2 ``width``, 4 ``width`` channels.
 
-    269,722 parameters for ten classes of three channels.
+    Inputs are ``(n, in_channels, height, width)`` of any size. For ten classes of three channels
+    it has 269,722 parameters.
 
     Args:
         norm: ``"batch"``: BatchNorm; ``"group"``: GroupNorm of two groups.
@@ -53,7 +60,8 @@ class ResNet20(nn.Module):
         UserError: another norm, depth or width.
     """
 
-    prefers_channels_last = True  # 0.85 to 1 of a step's time on a CPU
+    # On a CPU a step then takes 0.85 to 1 of the time.
+    prefers_channels_last = True
 
     def __init__(
         self,
@@ -65,7 +73,8 @@ class ResNet20(nn.Module):
     ) -> None:
         if norm not in ("batch", "group"):
             raise UserError(
-                f"ResNet20's norm is {norm!r}: give 'batch' or 'group'.{suggest(norm, ['batch', 'group'])}"
+                f"ResNet20's norm is {norm!r}: give 'batch' or 'group'."
+                f"{suggest(norm, ['batch', 'group'])}"
             )
         if depth < 8 or depth % 6 != 2:
             raise UserError(f"ResNet20's depth is {depth}: give 6 k + 2, such as 20, 32, 44, 56.")

@@ -1,6 +1,7 @@
 """Learners around a transformer: language models, and classifiers of texts.
 
-A batch is ``(tokens (n, length), labels (n,))``, tokens -1 where a text has ended, as our data modules give it.
+A batch is ``(tokens (n, length), labels (n,))``, tokens -1 where a text has ended, as our data
+modules give it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 from fl_lightning.models import pretrained
 
-NO_TOKEN = -1  # as in datamodules/tokens.py, which stands beside the networks and not below them
+# As in datamodules/tokens.py, which stands beside the networks and not below them.
+NO_TOKEN = -1
 
 
 class TextLearner(pl.LightningModule):
-    """What both learners share: AdamW, ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
+    """A learner of texts with AdamW, which logs a loss and an accuracy.
 
-    ``scores(batch)`` of a subclass gives logits ``(k, classes)`` and what they are to predict ``(k,)``, where -1 does
-    not count. Evaluation weighs batches by the number of predictions.
+    They are ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
+
+    ``scores(batch)`` of a subclass gives logits ``(k, classes)`` and what they are to predict
+    ``(k,)``, where -1 does not count. Evaluation weighs batches by the number of predictions.
     """
 
     task: str
@@ -49,34 +53,43 @@ class TextLearner(pl.LightningModule):
         self.network: Any = pretrained.network(
             self.task, name, path, config, trainable, lora, **fixed
         )
-        self.lr, self.weight_decay = lr, weight_decay
+        self.lr = lr
+        self.weight_decay = weight_decay
 
     def setup(self, stage: str) -> None:
-        """Refuse data whose tokens the network does not have, or whose texts are longer than it takes.
+        """Refuse data with tokens that the network does not have, or texts longer than it takes.
 
         Raises:
             UserError: names both sides.
         """
-        data, sizes = getattr(self.trainer, "datamodule", None), pretrained.sizes_of(self.network)
-        tokens, length = getattr(data, "vocabulary", None), getattr(data, "length", None)
+        data = getattr(self.trainer, "datamodule", None)
+        sizes = pretrained.sizes_of(self.network)
+        tokens = getattr(data, "vocabulary", None)
+        length = getattr(data, "length", None)
         if isinstance(tokens, int) and tokens > sizes.vocab_size:
             raise UserError(
-                f"{type(self).__name__}: the network has {sizes.vocab_size} tokens, but {type(data).__name__} has "
-                f"{tokens}. Give config.vocab_size {tokens}, or data.tokenizer: the folder of the network's own."
+                f"{type(self).__name__}: the network has {sizes.vocab_size} tokens, but "
+                f"{type(data).__name__} has {tokens}. Give config.vocab_size {tokens}, or "
+                "data.tokenizer: the folder of the network's own."
             )
         longest = getattr(sizes, "max_position_embeddings", None)
         if isinstance(length, int) and isinstance(longest, int) and length > longest:
             raise UserError(
-                f"{type(self).__name__}: data.length is {length}, but the network takes at most {longest} tokens "
-                "(config.max_position_embeddings). Give a shorter length."
+                f"{type(self).__name__}: data.length is {length}, but the network takes at most "
+                f"{longest} tokens (config.max_position_embeddings). Give a shorter length."
             )
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``, -1 where nothing counts."""
-        raise NotImplementedError  # abstract: a class of the text, or each next token
+        """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``.
+
+        That is -1 where nothing counts. A subclass predicts a class of the text, or each next
+        token.
+        """
+        raise NotImplementedError
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, right, _ = _measured(*self.scores(batch))
+        # What is logged outlives the step, and would keep its graph.
         self.log("train/loss", loss.detach())
         self.log("train/acc", right)
         return loss
@@ -93,7 +106,8 @@ class TextLearner(pl.LightningModule):
         self.log(f"{name}/acc", right, batch_size=int(count), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [p for p in self.parameters() if p.requires_grad]
+        # The optimizer is given nothing that is frozen, so it keeps no moments of it.
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
 
     @property
@@ -113,18 +127,23 @@ class CausalLanguageModel(TextLearner):
     """Each token from those before it: cross-entropy in nats and accuracy, per token.
 
     Args:
-        path: a local folder with config.json and weights, such as OPT-125M's; None: random weights by ``config``.
-        config: entries of the architecture as transformers names them, ``model_type`` among them where there is no
-            ``path``; beside one, in place of the folder's (``{dropout: 0.0}``).
-        trainable: patterns (``fnmatch``) of the names of parameters that are trained, the others frozen; None: all.
-        lora: arguments of peft's ``LoraConfig``: low-rank matrices are trained in place of the network.
+        path: a local folder with config.json and weights, such as OPT-125M's; None: random weights
+            by ``config``.
+        config: entries of the architecture as transformers names them, ``model_type`` among them
+            where there is no ``path``; beside one, in place of the folder's (``{dropout: 0.0}``).
+        trainable: patterns (``fnmatch``) of the names of parameters that are trained, the others
+            frozen; None: all.
+        lora: arguments of peft's ``LoraConfig``: low-rank matrices are trained in place of the
+            network.
         lr, weight_decay: of AdamW, where no client optimizer is set.
 
-    D, and what is communicated, counts what is trained; tied embeddings are one parameter and count once.
+    D, and what is communicated, counts what is trained; tied embeddings are one parameter and
+    count once.
     ``predict_step`` gives the mean loss of each text ``(n,)``.
 
     Raises:
-        UserError: transformers or peft are missing; a folder, architecture or pattern that cannot be.
+        UserError: transformers or peft are missing; a folder, architecture or pattern that cannot
+            be.
     """
 
     task = "CausalLM"
@@ -148,7 +167,7 @@ class CausalLanguageModel(TextLearner):
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``(n, length - 1, vocabulary)`` and the tokens that come ``(n, length - 1)``."""
         tokens = tokens.long()
-        # padding is last, where no token of the text looks: no mask is needed
+        # Padding is last, where no token of the text looks: no mask is needed.
         seen = tokens[:, :-1]
         filled = seen.masked_fill(seen == NO_TOKEN, self.padding)
         return self.network(input_ids=filled, use_cache=False).logits, tokens[:, 1:]
@@ -163,10 +182,11 @@ class CausalLanguageModel(TextLearner):
 
 
 class TextClassifier(TextLearner):
-    """A text's class; cross-entropy and accuracy per text. Arguments as :class:`CausalLanguageModel` has them.
+    """A text's class; cross-entropy and accuracy per text.
 
-    The head is new in a network that has none; of a decoder such as OPT it reads the last token. ``predict_step`` gives
-    probabilities ``(n, num_classes)``.
+    Arguments are as :class:`CausalLanguageModel` has them. The head is new in a network that has
+    none; of a decoder such as OPT it reads the last token. ``predict_step`` gives probabilities
+    ``(n, num_classes)``.
     """
 
     task = "SequenceClassification"
@@ -191,20 +211,21 @@ class TextClassifier(TextLearner):
         classes = getattr(data, "num_classes", self.num_classes)
         if classes is None:
             raise UserError(
-                f"TextClassifier: {type(data).__name__} has no classes. CausalLanguageModel needs none."
+                f"TextClassifier: {type(data).__name__} has no classes. "
+                "CausalLanguageModel needs none."
             )
         if classes > self.num_classes:
             raise UserError(
-                f"TextClassifier: num_classes is {self.num_classes}, but {type(data).__name__} has {classes} classes."
+                f"TextClassifier: num_classes is {self.num_classes}, but {type(data).__name__} has "
+                f"{classes} classes."
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(n, length)`` to logits ``(n, num_classes)``."""
         there = tokens != NO_TOKEN
         filled = tokens.long().masked_fill(~there, self.padding)
-        logits: Tensor = self.network(
-            input_ids=filled, attention_mask=there.long(), use_cache=False
-        ).logits
+        options = {"attention_mask": there.long(), "use_cache": False}
+        logits: Tensor = self.network(input_ids=filled, **options).logits
         return logits
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,16 @@ from torch import Tensor, nn
 
 
 class VGG11(nn.Module):
-    """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), no norms, and a small head.
+    """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), no norms.
 
-    Inputs ``(n, in_channels, height, width)`` of up to 32 pixels a side; the pooling layers round up, so that of
-    smaller images one pixel is left, too. The head is 512-512-512-``num_classes``, as is usual for CIFAR (the federated
-    papers publish no definition): 9,750,922 parameters for ten classes of three channels.
+    Inputs are ``(n, in_channels, height, width)`` of up to 32 pixels a side; the pooling layers
+    round up, so that of smaller images one pixel is left, too. The head is 512-512-512-
+    ``num_classes``, as is usual for CIFAR (the federated papers publish no definition): 9,750,922
+    parameters for ten classes of three channels.
     """
 
-    largest_input = 32  # pixels a side; of more, more than one would be left for the head
+    # Pixels a side; of more, more than one would be left for the head.
+    largest_input = 32
 
     def __init__(self, num_classes: int, in_channels: int = 3) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class VGG11(nn.Module):
             nn.Linear(512, num_classes),
         )
         for module in self.features:
-            # without norms, PyTorch's default initialisation hardly learns
+            # Without norms, PyTorch's default initialisation hardly learns.
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None
