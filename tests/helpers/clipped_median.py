@@ -14,10 +14,7 @@ from fl_lightning import ClientState, Coefficient, FederatedCallback, ServerStat
 
 
 class ClippedMedian(FederatedCallback):
-    """u_i <- u_i min(1, C/|u_i|); m <- beta m + median(u); d = m.
-
-    The clients with the largest last loss take part.
-    """
+    """u_i <- u_i min(1, C/|u_i|); m <- beta m + median(u); d = m. Largest last losses take part."""
 
     gathers = True
     beta = Coefficient(below=1)
