@@ -107,8 +107,10 @@ class GlobalModel:
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
-        shapes = [p.shape for p in parameters]
-        if self._layout is None or [shape for _, shape in self._layout.values()] != shapes:
+        # A layout's learner was checked before; a lazy parameter has no shape to compare.
+        if self._layout is None or [shape for _, shape in self._layout.values()] != [
+            p.shape for p in parameters
+        ]:
             check_learner_parameters(self.learner)
             self._layout = Layout(self.learner)
             self._w = None
