@@ -6,7 +6,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -221,18 +221,21 @@ class DatasetSamples:
 
     def _seeded(self, index: NDArray[np.int64], seed: Callable[[], int]) -> Batch:
         """A batch, for which the dataset's own generators follow the seed."""
-        if not self._generators and not self._looked:
-            self._generators = generators_of(self.read.dataset)
+        # Until it is known whether there are any, one reader reads at a time too: another would
+        # draw from a generator that the first one's reading has just made.
+        with nullcontext() if self._looked else ONE_AT_A_TIME:
+            if not self._generators and not self._looked:
+                self._generators = generators_of(self.read.dataset)
+            if not self._generators and not self._looked:
+                batch = self.read(index)
+                # A dataset may make its generators when it is first read, so we look once more.
+                # The search may raise, and then they have not been looked for.
+                self._generators = generators_of(self.read.dataset)
+                self._looked = True
+                if not self._generators:
+                    return batch
         if not self._generators:
-            batch = self.read(index)
-            if self._looked:
-                return batch
-            # A dataset may make its generators when it is first read, so we look once more. The
-            # search may raise, and then they have not been looked for.
-            self._generators = generators_of(self.read.dataset)
-            self._looked = True
-            if not self._generators:
-                return batch
+            return self.read(index)
         # Generators are shared by all readers, so one of them reads at a time.
         with ONE_AT_A_TIME:
             seed_all(self._generators, seed())

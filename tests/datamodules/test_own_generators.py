@@ -6,6 +6,7 @@ Seeded for each batch, so resumed and side by side the same.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,15 @@ class Late:
         return x + float(self.rng.normal())
 
 
+class LateAndSlow(Late):
+    """Two readers come before it has its generator."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "rng"):
+            time.sleep(0.05)
+        return super().__call__(x)
+
+
 class Unseen:
     """Goes on by itself, as a generator that nobody knows."""
 
@@ -114,6 +124,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "a closure": closed_over,
     "made late": Late,
+    "made late and slowly": LateAndSlow,
 }
 
 
