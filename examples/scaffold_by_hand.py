@@ -17,7 +17,11 @@ from fl_lightning.callbacks import ControlVariates
 from fl_lightning.datamodules import Digits
 from fl_lightning.models import MLP, ImageClassifier
 
-ROUNDS, CLIENTS, COHORT, STEPS, LR = 5, 10, 4, 8, 0.1
+ROUNDS = 5
+CLIENTS = 10
+COHORT = 4
+STEPS = 8
+LR = 0.1
 
 
 def by_hand(network, data, participants):

@@ -9,11 +9,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fl_lightning"
-LONGEST = 600
 
 # from the ground up: a file may import what stands on an earlier line, and of its own package
 # anything but a circle
@@ -120,18 +117,6 @@ def test_there_is_no_circle() -> None:
     }
     for name in packages:
         assert not [other for other in packages[name] if name in packages.get(other, ())], name
-
-
-@pytest.mark.parametrize(
-    "folder", ["fl_lightning", "callbacks", "datamodules", "tests", "benchmarks"]
-)
-def test_files_are_short(folder: str) -> None:
-    lengths = {
-        path: len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")
-    }
-    assert lengths and not [
-        f"{path.relative_to(ROOT)}: {n} lines" for path, n in lengths.items() if n > LONGEST
-    ]
 
 
 def test_packaged_methods_import_the_callback_alone() -> None:

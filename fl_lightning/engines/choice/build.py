@@ -63,34 +63,19 @@ def choose(
         Exception: of the learner's first step, where a copy of the learner meets one.
     """
     workshop = Workshop(setting)
-    resumed = held is not None and setting.engine in ("auto", held.engine)
-    resumed = resumed and not (setting.looking and held is not None and held.engine != "sequential")
-    resumed = resumed and not (
-        held is not None and held.engine != "sequential" and gradient_hook(setting.learner)
-    )
+    resumed = held is not None and goes_on(setting, held)
     if held is not None and resumed:
         decision = Decision(held)
         if held.server_threads not in (0, torch.get_num_threads()):
             torch.set_num_threads(held.server_threads)
     else:
         decision = decided(workshop, () if held is None else held.written)
-    plan, obstacle = (
-        replace(decision.plan, server_threads=torch.get_num_threads()),
-        decision.obstacle,
-    )
+    plan = replace(decision.plan, server_threads=torch.get_num_threads())
+    obstacle = decision.obstacle
     if decision.told:
         note(decision.told)
     workshop.treat_as_buffers(plan.written)
-    policy, buffers = setting.policy, dict(setting.learner.named_buffers())
-    policy.written = plan.written
-    policy.tell(
-        [
-            name
-            for name in decision.buffers
-            if name in buffers and policy.untold(name, buffers[name])
-        ],
-        note,
-    )
+    tell_of_buffers(setting, plan, decision.buffers, note)
     if resumed and plan.channels_last:
         workshop.use_channels_last()
     if plan.engine == "stacked":
@@ -113,6 +98,26 @@ def choose(
     if setting.capture is True:
         note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
     return Sequential(workshop.on_learner(), plan.threads), plan
+
+
+def goes_on(setting: Setting, held: EnginePlan) -> bool:
+    """Whether a resumed run keeps the plan that it began with."""
+    if setting.engine not in ("auto", held.engine):
+        return False
+    # These came since: side by side they would not be called.
+    alone = bool(setting.looking) or bool(gradient_hook(setting.learner))
+    return held.engine == "sequential" or not alone
+
+
+def tell_of_buffers(
+    setting: Setting, plan: EnginePlan, changed: tuple[str, ...], note: Tell
+) -> None:
+    """Name the buffers that steps change and that stay the server's."""
+    policy = setting.policy
+    policy.written = plan.written
+    buffers = dict(setting.learner.named_buffers())
+    present = [name for name in changed if name in buffers]
+    policy.tell([name for name in present if policy.untold(name, buffers[name])], note)
 
 
 def nothing_left(setting: Setting) -> ExitStack:

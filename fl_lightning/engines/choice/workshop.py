@@ -106,7 +106,10 @@ class Setting:
 
     @property
     def prefers_channels_last(self) -> bool:
-        """Whether a module of the learner says ``prefers_channels_last = True``: its images lie so in local steps."""
+        """Whether a module of the learner says ``prefers_channels_last = True``.
+
+        Then its images lie in channels-last memory in local steps.
+        """
         parts = self.learner.modules()
         return any(getattr(part, "prefers_channels_last", False) is True for part in parts)
 

@@ -32,10 +32,11 @@ class TooMuch(Exception):
 
 
 class Attributes:
-    """What a learner's modules and their classes hold besides parameters, buffers and, unless ``metrics``, metrics.
+    """What a learner's modules and their classes hold besides parameters and buffers.
 
-    Without ``in_place`` a tensor whose values changed is still what it was, and classes are left out. Of a metric's
-    states the values count all the same: each client begins with a reset, which makes new tensors of them.
+    Metrics are looked at only with ``metrics``. Without ``in_place`` a tensor whose values changed
+    is still what it was, and classes are left out. Of a metric's states the values count all the
+    same: each client begins with a reset, which makes new tensors of them.
     """
 
     SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
@@ -79,9 +80,9 @@ class Attributes:
                     self._values_count = self.in_place or is_state
                     if name not in self.SKIPPED:
                         found[full] = self._digest(full, value)
-            kinds = dict.fromkeys(
-                kind for module in modules.values() for kind in type(module).__mro__
-            )
+            kinds: dict[type, None] = {}
+            for module in modules.values():
+                kinds.update(dict.fromkeys(type(module).__mro__))
             for kind in kinds if self.in_place else ():
                 if kind.__module__.split(".")[0] not in LIBRARIES:
                     for name, value in class_data(kind).items():
