@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,17 @@ torch.set_num_threads(1)
 
 # Every Trainer asks each installed package for callbacks; what is installed does not change here.
 registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Thousands of tests and the modules behind them: nothing of these is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

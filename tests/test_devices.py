@@ -15,11 +15,10 @@ import pytest
 FAULTS = """
 import os, resource, threading, torch
 from fl_lightning.devices import keep_memory
-from fl_lightning.models import LeNet
 
 def steps():
     torch.set_num_threads(1)
-    network, x = LeNet(10), torch.randn(30, 3, 32, 32)
+    network, x = torch.nn.Conv2d(3, 64, 5), torch.randn(30, 3, 32, 32)
     for step in range(15):
         if step == 5:
             began.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
@@ -39,7 +38,7 @@ for keep in (True, False):
         print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began[0], flush=True)
     os._exit(0)
 """
-# of the first layer's output, made anew in each step
+# of the layer's output, made anew in each step
 PAGES = 30 * 64 * 28 * 28 * 4 // os.sysconf("SC_PAGE_SIZE")
 
 

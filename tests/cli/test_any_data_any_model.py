@@ -244,7 +244,8 @@ FOLDER = ("--trainer.default_root_dir", "x", "--model.engine", "sequential")
 
 @pytest.mark.parametrize("model", ["mlp", "resnet20", "resnet18gn", "vgg11"])
 def test_a_round_on_digits_and_its_config(cli: Cli, model: str) -> None:
-    result = cli(*FIT, "-c", f"model/{model}", "-c", "data/digits", *FOLDER)
+    one_client = ("--model.participation", 1, "--model.local_steps", 1)
+    result = cli(*FIT, "-c", f"model/{model}", "-c", "data/digits", *FOLDER, *one_client)
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"][
         "init_args"

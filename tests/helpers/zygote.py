@@ -14,7 +14,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import io
 import json
+import logging
 import os
 import runpy
 import shutil
@@ -27,8 +29,10 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +211,16 @@ def _serve() -> None:
     del sys.path[0]  # the folder of this file
     folder = Path(sys.argv[1])
     _serve_python(folder, "bare")
-    import fl_lightning.cli.commands  # noqa: F401
+    from lightning_fabric.utilities import registry
+
+    import fl_lightning.cli.commands
+
+    # Every Trainer asks each installed package for callbacks; what is installed does not change.
+    registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
+    registry.entry_points(group="pytorch_lightning.callbacks_factory")
 
     _serve_python(folder, "own")
+    _warm_up(fl_lightning.lightning.LOGGERS)
     for line in sys.stdin:
         command = json.loads(line)
         pid = os.fork()
@@ -220,6 +231,29 @@ def _serve() -> None:
             continue
         _leave(_child, command)
     os._exit(0)  # without the seconds that taking torch down costs
+
+
+def _warm_up(loggers: Sequence[str]) -> None:
+    """Parse a command and draw: parsers read signatures and docstrings, figures read fonts.
+
+    What they found stays in the process; what they set does not.
+    """
+    from matplotlib.figure import Figure
+
+    from fl_lightning.__main__ import main
+
+    path = sys.path[:]
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    common = "-c base -c data/digits -c trainer/cpu -c method/scaffold"
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        for configs in (common, "-c experiment/fedinit/table1-cifar10-dir0.1-200"):
+            assert main(["fit", *configs.split(), "--print_config"]) == 0
+    sys.path[:] = path
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    figure = Figure()
+    figure.add_subplot().set_title("title")
+    figure.savefig(io.BytesIO())
 
 
 def _leave(work: Callable[[dict[str, Any]], int], command: dict[str, Any]) -> None:

@@ -63,17 +63,17 @@ def rows(run: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> None:
     claim = (
-        "- {id: A1, a: fedinit-0.1, b: fedavg, metric: val/acc, direction: greater, margin: "
-        "0.005}\n"
+        "- {id: A1, a: scaffold, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
     )
     (cli.folder / "claims.yaml").write_text(claim)
     text = sweep_file.read_text().replace("max_epochs: 3", f"max_epochs: {ROUNDS}")
     text = text.replace("[0, 1, 2, 3]", "[0, 1]")
+    text = text.replace("{configs: [method/fedinit], method.beta: 0.1}, ", "")
     sweep_file.write_text(text + "claims: claims.yaml\n")
     folder = cli.folder / "runs/demo"
     first = cli.start("sweep", sweep_file, "--jobs", 2)
     until(
-        lambda: (folder / "runs.csv").exists() and [*states(folder).values()].count("done") >= 2,
+        lambda: (folder / "runs.csv").exists() and "done" in states(folder).values(),
         first,
     )
     until(lambda: halted(first), first)
@@ -88,7 +88,7 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
         for run in folder.glob("*/seed-*/run.json")
         if json.loads(run.read_text())["status"] == "done"
     }
-    assert 2 <= len(done) < 6
+    assert 1 <= len(done) < 4
     before = {
         path: path.stat().st_mtime_ns for run in done for path in run.iterdir() if path.is_file()
     }
@@ -99,16 +99,16 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
     os.kill(victim, signal.SIGKILL)
     result = second.wait()
     assert result.returncode == 1 and f"failed: {killed.relative_to(folder)}" in result.stdout
-    assert sorted(states(folder).values()) == ["done"] * 5 + ["failed"]
+    assert sorted(states(folder).values()) == ["done"] * 3 + ["failed"]
     assert json.loads((killed / "run.json").read_text())["status"] == "failed"
 
     assert cli("sweep", sweep_file, "--jobs", 2).returncode == 0
-    assert set(states(folder).values()) == {"done"} and len(states(folder)) == 6
+    assert set(states(folder).values()) == {"done"} and len(states(folder)) == 4
     # what was done was not touched
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     assert "going on with round" in (killed / "log.txt").read_text()
     assert (
-        sum(starts(run.parent) for run in folder.glob("*/seed-*/log.txt")) <= 6 + 2 + 1
+        sum(starts(run.parent) for run in folder.glob("*/seed-*/log.txt")) <= 4 + 2 + 1
     )  # two were at work, then one was killed
 
     assert cli("sweep", sweep_file, "--jobs", 2, "--out", "runs/whole").returncode == 0
