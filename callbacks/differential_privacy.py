@@ -370,15 +370,49 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
 
 def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
     """The least σ, to 1 part in 10⁴, whose ε(δ) of so many rounds is within the target."""
-    low = 0.0
+    too_little = 0.0
+    enough = math.inf
+
+    def within(sigma: float) -> bool:
+        """Compute ε between what was tried; elsewhere the answer is known, as ε falls with σ."""
+        nonlocal too_little, enough
+        if too_little < sigma < enough:
+            if epsilon(sigma, share, rounds, delta) <= target:
+                enough = sigma
+            else:
+                too_little = sigma
+        return sigma >= enough
+
     high = 1.0
-    while epsilon(high, share, rounds, delta) > target:
-        low = high
+    while not within(high):
         high = 2 * high
+    low = 0.0 if high == 1.0 else high / 2
+    # ε takes up to a second: secants close in first, so that most middles below are known.
+    about = _secants(lambda sigma: epsilon(sigma, share, rounds, delta) / target, high)
+    for near in (1 + 4e-5, 1 - 4e-5):
+        within(about * near)
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        if epsilon(middle, share, rounds, delta) <= target:
-            low, high = (low, middle)
+        if within(middle):
+            high = middle
         else:
-            low, high = (middle, high)
+            low = middle
     return high
+
+
+def _secants(ratio: Callable[[float], float], start: float) -> float:
+    """About where ``ratio`` is 1; its logarithm falls with σ's, at first by 1, then faster."""
+    sigma = start
+    slope = -1.5
+    height = math.log(max(ratio(sigma), 1e-9))
+    for _ in range(8):
+        step = min(max(-height / slope, -2.0), 2.0)
+        sigma = sigma * math.exp(step)
+        there = ratio(sigma)
+        if abs(step) < 1e-5 or not 0 < there < math.inf:
+            break
+        slope = min((math.log(there) - height) / step, -0.1)
+        height = math.log(there)
+        if abs(height) < 1e-5:
+            break
+    return sigma

@@ -106,7 +106,7 @@ def test_wheel_holds_everything(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_runs_outside_the_checkout(wheel: Path, bare_python: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install = [
         sys.executable,
@@ -132,7 +132,7 @@ def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, text=True
+        [bare_python, "-c", code], cwd=work, env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert len((work / "runs/digits-fedinit-1/metrics.csv").read_text().splitlines()) == 3

@@ -60,14 +60,25 @@ class Method:
         return outcome(fit([self.factory()], **arguments))
 
     @cached_property
-    def plain(self) -> Outcome:
-        return self.run()
+    def _first(self) -> tuple[FederatedCallback, Any, Outcome]:
+        callback = self.factory()
+        module = fit([callback])
+        # Hooks that are called on it afterwards do not change what the run left.
+        return callback, module, outcome(module)
 
-    @cached_property
+    @property
+    def plain(self) -> Outcome:
+        return self._first[2]
+
+    @property
     def used(self) -> tuple[FederatedCallback, Any]:
         """A callback that has been through a run, and the module of that run."""
-        callback = self.factory()
-        return callback, fit([callback])
+        return self._first[:2]
+
+    @cached_property
+    def average(self) -> Outcome:
+        """What FedAvg leaves with the settings that the method requires."""
+        return outcome(fit([], **self.cls.requires))
 
 
 def neutral(method: Method) -> None:
@@ -86,12 +97,14 @@ def neutral(method: Method) -> None:
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
         ours = outcome(fit([callback], **{**method.cls.requires, **setting}))
-        average = outcome(fit([], **{**method.cls.requires, **setting}))
+        average = method.average
+        if setting:
+            average = outcome(fit([], **{**method.cls.requires, **setting}))
         # A perturbation of length 0 costs a gradient nevertheless.
-        average.pop("log cost/gradients", None)
+        theirs = {name: value for name, value in average.items() if name != "log cost/gradients"}
         require_same(
-            {name: ours[name] for name in average if name in ours},
-            average,
+            {name: ours[name] for name in theirs if name in ours},
+            theirs,
             1e-12,
             f"with {named} it is not FedAvg",
             "every term of the method has to vanish there; where it has no such setting, say "
@@ -342,8 +355,11 @@ def buffers(method: Method) -> None:
     who: dict[str, Any] = {}
     if overrides(method.factory(), "select"):
         who = {"participation": "all"}
-    average = outcome(fit([], **{**method.cls.requires, **who}))
-    ours = method.run(**who) if who else method.plain
+    average = method.average
+    ours = method.plain
+    if who:
+        average = outcome(fit([], **{**method.cls.requires, **who}))
+        ours = method.run(**who)
     kept = {name for name in average if name.startswith("buffer ")}
     require_same(
         {name: value for name, value in ours.items() if name in kept},

@@ -71,6 +71,7 @@ OTHERS = [
 CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda name=name: config(name)) for name in PACKAGED},
     **{method.__name__: (lambda method=method: ([method()], {})) for method in OTHERS},
+    "HessianLogger": lambda: ([c.HessianLogger(probes=3)], {}),
 }
 
 
