@@ -13,7 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Clients, FederatedCallback, Layout, Note, Part, Scratch, UserError
+from fl_lightning.callback import (
+    Clients,
+    FederatedCallback,
+    Layout,
+    Note,
+    Part,
+    Scratch,
+    number,
+)
 
 
 class AlternatingHead(FederatedCallback):
@@ -66,12 +74,7 @@ class AlternatingHead(FederatedCallback):
 
     def __init__(self, head_epochs: float = 1, head: str | Sequence[str] = "last") -> None:
         super().__init__()
-        is_number = isinstance(head_epochs, int | float) and not isinstance(head_epochs, bool)
-        if not is_number or not head_epochs > 0:
-            raise UserError(
-                f"AlternatingHead: head_epochs={head_epochs!r} is not accepted; give a number "
-                "above 0."
-            )
+        number("AlternatingHead: head_epochs", head_epochs, above=0)
         self.head_epochs = head_epochs
         self.head = head
 

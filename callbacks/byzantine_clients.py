@@ -16,7 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Server, UserError, generator, suggest
+from fl_lightning.callback import (
+    FederatedCallback,
+    Server,
+    UserError,
+    generator,
+    number,
+    one_of,
+)
 
 ATTACKS = ["sign_flip", "noise", "label_flip", "alie"]
 
@@ -69,34 +76,20 @@ class ByzantineClients(FederatedCallback):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        numbers = (int, float)
-        if attack not in ATTACKS:
-            known = ", ".join(map(repr, ATTACKS))
-            raise UserError(
-                f"{name}: attack={attack!r} is not known; accepted are "
-                f"{known}.{suggest(str(attack), ATTACKS)}"
-            )
-        if isinstance(fraction, bool) or not isinstance(fraction, numbers) or not 0 <= fraction < 1:
-            raise UserError(
-                f"{name}: fraction={fraction!r} is not accepted; it is a share from 0 to below 1."
-            )
-        is_number = isinstance(scale, numbers) and not isinstance(scale, bool)
-        fits = is_number and 0 < (scale or 0.0) < math.inf
-        if scale is not None and (attack == "label_flip" or not fits):
-            none = ", and label flips have none" if attack == "label_flip" else ""
-            raise UserError(
-                f"{name}: scale={scale!r} is not accepted with attack={attack!r}; it is a number "
-                f"above 0{none}."
-            )
+        one_of(f"{name}: attack", attack, ATTACKS)
+        number(f"{name}: fraction", fraction, least=0, below=1)
+        if scale is not None:
+            number(f"{name}: scale", scale, above=0)
+            if attack == "label_flip":
+                raise UserError(f"{name}: scale={scale!r} is not accepted: label flips have none.")
         self.attack = attack
         self.fraction = fraction
         self.scale = scale
         self.attackers: tuple[int, ...] = ()
-        # This instance alone has the hook of its attack.
         if attack == "label_flip":
-            vars(self)["local_batch"] = self.flipped
+            self.use("local_batch", self.flipped)
         else:
-            vars(self)["on_updates"] = self.attacked
+            self.use("on_updates", self.attacked)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         m = int(trainer.datamodule.num_clients)

@@ -34,6 +34,7 @@ class CommunicationLogger(FederatedCallback):
         2.0
     """
 
+    measures = True
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 
     def on_round_end(self, server: Server) -> None:

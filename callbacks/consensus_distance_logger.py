@@ -35,6 +35,7 @@ class ConsensusDistanceLogger(FederatedCallback):
         True
     """
 
+    measures = True
     moved = Upload(sent=False, dtype=torch.float64)
 
     def __init__(self, per_layer: bool = True) -> None:

@@ -21,8 +21,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
-    UserError,
-    suggest,
+    one_of,
 )
 
 
@@ -62,12 +61,7 @@ class ControlVariates(FederatedCallback):
 
     def __init__(self, estimate: Literal["displacement", "gradient"] = "displacement") -> None:
         super().__init__()
-        if estimate not in ("displacement", "gradient"):
-            raise UserError(
-                f"ControlVariates: estimate={estimate!r} is not known; accepted are "
-                "'displacement' and 'gradient'."
-                + suggest(str(estimate), ["displacement", "gradient"])
-            )
+        one_of("ControlVariates: estimate", estimate, ("displacement", "gradient"))
         self.estimate = estimate
 
     def on_local_start(self, clients: Clients) -> None:

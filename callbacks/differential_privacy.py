@@ -10,8 +10,7 @@ one client, added or removed.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from fl_lightning.callback import (
     ServerState,
     Upload,
     UserError,
+    number,
 )
 
 
@@ -115,29 +115,23 @@ class DifferentialPrivacy(FederatedCallback):
         noise_seed: int | None = None,
     ) -> None:
         super().__init__()
-        most = math.inf if noise_multiplier == 0 else sys.float_info.max
-        _number("clip", clip, lambda c: 0 < c <= most, "above 0, finite unless σ is 0")
-        _number("delta", delta, lambda d: 0 < d < 1, "above 0 and below 1")
+        name = type(self).__name__
+        # Without noise, updates may stay as they are.
+        number(f"{name}: clip", clip, above=0, finite=noise_multiplier != 0)
+        number(f"{name}: delta", delta, above=0, below=1)
         if noise_multiplier is None and target_epsilon is None:
             raise UserError(
                 "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the "
                 "two, or both."
             )
         if noise_multiplier is not None:
-            _number(
-                "noise_multiplier", noise_multiplier, lambda s: 0 <= s < math.inf, "from 0, finite"
-            )
+            number(f"{name}: noise_multiplier", noise_multiplier, least=0)
         if target_epsilon is not None:
-            _number("target_epsilon", target_epsilon, lambda e: 0 < e < math.inf, "above 0, finite")
+            number(f"{name}: target_epsilon", target_epsilon, above=0)
         self.clip = clip
         self.noise_multiplier = noise_multiplier
         if noise_seed is not None:
-            _number(
-                "noise_seed",
-                noise_seed,
-                lambda s: isinstance(s, int) and 0 <= s < 2**63,
-                "that is a seed",
-            )
+            number(f"{name}: noise_seed", noise_seed, least=0, below=2**63, whole=True)
         self.target_epsilon = target_epsilon
         self.delta = delta
         self.noise_seed = noise_seed
@@ -199,8 +193,7 @@ class DifferentialPrivacy(FederatedCallback):
         for other in others:
             name = type(other).__name__
             uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
-            own_class = type(other).on_updates is not FederatedCallback.on_updates
-            gathers = other.gathers or own_class or "on_updates" in vars(other)
+            gathers = other.gathers or other.has("on_updates")
             leak = ""
             if gathers and not other.stands_for_clients:
                 leak = "it sees all updates"
@@ -215,7 +208,7 @@ class DifferentialPrivacy(FederatedCallback):
                 measuring.append(name)
             # An attacker does not clip: what it puts in place of its update is clipped after it.
             if other.stands_for_clients and gathers:
-                vars(self)["on_updates"] = self.clip_again
+                self.use("on_updates", self.clip_again)
         if measuring:
             self.outside = (
                 "who takes part, what is logged of the training, and what "
@@ -329,13 +322,6 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
     rounded.view(whole).sub_(grown.view(torch.int8))
     return rounded
-
-
-def _number(name: str, value: object, accepted: Callable[[float], bool], what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepted(value):
-        raise UserError(
-            f"DifferentialPrivacy: {name}={value!r} is not accepted; it is a number {what}."
-        )
 
 
 @lru_cache

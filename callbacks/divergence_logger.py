@@ -47,6 +47,7 @@ class DivergenceLogger(FederatedCallback):
         True
     """
 
+    measures = True
     moved = Upload(sent=False)
     moved_squared = Upload(sent=False, shape=(), dtype=torch.float64)
 

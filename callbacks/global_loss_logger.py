@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning import checks
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
 from fl_lightning.metrics import is_accuracy
+from fl_lightning.options import positive
 from fl_lightning.round.sums import ordered_norm
 
 
@@ -46,7 +46,7 @@ class GlobalLossLogger(Measurement):
 
     def __init__(self, every_n_rounds: int | None = 10, samples: int | None = None) -> None:
         super().__init__(every_n_rounds)
-        checks.positive("GlobalLossLogger: samples", samples, whole=True)
+        positive("GlobalLossLogger: samples", samples, whole=True)
         self.samples = None if samples is None else int(samples)
 
     def measure(self, module: Any) -> dict[str, float]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning import checks
-from fl_lightning.errors import UserError
 from fl_lightning.evaluation import curvature
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
+from fl_lightning.options import number
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 
@@ -59,13 +58,10 @@ class HessianLogger(Measurement):
         probes: int = 100,
     ) -> None:
         super().__init__(every_n_rounds)
-        for name, value in (("samples", samples), ("tolerance", tolerance), ("probes", probes)):
-            checks.positive(f"HessianLogger: {name}", value, whole=name != "tolerance")
-        if probes < 2:
-            raise UserError(
-                f"HessianLogger: probes={probes} is not accepted; a standard error takes at least "
-                "2."
-            )
+        number("HessianLogger: samples", samples, above=0, whole=True)
+        number("HessianLogger: tolerance", tolerance, above=0)
+        # A standard error takes at least two.
+        number("HessianLogger: probes", probes, least=2, whole=True)
         self.samples = int(samples)
         self.tolerance = float(tolerance)
         self.probes = int(probes)

@@ -16,7 +16,7 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Schedule,
-    UserError,
+    number,
 )
 
 
@@ -67,11 +67,7 @@ class MoreauEnvelope(FederatedCallback):
         inner_lr: float | Schedule = 0.05,
     ) -> None:
         super().__init__()
-        if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
-            raise UserError(
-                f"MoreauEnvelope: inner_steps={inner_steps!r} is not accepted; give an integer "
-                "from 1."
-            )
+        number("MoreauEnvelope: inner_steps", inner_steps, least=1, whole=True)
         self.strength = strength
         self.inner_steps = inner_steps
         self.inner_lr = inner_lr

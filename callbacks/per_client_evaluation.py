@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning import checks
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
+from fl_lightning.options import number
 from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside
@@ -88,13 +88,8 @@ class PerClientEvaluation(Measurement):
         if isinstance(clients, str) and clients.isdecimal():
             clients = int(clients)
         if clients != "all":
-            if isinstance(clients, str):
-                raise UserError(
-                    f"PerClientEvaluation: clients={clients!r}: give 'all', or how many to draw."
-                )
-            checks.positive("PerClientEvaluation: clients", clients, whole=True)
-        if finetune_epochs != 0:
-            checks.positive("PerClientEvaluation: finetune_epochs", finetune_epochs)
+            number("PerClientEvaluation: clients", clients, above=0, whole=True, beside="'all'")
+        number("PerClientEvaluation: finetune_epochs", finetune_epochs, least=0)
         self.clients = clients
         self.finetune_epochs = finetune_epochs
         self.modes = dict(modes or {})
@@ -210,10 +205,10 @@ class PerClientEvaluation(Measurement):
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["client", "samples", *self.table])
-        for client, number in self.samples.items():
+        for client, samples in self.samples.items():
             values = [column.get(client) for column in self.table.values()]
             texts = ["" if value is None else repr(value) for value in values]
-            rows.writerow([client, number, *texts])
+            rows.writerow([client, samples, *texts])
         return text.getvalue()
 
 

@@ -11,7 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Clients, ClientState, FederatedCallback, Server, Upload, UserError
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    FederatedCallback,
+    Server,
+    Upload,
+    number,
+)
 
 
 class PowerOfChoice(FederatedCallback):
@@ -49,12 +56,8 @@ class PowerOfChoice(FederatedCallback):
 
     def __init__(self, candidates: int | None = None) -> None:
         super().__init__()
-        is_whole = isinstance(candidates, int) and not isinstance(candidates, bool)
-        if candidates is not None and not (is_whole and candidates > 0):
-            raise UserError(
-                f"PowerOfChoice: candidates={candidates!r} is not accepted; give a number from 1, "
-                "or null."
-            )
+        if candidates is not None:
+            number("PowerOfChoice: candidates", candidates, least=1, whole=True, beside="null")
         self.candidates = candidates
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor:

@@ -15,7 +15,7 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Schedule,
-    UserError,
+    number,
 )
 
 
@@ -57,10 +57,9 @@ class ProximalPersonalModel(FederatedCallback):
 
     def __init__(self, strength: float | Schedule = 0.1) -> None:
         super().__init__()
-        if not isinstance(strength, Schedule) and strength < 0:
-            raise UserError(
-                f"ProximalPersonalModel: strength={strength:g} pushes away from w; give 0 or more."
-            )
+        # Below 0 it would push away from w.
+        if not isinstance(strength, Schedule):
+            number("ProximalPersonalModel: strength", strength, least=0)
         self.strength = strength
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

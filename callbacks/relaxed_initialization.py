@@ -22,16 +22,15 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
-    UserError,
-    suggest,
+    one_of,
 )
 
 
 def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
     """Tell whether a constant drift is amplified without bound."""
     beta = vars(method)["beta"]
-    averages_models = method.rule == "models" and method.arm != "centred" and run.n < run.m
-    return averages_models and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
+    grows = method.aggregate_ == "models" and method.offset != "centred" and run.n < run.m
+    return grows and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
 
 
 class RelaxedInitialization(FederatedCallback):
@@ -76,6 +75,9 @@ class RelaxedInitialization(FederatedCallback):
     sends = "displacement"  # with aggregate="updates", the one that transmits
     beta = Coefficient()
     last = ClientState(initial="initial_model", synchronised=False)
+    # An instance keeps what differs from these, and resumes with the same alone.
+    aggregate_ = "models"  # `aggregate` is a hook
+    offset = "own"
     notes = (
         Note(
             "beta={beta:g} with {n} of {m} clients a round amplifies a constant drift without "
@@ -92,52 +94,43 @@ class RelaxedInitialization(FederatedCallback):
         offset: Literal["own", "mean", "centred"] = "own",
     ) -> None:
         super().__init__()
-        _one_of("aggregate", aggregate, ["models", "updates"])
-        _one_of("offset", offset, ["own", "mean", "centred"])
+        one_of("RelaxedInitialization: aggregate", aggregate, ("models", "updates"))
+        one_of("RelaxedInitialization: offset", offset, ("own", "mean", "centred"))
         self.beta = beta
-        self.rule = aggregate
-        self.arm = offset
-        # Older checkpoints do not have this argument, and are compared by what is set here.
+        if aggregate == "updates":
+            self.aggregate_ = aggregate
+            self.use("transmit", self.displacement)
         if offset != "own":
             self.offset = offset
-        # This instance alone owns the hook, so that others may decide what clients send.
-        if aggregate == "updates":
-            vars(self)["transmit"] = self.displacement
-        if offset != "own":
-            self.declare(
-                "last_mean", ServerState(initial="initial_model", sent=True, synchronised=False)
-            )
-            self.declare("moved_on", Upload())
-            vars(self)["cannot_run_with"] = {
-                "parts": f"offset={offset!r} is not defined where clients keep parts"
-            }
+            self._keep_the_mean()
 
     def on_local_start(self, clients: Clients) -> None:
-        if self.arm == "own":
+        if self.offset == "own":
             clients.x += self.beta * (clients.x - self.last[clients])
-        elif self.arm == "mean":
+        elif self.offset == "mean":
             clients.x += self.beta * (clients.x - self.last_mean)
         else:
             clients.x += self.beta * (self.last_mean - self.last[clients])
 
     def on_local_end(self, clients: Clients) -> None:
-        if self.arm != "own":
+        if self.offset != "own":
             self.moved_on[clients] = clients.x - self.last[clients]
         self.last[clients] = clients.x
 
     def on_server_update(self, server: Server) -> None:
-        if self.arm != "own":
+        if self.offset != "own":
             self.last_mean += self.moved_on.sum() / server.num_clients
 
     def displacement(self, clients: Clients, update: Tensor) -> Tensor:
         """The message of a client with ``aggregate="updates"``."""
         return clients.x - clients.origin
 
-
-def _one_of(name: str, value: str, accepted: list[str]) -> None:
-    if value not in accepted:
-        shown = f"{', '.join(map(repr, accepted[:-1]))} and {accepted[-1]!r}"
-        hint = suggest(str(value), accepted)
-        raise UserError(
-            f"RelaxedInitialization: {name}={value!r} is not known; accepted are {shown}.{hint}"
+    def _keep_the_mean(self) -> None:
+        """Declare what the control arms need: l at the server, and how far each last_i went."""
+        self.declare(
+            "last_mean", ServerState(initial="initial_model", sent=True, synchronised=False)
         )
+        self.declare("moved_on", Upload())
+        self.cannot_run_with = {
+            "parts": f"offset={self.offset!r} is not defined where clients keep parts"
+        }

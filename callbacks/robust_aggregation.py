@@ -19,7 +19,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Note, Server, UserError, ordered_norm, suggest
+from fl_lightning.callback import (
+    FederatedCallback,
+    Note,
+    Server,
+    UserError,
+    flag,
+    number,
+    one_of,
+    ordered_norm,
+)
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
 PIECE = 4096  # coordinates
@@ -86,26 +95,12 @@ class RobustAggregation(FederatedCallback):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if rule not in RULES:
-            known = ", ".join(map(repr, RULES))
-            hint = suggest(str(rule), RULES)
-            raise UserError(f"{name}: rule={rule!r} is not known; accepted are {known}.{hint}")
-        if isinstance(trim, bool) or not isinstance(trim, (int, float)) or not 0 <= trim < 0.5:
-            raise UserError(
-                f"{name}: trim={trim!r} is not accepted; it is a share of the updates from 0 to "
-                "below 0.5."
-            )
-        if isinstance(byzantine, bool) or not isinstance(byzantine, int) or byzantine < 0:
-            raise UserError(
-                f"{name}: byzantine={byzantine!r} is not accepted; it is a number of clients from "
-                "0."
-            )
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise UserError(
-                f"{name}: keep={keep!r} is not accepted; it is a number of clients from 1, or null."
-            )
-        if not isinstance(mixing, bool):
-            raise UserError(f"{name}: mixing={mixing!r} is not accepted; it is true or false.")
+        one_of(f"{name}: rule", rule, RULES)
+        number(f"{name}: trim", trim, least=0, below=0.5)
+        number(f"{name}: byzantine", byzantine, least=0, whole=True)
+        if keep is not None:
+            number(f"{name}: keep", keep, least=1, whole=True, beside="null")
+        flag(f"{name}: mixing", mixing)
         self.rule = rule
         self.trim = trim
         self.byzantine = byzantine

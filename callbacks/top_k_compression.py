@@ -13,7 +13,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Clients, ClientState, FederatedCallback, UserError
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    FederatedCallback,
+    number,
+)
 
 
 class TopKCompression(FederatedCallback):
@@ -50,12 +55,7 @@ class TopKCompression(FederatedCallback):
 
     def __init__(self, fraction: float = 0.1) -> None:
         super().__init__()
-        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
-        if not is_number or not 0 < fraction <= 1:
-            raise UserError(
-                f"TopKCompression: fraction={fraction!r} is not accepted; it has to be above 0, "
-                "up to 1."
-            )
+        number("TopKCompression: fraction", fraction, above=0, most=1)
         self.fraction = fraction
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:

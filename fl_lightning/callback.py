@@ -15,6 +15,7 @@ from torch import Tensor
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner import Layout
 from fl_lightning.lightning import pl
+from fl_lightning.options import flag, number, one_of
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
 from fl_lightning.round.sums import ordered_norm, ordered_sum
@@ -50,7 +51,10 @@ __all__ = [
     "ServerState",
     "Upload",
     "UserError",
+    "flag",
     "generator",
+    "number",
+    "one_of",
     "ordered_norm",
     "ordered_sum",
     "suggest",
@@ -165,7 +169,11 @@ class FederatedCallback(pl.Callback):
     """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after
     those of all others."""
 
-    cannot_run_with: ClassVar[dict[str, str]] = {}
+    measures: ClassVar[bool] = False
+    """Whether it only measures: it is left out of a run's title, and what it keeps is none of the
+    method's."""
+
+    cannot_run_with: dict[str, str] = {}
     """``{hook or class name: reason}``: another callback of the run must not override that hook,
     or be of that class."""
 
@@ -194,6 +202,15 @@ class FederatedCallback(pl.Callback):
         """Declare state in ``__init__``, where it depends on arguments."""
         declaration.name = name
         self._declared[name] = declaration
+
+    def use(self, hook: str, call: Callable[..., Any]) -> None:
+        """Let this instance alone have a hook, where that depends on arguments."""
+        vars(self)[hook] = call
+
+    def has(self, hook: str) -> bool:
+        """Tell whether it overrides a hook: in its class, or by :meth:`use`."""
+        of_base = getattr(FederatedCallback, hook)
+        return hook in vars(self) or getattr(type(self), hook) is not of_base
 
     def __getattr__(self, name: str) -> Any:
         declared = self.__dict__.get("_declared", {})

@@ -286,27 +286,6 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     return max(1, int(exact + Fraction(1, 2)))
 
 
-def one_of(name: str, value: object, accepted: tuple[str | bool, ...]) -> None:
-    """Refuse a word that is not known."""
-    if value not in accepted:
-        known = ", ".join(map(repr, accepted))
-        hint = suggest(str(value), map(str, accepted))
-        raise UserError(f"{name}={value!r} is not known; accepted are {known}.{hint}")
-
-
-def positive(
-    name: str, value: float | str | None, whole: bool = False, or_auto: bool = False
-) -> None:
-    """Refuse all but numbers above 0 (``whole``: an integer; ``or_auto``: or ``"auto"``)."""
-    if value is None or (or_auto and value == "auto"):
-        return
-    number = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
-    if not number or (whole and int(value) != value):
-        kind = "an integer" if whole else "a number"
-        auto = " or auto" if or_auto else ""
-        raise UserError(f"{name}={value!r} is not accepted; it has to be {kind} above 0{auto}.")
-
-
 def rate(name: str, value: object) -> None:
     """Refuse a decay that is neither a finite number above 0 nor a schedule.
 

@@ -17,12 +17,12 @@ from fl_lightning.buffers import BufferPolicy
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
-from fl_lightning.methods import Methods, checked_choice
+from fl_lightning.methods import Methods, called, checked_choice
 from fl_lightning.processes import gathered
-from fl_lightning.round.clients import LOSS
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.group import LOSS
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.server import Server
@@ -92,7 +92,7 @@ class FederatedLoop:
                 self.step(ledger, server)
                 self.evaluate(ledger, server)
                 server.communication = traffic.of_round(ledger, self.methods)
-                server.kept_vectors = traffic.kept_vectors(ledger)
+                server.kept_vectors = traffic.kept_vectors(ledger, self.methods)
                 if ledger.finished:
                     self.methods.run("on_round_end", server)
             metrics = self.metrics(ledger, server)
@@ -156,7 +156,7 @@ class FederatedLoop:
         available = torch.arange(self.cohort.m, device=ledger.round.w.device)
         n = min(self.cohort.number(ledger.t), len(available))
         with ledger.server_hooks():
-            choice = select(Server(ledger.round, ledger), available, n)
+            choice = called(select, Server(ledger.round, ledger), available, n)
         ids = checked_choice(select, choice, available, n)
         # Processes that train different rounds would sum what does not belong together.
         if any(other != ids for other in gathered(ids)):

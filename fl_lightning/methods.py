@@ -69,11 +69,11 @@ class Methods:
             in_order = self.callbacks
             if hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
                 in_order = ordered
-            self._hooks[hook] = [getattr(c, hook) for c in in_order if overrides(c, hook)]
+            self._hooks[hook] = [getattr(c, hook) for c in in_order if c.has(hook)]
         self._owners: dict[str, Callable[..., Any]] = {}
         self._sends: str = "x"
         for hook, decision in OWNED.items():
-            owners = [c for c in self.callbacks if overrides(c, hook)]
+            owners = [c for c in self.callbacks if c.has(hook)]
             if len(owners) > 1:
                 both = " and ".join(type(c).__name__ for c in owners)
                 raise UserError(
@@ -100,7 +100,7 @@ class Methods:
         for companion, why in callback.cannot_run_with.items():
             for other in self.callbacks:
                 if companion in (*SHARED, *OWNED):
-                    meant = overrides(other, companion)
+                    meant = other.has(companion)
                 else:
                     meant = type(other).__name__ == companion
                 if other is not callback and meant:
@@ -139,16 +139,16 @@ class Methods:
     def owner(self, hook: str) -> Callable[..., Any] | None:
         return self._owners.get(hook)
 
-    def run(self, hook: str, argument: object) -> None:
+    def run(self, hook: str, argument: Any) -> None:
         """Call a hook that returns nothing, on every callback that has it."""
         for call in self._hooks[hook]:
-            returned = call(argument)
+            returned = called(call, argument)
             if returned is not None:
                 raise _returned(call, returned, "nothing")
 
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
         """The gradient after a hook, which may change it in place or return another."""
-        returned = call(clients, gradient)
+        returned = called(call, clients, gradient)
         if returned is None:
             return gradient
         return checked_rows(call, returned, gradient)
@@ -166,12 +166,12 @@ class Methods:
 
         Parts that clients keep as their own do not count.
         """
-        return any(c.moves_start for c in self.callbacks if overrides(c, "on_local_start"))
+        return any(c.moves_start for c in self.callbacks if c.has("on_local_start"))
 
     @property
     def aggregates_nobody(self) -> bool:
         """Tell whether the server takes its step where no client finished, too."""
-        return any(c.aggregates_nobody for c in self.callbacks if overrides(c, "aggregate"))
+        return any(c.aggregates_nobody for c in self.callbacks if c.has("aggregate"))
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
@@ -181,7 +181,12 @@ class Methods:
     @property
     def gathering(self) -> list[str]:
         """The names of callbacks that take all updates of a round together."""
-        return [type(c).__name__ for c in self.callbacks if c.gathers or overrides(c, "on_updates")]
+        return [type(c).__name__ for c in self.callbacks if c.gathers or c.has("on_updates")]
+
+    @property
+    def measuring(self) -> set[str]:
+        """The names of callbacks that only measure."""
+        return {type(c).__name__ for c in self.callbacks if c.measures}
 
     @property
     def reads_loss(self) -> bool:
@@ -213,7 +218,7 @@ class Methods:
         hooks = ("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end")
         for callback in self.callbacks:
             packaged = type(callback).__module__.startswith("fl_lightning.")
-            if not packaged and any(overrides(callback, hook) for hook in hooks):
+            if not packaged and any(callback.has(hook) for hook in hooks):
                 return type(callback).__name__
         return ""
 
@@ -225,18 +230,21 @@ class Methods:
         """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``."""
         texts = []
         for callback in self.callbacks:
-            changes = any(overrides(callback, hook) for hook in CHANGING)
+            changes = any(callback.has(hook) for hook in CHANGING)
             if changes and not callback.declarations():
                 texts.append(f"{type(callback).__name__}({arguments(callback)})")
         return ", ".join(sorted(texts)) or "none"
 
     def title(self) -> str:
         """The methods' names, without those that only measure."""
-        methods = [
-            c for c in self.callbacks if not type(c).__name__.endswith(("Logger", "Evaluation"))
-        ]
-        names = [c.title or type(c).__name__ for c in methods]
+        names = [c.title or type(c).__name__ for c in self.callbacks if not c.measures]
         return " + ".join(names) or "FedAvg"
+
+
+def called(hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
+    """Call a method's hook; ``subject``, the clients or the server, knows whose hook that is."""
+    subject._caller = type(getattr(hook, "__self__", hook)).__name__
+    return hook(subject, *more)
 
 
 def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
@@ -249,12 +257,6 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
                 f"method: {type(callback).__name__}.{name} is no hook, so it would never be "
                 f"called.{near}"
             )
-
-
-def overrides(callback: FederatedCallback, hook: str) -> bool:
-    """Tell whether a callback has this hook: in its class, or put on the instance."""
-    base = getattr(FederatedCallback, hook)
-    return hook in vars(callback) or getattr(type(callback), hook) is not base
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:

@@ -112,9 +112,11 @@ def arguments(of: object) -> str:
     """
     texts = []
     for name in inspect.signature(type(of)).parameters:
-        if name not in vars(of):
+        # An argument that is called like a method is kept with an underscore behind it.
+        kept = name if name in vars(of) else f"{name}_"
+        if kept not in vars(of):
             continue
-        value = vars(of)[name]
+        value = vars(of)[kept]
         # The text of a function, or of an object that has none but its address, is another one in
         # every process.
         has_text = repr(value) != object.__repr__(value)

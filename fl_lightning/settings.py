@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fl_lightning import checks
 from fl_lightning.buffers import WORDS as BUFFER_WORDS
 from fl_lightning.errors import UserError
+from fl_lightning.options import one_of, positive
 from fl_lightning.schedules import Schedule
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -54,32 +55,30 @@ class Settings:
         if isinstance(self.participation, Real):
             number = int if isinstance(self.participation, Integral) else float
             object.__setattr__(self, "participation", number(self.participation))
-        checks.one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
+        one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
         for name in ("client_optimizer", "server_optimizer"):
             check_factory(name, getattr(self, name))
-        checks.positive("local_epochs", self.local_epochs)
-        checks.positive("local_steps", self.local_steps, whole=True)
-        checks.positive("clip_norm", self.clip_norm)
+        positive("local_epochs", self.local_epochs)
+        positive("local_steps", self.local_steps, whole=True)
+        positive("clip_norm", self.clip_norm)
         checks.rate("lr_decay", self.lr_decay)
         checks.rate("server_lr_decay", self.server_lr_decay)
         checks.seed(self.seed)
-        checks.one_of(
-            "client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps")
-        )
-        checks.one_of("weighting", self.weighting, ("uniform", "samples"))
+        one_of("client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps"))
+        one_of("weighting", self.weighting, ("uniform", "samples"))
         if isinstance(self.buffers, Mapping):
             words = {str(pattern): word for pattern, word in self.buffers.items()}
             object.__setattr__(self, "buffers", words)
             for pattern, word in words.items():
-                checks.one_of(f"buffers[{pattern!r}]", word, BUFFER_WORDS)
+                one_of(f"buffers[{pattern!r}]", word, BUFFER_WORDS)
         else:
-            checks.one_of("buffers", self.buffers, BUFFER_WORDS)
-        checks.one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
-        checks.one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked"))
-        checks.one_of("capture", self.capture, ("auto", True, False))
+            one_of("buffers", self.buffers, BUFFER_WORDS)
+        one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked"))
+        one_of("capture", self.capture, ("auto", True, False))
         for name in ("clients_at_once", "workers"):
             value = getattr(self, name)
-            checks.positive(name, value, whole=True, or_auto=True)
+            positive(name, value, whole=True, or_auto=True)
             object.__setattr__(self, name, value if isinstance(value, str) else int(value))
         if self.local_steps is not None:
             object.__setattr__(self, "local_steps", int(self.local_steps))

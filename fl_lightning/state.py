@@ -43,9 +43,16 @@ class Owner(Protocol):
 class Group(Protocol):
     """Clients that train together."""
 
-    def rows(self, key: str, declaration: PerClient) -> Tensor: ...
+    def read(self, key: str, declaration: PerClient) -> Tensor: ...
     def write(self, key: str, declaration: PerClient, value: Tensor) -> None: ...
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None: ...
+
+
+class Clients(Protocol):
+    """What a hook sees of a group."""
+
+    @property
+    def _group(self) -> Group: ...
 
 
 class Staged(Protocol):
@@ -214,11 +221,12 @@ class StateRows:
         self._callback = callback
         self._declaration = declaration
 
-    def __getitem__(self, clients: Group) -> Tensor:
-        return clients.rows(self._declaration.key(self._callback), self._declaration)
+    def __getitem__(self, clients: Clients) -> Tensor:
+        return clients._group.read(self._declaration.key(self._callback), self._declaration)
 
-    def __setitem__(self, clients: Group, value: Tensor) -> None:
-        clients.write(self._declaration.key(self._callback), self._declaration, value)
+    def __setitem__(self, clients: Clients, value: Tensor) -> None:
+        key = self._declaration.key(self._callback)
+        clients._group.write(key, self._declaration, value)
 
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
         """``(ids, rows)`` that were written this round, ascending; to read in ``on_round_end``.
@@ -248,8 +256,9 @@ class UploadSums:
         self._callback = callback
         self._declaration = declaration
 
-    def __setitem__(self, clients: Group, value: Tensor) -> None:
-        clients.upload(self._declaration.key(self._callback), self._declaration, value)
+    def __setitem__(self, clients: Clients, value: Tensor) -> None:
+        key = self._declaration.key(self._callback)
+        clients._group.upload(key, self._declaration, value)
 
     def sum(self) -> Tensor:
         """Σ over the clients that finished."""

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "fl_lightning"
 LAYERS = """
 errors lightning
 configs processes devices sampling schedules strategies metrics storage
+options
 optim checks learner parameters buffers settings state loggers facts
 round rounds
 callback
@@ -126,6 +127,7 @@ def test_packaged_methods_import_the_callback_alone() -> None:
         "checks",
         "errors",
         "metrics",
+        "options",
         "processes",
         "sampling",
         "round.sums",

@@ -14,10 +14,11 @@ from fl_lightning.buffers import BufferPolicy
 from fl_lightning.devices import to_host
 from fl_lightning.errors import UserError
 from fl_lightning.learner import all_finite, same_bits
-from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.methods import Methods, called, checked_rows
 from fl_lightning.processes import gathered
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER
+from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
 
@@ -52,25 +53,25 @@ class Contributions:
         self._sum = TreeSum(leaves)
         self._lock = threading.Lock()
 
-    def add(self, leaf: int, clients: Clients) -> None:
-        """Add what one client (``clients`` is a group of one) contributes, and stage its rows."""
-        (client,) = clients.client_ids
+    def add(self, leaf: int, group: ClientGroup) -> None:
+        """Add what one client contributes, a group of one, and stage its rows."""
+        (client,) = group.ids
         round = self.ledger.round
-        counts = traffic.of_client(clients, round.buffers)
-        update = clients.x - round.w
+        counts = traffic.of_client(group, round.buffers)
+        update = group.x - round.w
         values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
         buffers: Leaf | None = None
         # A client counts only if all it would bring is finite: its update, then its buffers.
         if all_finite(update):
-            buffers = self._buffers(clients.buffers, round.weights[client])
+            buffers = self._buffers(group.buffers, round.weights[client])
         finished = buffers is not None
         if buffers is not None:
-            lent = self._finish(values, clients, client, update, counts)
+            lent = self._finish(values, group, client, update, counts)
             values.update(buffers)
-            rows = {key: value[0] for key, value in clients.written()}
-            rows |= {**clients.optimizer_rows, **clients.kept_parts(), **self._own(clients)}
+            rows = {key: value[0] for key, value in group.written()}
+            rows |= {**group.optimizer_rows, **group.kept_parts(), **self._own(group)}
             rows = to_host(rows)
         transmitted = values.pop("update") if self.gathers and finished else None
         # A client that diverged has communicated all the same, so its traffic is summed.
@@ -79,10 +80,10 @@ class Contributions:
         with self._lock:
             if not finished:
                 self.diverged.append(client)
-            elif clients.metrics is not None:
-                self.ledger.metrics[client] = clients.metrics
+            elif group.metrics is not None:
+                self.ledger.metrics[client] = group.metrics
             # Of several readers the largest name is told, whichever thread comes first.
-            readers = (self.ledger.mean_gradient_read, clients.mean_gradient_read)
+            readers = (self.ledger.mean_gradient_read, group.mean_gradient_read)
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
                 # The method may still hold what it returned from `transmit`.
@@ -108,7 +109,7 @@ class Contributions:
         return sum_over_processes(self._sum.total) or {}, sorted(diverged)
 
     def _finish(
-        self, values: Leaf, clients: Clients, client: int, update: Tensor, counts: list[int]
+        self, values: Leaf, group: ClientGroup, client: int, update: Tensor, counts: list[int]
     ) -> set[str]:
         """Put the values of a client that finished into ``values``.
 
@@ -125,29 +126,29 @@ class Contributions:
             values["copies"] = update[0].to(round.wide) * weight
         transmit = self.methods.owner("transmit")
         if transmit is not None:
-            update = checked_rows(transmit, transmit(clients, update), update)
+            update = checked_rows(transmit, called(transmit, Clients(group), update), update)
             lent |= {"update", "weighted"}
         # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
-        clients.drop_scratch()
+        group.drop_scratch()
         self._add_row(values, "", update[0].to(round.wide), weight)
-        for key, value in clients.uploads.items():
+        for key, value in group.uploads.items():
             declared = self.methods.declared[key]
             assert isinstance(declared, Upload)
             self._add_row(values, key, value[0].to(declared.summed_as(update.dtype)), weight)
             lent.add("sum:" + key)
-        traffic.add_upload(counts, clients, self.methods.sent_by_clients())
-        for name, per_client in clients.logs.items():
+        traffic.add_upload(counts, group, self.methods.sent_by_clients())
+        for name, per_client in group.logs.items():
             values["log:" + name] = per_client[0].to(torch.float64, copy=True)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
         return lent
 
-    def _own(self, clients: Clients) -> dict[str, Tensor]:
+    def _own(self, group: ClientGroup) -> dict[str, Tensor]:
         """Rows of its own that a client keeps: buffers, and for its personal model its round."""
         round = self.ledger.round
         rows = {}
         if self.methods.owner("personal") is not None:
             rows[FINISHED] = torch.tensor(round.t)
-        for name, value in clients.buffers.items():
+        for name, value in group.buffers.items():
             if name in round.own_buffers and name in round.buffers:
                 rows[BUFFER + name] = value.clone()
         return rows

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fl_lightning.aggregation import gathering
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
-from fl_lightning.methods import Methods
+from fl_lightning.methods import Methods, called
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.ledger import Ledger
@@ -39,7 +39,10 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
         server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
     # A method that aggregates otherwise finds the mean in `server.update`, and may build on it.
     aggregate = methods.owner("aggregate")
-    return aggregate(server).to(round.w.dtype) if aggregate else server.update
+    if aggregate is None:
+        return server.update
+    update: Tensor = called(aggregate, server)
+    return update.to(round.w.dtype)
 
 
 def masked(server: Server) -> Tensor:

@@ -7,36 +7,36 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fl_lightning.methods import Methods
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import Upload
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = range(6)
 
 
-def of_client(clients: Clients, buffers: Mapping[str, Tensor]) -> list[int]:
+def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
     """A client's six counts, without what it uploads."""
     counts = [0] * 6
     # Coordinates of which the client has a valid copy are not sent to it.
-    kept = 0 if clients.kept_mask is None else int(clients.kept_mask[0].sum())
-    counts[DOWN_PARAMETERS] = clients.layout.size - kept
+    kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
+    counts[DOWN_PARAMETERS] = group.round.layout.size - kept
     counts[CLIENTS] = 1
-    counts[GRADIENTS] = sum(map(clients.gradients, clients.client_ids))
+    counts[GRADIENTS] = sum(map(group.gradients, group.ids))
     for name, buffer in buffers.items():
-        if name not in clients._round.own_buffers:
+        if name not in group.round.own_buffers:
             counts[BUFFER_BYTES] += buffer.numel() * buffer.element_size()
     return counts
 
 
-def add_upload(counts: list[int], clients: Clients, counted: Mapping[str, Upload]) -> None:
+def add_upload(counts: list[int], group: ClientGroup, counted: Mapping[str, Upload]) -> None:
     """Add a client's upload: its update, where it is averaged, and the uploads that are counted."""
-    averaged = clients._round.averaged
-    size = clients.x.element_size()
-    everywhere = clients.layout.size if averaged is None else int(averaged.sum())
-    parameters, number = clients.transmitted
+    averaged = group.round.averaged
+    size = group.x.element_size()
+    everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
+    parameters, number = group.transmitted
     up = everywhere if parameters is None else parameters
     up_bytes = up * size if number is None else number
-    for key, value in clients.uploads.items():
+    for key, value in group.uploads.items():
         if key in counted:
             count = everywhere if counted[key].shape is None else value[0].numel()
             up = up + count
@@ -51,17 +51,17 @@ def gradients(ledger: Ledger) -> int:
     return 0 if counts is None else int(counts[GRADIENTS])
 
 
-def kept_vectors(ledger: Ledger) -> float:
+def kept_vectors(ledger: Ledger, methods: Methods) -> float:
     """The memory of a participant until its next round, in vectors of D numbers.
 
     It is counted at the first that this process has trained, and is 0 where it has none. Rows that
-    loggers let clients keep are no part of the method, and do not count.
+    callbacks keep which only measure are no part of the method, and do not count.
     """
     for client in ledger.finished:
         sizes = {key: rows[client].numel() for key, rows in ledger.rows.items() if client in rows}
         if sizes:
             numbers = sum(
-                size for key, size in sizes.items() if not key.split(".")[0].endswith("Logger")
+                size for key, size in sizes.items() if key.split(".")[0] not in methods.measuring
             )
             return numbers / ledger.round.w.numel()
     return 0.0

@@ -20,15 +20,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState
+from fl_lightning.callback import Clients, ClientState, FederatedCallback, ServerState
 from fl_lightning.contracts import snapshots
 from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.learner import Layout
-from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.round.clients import LOSS, Clients
+from fl_lightning.methods import Methods, called, checked_rows
 from fl_lightning.round.context import ClientRates, Round
+from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.state import State
 
@@ -80,18 +80,18 @@ class Stage:
         value = 0.1 * (0.5 + self._random(len(key), m, *shape))
         return value.to(declared.dtype or w.dtype)
 
-    def gradient(self, clients: Clients, at: Tensor) -> Tensor:
-        ids = clients.client_ids
+    def gradient(self, group: ClientGroup, at: Tensor) -> Tensor:
+        ids = group.ids
         return self.curvature[ids] * (at - self.centre[ids])
 
-    def evaluate(self, clients: Clients, at: Tensor, what: str) -> dict[str, Tensor]:
-        ids = clients.client_ids
+    def evaluate(self, group: ClientGroup, at: Tensor, what: str) -> dict[str, Tensor]:
+        ids = group.ids
         loss = (self.curvature[ids] * (at - self.centre[ids]) ** 2).sum(1, keepdim=True) / 2
         return defaultdict(lambda: loss, loss=loss)
 
-    def clients(self, ids: Sequence[int]) -> Clients:
+    def group(self, ids: Sequence[int]) -> ClientGroup:
         """A group about to start, its per-client columns ready as an engine has them."""
-        clients = Clients(
+        group = ClientGroup(
             self.round,
             list(ids),
             self.round.w.expand(len(ids), -1).clone(),
@@ -99,12 +99,14 @@ class Stage:
             self.evaluate,
         )
         # A column is made when it is first asked for.
+        clients = Clients(group)
         _ = clients.ids, clients.steps, clients.sizes, clients.weights
-        return clients
+        return group
 
-    def rehearse(self, clients: Clients, call: Call) -> Iterator[tuple[str, Outcome]]:
+    def rehearse(self, group: ClientGroup, call: Call) -> Iterator[tuple[str, Outcome]]:
         """Call the hooks of one round in order, and give each name and what is there after it."""
         methods = self.methods
+        clients = Clients(group)
         methods.bind(Ledger(self.round))
         perturb = methods.owner("perturbation")
         mix = methods.owner("on_loss_gradient")
@@ -116,33 +118,33 @@ class Stage:
         def run(hook: str) -> Iterator[tuple[str, Outcome]]:
             if methods[hook]:
                 call(hook, partial(methods.run, hook, clients))
-                yield hook, state(clients)
+                yield hook, state(group)
 
         yield from run("on_local_start")
-        clients.begin(own_starts=True)
-        for clients.local_step in (StagedStep(self, clients, k) for k in range(STEPS)):
-            g = self.gradient(clients, clients.x)
+        group.begin(own_starts=True)
+        for group.local_step in (StagedStep(self, group, k) for k in range(STEPS)):
+            g = self.gradient(group, clients.x)
             if perturb is not None:
                 e = call("perturbation", partial(_returned, perturb, clients, g))
-                yield "perturbation", {"what it returned": e.clone(), **state(clients)}
-                g = self.gradient(clients, clients.x + e)
+                yield "perturbation", {"what it returned": e.clone(), **state(group)}
+                g = self.gradient(group, clients.x + e)
             for hook, change in mixing + corrections:
                 g = call(hook, partial(methods.gradient, change, clients, g))
-                yield hook, {"the gradient": g.clone(), **state(clients)}
+                yield hook, {"the gradient": g.clone(), **state(group)}
             clients.x.sub_(self.round.rates.lr * g)
             yield from run("on_local_step_end")
-            clients.step_done()
-        clients.local_step = None
+            group.step_done()
+        group.local_step = None
         if methods.reads_loss:
-            clients.logs[LOSS] = 1.0 + clients.ids
+            group.logs[LOSS] = 1.0 + clients.ids
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
             u = call("transmit", partial(_returned, transmit, clients, u))
-            yield "transmit", {"what is sent": u.clone(), **state(clients)}
+            yield "transmit", {"what is sent": u.clone(), **state(group)}
         if (personal := methods.owner("personal")) is not None:
-            x = call("personal", lambda: checked_rows(personal, personal(clients), clients.x))
-            yield "personal", {"what a client uses": x.clone(), **state(clients)}
+            x = call("personal", lambda: checked_rows(personal, called(personal, clients), group.x))
+            yield "personal", {"what a client uses": x.clone(), **state(group)}
 
 
 @dataclass
@@ -150,24 +152,24 @@ class StagedStep:
     """A local step of clients on a stage."""
 
     stage: Stage
-    clients: Clients
+    group: ClientGroup
     index: int
     first: bool = False
 
     def gradient_at(self, x: Tensor) -> Tensor:
-        return self.stage.gradient(self.clients, x.expand_as(self.clients.x))
+        return self.stage.gradient(self.group, x.expand_as(self.group.x))
 
 
 def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:
-    return checked_rows(hook, hook(clients, like), like)
+    return checked_rows(hook, called(hook, clients, like), like)
 
 
-def state(clients: Clients) -> Outcome:
+def state(group: ClientGroup) -> Outcome:
     """All of the clients that a hook can have changed, one row per client."""
-    rows = {"clients.x": clients.x}
-    rows |= {f"the rows of {key}": value for key, value in clients._rows.items()}
-    rows |= {f"the upload {key}": value for key, value in clients.uploads.items()}
-    rows |= {f"the log {name}": value for name, value in clients.logs.items()}
+    rows = {"clients.x": group.x}
+    rows |= {f"the rows of {key}": value for key, value in group.rows.items()}
+    rows |= {f"the upload {key}": value for key, value in group.uploads.items()}
+    rows |= {f"the log {name}": value for name, value in group.logs.items()}
     return {name: value.clone() for name, value in rows.items()}
 
 
@@ -186,9 +188,9 @@ def groups(method: Method) -> None:
     # With n = D, a sum over the wrong axis has the right shape: only the numbers tell.
     for n in (1, 3, size):
         stage = Stage(callback, module.global_vector.detach(), module.layout, size)
-        single = [stage.rehearse(stage.clients([i]), _plainly) for i in range(n)]
+        single = [stage.rehearse(stage.group([i]), _plainly) for i in range(n)]
         try:
-            for hook, ours in stage.rehearse(stage.clients(range(n)), _plainly):
+            for hook, ours in stage.rehearse(stage.group(range(n)), _plainly):
                 alone = [next(one)[1] for one in single]
                 theirs = {}
                 for name in alone[0]:
@@ -215,7 +217,7 @@ def untouched_self(method: Method) -> None:
         return returned
 
     stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
-    for _ in stage.rehearse(stage.clients(range(3)), guard):
+    for _ in stage.rehearse(stage.group(range(3)), guard):
         pass
 
 
@@ -223,7 +225,7 @@ def traceable(method: Method) -> None:
     """Call hooks on tensors without data: whatever reads a value, or branches on one, fails."""
     callback, module = method.used
     stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
-    clients = stage.clients(range(3))
+    group = stage.group(range(3))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.from_tensor
     stage.curvature = fake(stage.curvature)
@@ -238,10 +240,9 @@ def traceable(method: Method) -> None:
         rates=replace(real.rates, lr=fake(real.rates.lr)),
         server_states={key: fake(value) for key, value in real.server_states.items()},
     )
-    clients._round = stage.round
-    clients._x = fake(clients._x)
-    for column in ("ids", "steps", "sizes", "weights"):
-        clients.__dict__[column] = fake(getattr(clients, column))
+    group.round = stage.round
+    group.x = fake(group.x)
+    group.columns = {name: fake(column) for name, column in group.columns.items()}
 
     def guard(hook: str, call: Callable[[], Any]) -> Any:
         try:
@@ -259,5 +260,5 @@ def traceable(method: Method) -> None:
 
     # A fake tensor has a shape and no numbers.
     with mode:
-        for _ in stage.rehearse(clients, guard):
+        for _ in stage.rehearse(group, guard):
             pass

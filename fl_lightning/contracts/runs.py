@@ -27,7 +27,6 @@ from fl_lightning.contracts.federation import (
 )
 from fl_lightning.contracts.verdict import Failed, NotApplicable, where
 from fl_lightning.errors import Diverged, UserError
-from fl_lightning.methods import overrides
 from fl_lightning.schedules import Steps
 
 ROUNDING = 1e-10
@@ -353,7 +352,7 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
 def buffers(method: Method) -> None:
     # A method that selects clients itself would give buffers of others than FedAvg's.
     who: dict[str, Any] = {}
-    if overrides(method.factory(), "select"):
+    if method.factory().has("select"):
         who = {"participation": "all"}
     average = method.average
     ours = method.plain

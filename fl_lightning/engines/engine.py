@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
+from fl_lightning.round.group import ClientGroup
 
-Collect = Callable[[int, Clients], None]
+Collect = Callable[[int, ClientGroup], None]
 
 
 class Engine(Protocol):

@@ -33,8 +33,8 @@ from fl_lightning.learner import (
 )
 from fl_lightning.lightning import LightningOptimizer
 from fl_lightning.parameters import slots_of_parameters
-from fl_lightning.round.clients import LOSS
 from fl_lightning.round.context import Round
+from fl_lightning.round.group import LOSS
 
 Convert = Callable[[Any, Any], Any]
 

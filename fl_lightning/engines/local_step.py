@@ -13,9 +13,10 @@ from torch import Tensor
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
-from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.methods import Methods, called, checked_rows
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate
+from fl_lightning.round.group import ClientGroup
 
 
 @dataclass
@@ -91,11 +92,12 @@ class LocalStep:
     """
 
     def __init__(
-        self, work: Work, model: Model, clients: Clients, optimizer: ClientOptimizer
+        self, work: Work, model: Model, group: ClientGroup, optimizer: ClientOptimizer
     ) -> None:
         methods = work.methods
         self.model = model
-        self.clients = clients
+        self.group = group
+        self.clients = Clients(group)
         self.optimizer = optimizer
         self.methods = methods
         self.draws = work.draws
@@ -106,7 +108,7 @@ class LocalStep:
         self.step_ends = methods["on_local_step_end"]
         self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
         if self.limit is not None:
-            clients.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
+            group.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
         # Copying gradients into one vector costs as much as the step of a small network, so it is
         # left out where nobody asks for the gradient as (n, D).
         changed = self.mix is not None or bool(self.corrections) or self.limit is not None
@@ -122,15 +124,15 @@ class LocalStep:
         self.remembers = bool(hooked)
         self.before: RandomState | None = None
         # Clients that are stacked have the same buffers, those of the first.
-        self.buffers: Mapping[str, Tensor] = clients._round.buffers_of(clients._ids[0])
+        self.buffers: Mapping[str, Tensor] = group.round.buffers_of(group.ids[0])
         self.batch: Any = None
         self.index: Any = 0
-        clients.local_step = self
-        clients.gradients_a_step = 1 + (self.perturb is not None)
+        group.local_step = self
+        group.gradients_a_step = 1 + (self.perturb is not None)
 
     @property
     def clipped(self) -> Tensor | None:
-        return None if self.limit is None else self.clients.clipped
+        return None if self.limit is None else self.group.clipped
 
     def __call__(self, batch: Any, index: Any) -> None:
         self.batch = batch
@@ -156,14 +158,14 @@ class LocalStep:
                 gradient = self.clip(gradient)
             self.optimizer.step(gradient)
         for end in self.step_ends:
-            end(self.clients)
+            called(end, self.clients)
         # `on_train_batch_end` finds the model after the step, as in plain training.
         if self.hooks is not None:
             self.hooks.batch_end()
-        self.clients.step_done()
+        self.group.step_done()
         if self.first:
             self.first = False
-            self.remembers = self.clients.gradients_a_step > 1
+            self.remembers = self.group.gradients_a_step > 1
 
     def remember(self) -> None:
         """Remember generators and buffers as the step begins, for gradients at other points."""
@@ -195,7 +197,7 @@ class LocalStep:
             if present_state is not None:
                 present_state.restore()
         if self.first:
-            self.clients.gradients_a_step += 1
+            self.group.gradients_a_step += 1
         return gradient
 
     def loss_gradient(self, batch: Any, index: Any) -> Any:
@@ -220,7 +222,7 @@ class LocalStep:
         gradient = self.model.gradient(batch, index)
         # The second pass is no other look at the samples: running statistics stay the first's.
         buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
-        e = checked_rows(perturb, perturb(self.clients, gradient), gradient)
+        e = checked_rows(perturb, called(perturb, self.clients, gradient), gradient)
         if before is not None:
             before.restore()
         try:
@@ -232,5 +234,6 @@ class LocalStep:
     def clip(self, gradient: Tensor) -> Tensor:
         """× min(1, clip_norm/‖g‖), each client over all D coordinates."""
         factor: Tensor = (self.limit / self.clients.norm(gradient)).clamp(max=1)
-        self.clients.clipped.add_((factor < 1)[:, 0])
+        assert self.group.clipped is not None
+        self.group.clipped.add_((factor < 1)[:, 0])
         return gradient * factor

@@ -7,10 +7,8 @@ rounding.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,8 +26,9 @@ from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
 from fl_lightning.learner import check_gradient_hooks
 from fl_lightning.parameters import check_same_parameters, slots_of_parameters
-from fl_lightning.round.clients import LOSS, Clients
+from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
+from fl_lightning.round.group import LOSS, ClientGroup
 
 Group = tuple[list[int], list[Tensor], TreeSpec]
 
@@ -240,63 +239,64 @@ class Stacked:
                     )
                     continue
                 waiting = waiting[len(group) :]
-                for (leaf, _), clients in zip(group, trained, strict=True):
-                    clients.buffers = self.copy.buffers
-                    collect(leaf, clients)
+                for (leaf, _), alone in zip(group, trained, strict=True):
+                    alone.buffers = self.copy.buffers
+                    collect(leaf, alone)
                     tell()
 
-    def train_group(self, round: Round, ids: list[int]) -> list[Clients]:
+    def train_group(self, round: Round, ids: list[int]) -> list[ClientGroup]:
         """Train a group, up to ``on_local_end``, and return each client as a group of one."""
         work = self.work
         stack = Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
-        clients = Clients(round, ids, stack.x, self._full_gradient, work.evaluate)
+        group = ClientGroup(round, ids, stack.x, self._full_gradient, work.evaluate)
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
             # The Trainer shows nobody's numbers of batches, as they differ from client to client.
             self.copy.begin(work.data)
-            begin(work, clients)
+            begin(work, group)
             optimizer.begin(round.rates, None)
             # The learner may look at the optimizer that is over its own parameters.
             self.worker.optimizer.begin(round.rates, None)
-            step = LocalStep(work, stack, clients, optimizer)
+            step = LocalStep(work, stack, group, optimizer)
             # A limit for each client, as those that have finished must not count as clipped.
             if step.limit is not None:
                 step.limit = stack.x.new_full((len(ids), 1), step.limit)
-            for index, groups in enumerate(self._batches(stack, clients, step.limit)):
+            for index, groups in enumerate(self._batches(stack, group, step.limit)):
                 step(groups, index)
-            clients.local_step = None
+            group.local_step = None
             means, logged = stack.take_logs()
-            clients.logs.update(means)
+            group.logs.update(means)
             if step.clipped is not None:
-                clients.logs["clipped_steps"] = step.clipped / clients.steps[:, 0].to(torch.int64)
-            work.methods.run("on_local_end", clients)
+                steps = Clients(group).steps[:, 0].to(torch.int64)
+                group.logs["clipped_steps"] = step.clipped / steps
+            work.methods.run("on_local_end", Clients(group))
         except Exception as error:
             tell_where(error, f"in round {round.t}, one of the clients {ids}")
             raise
-        single = [one(clients, row, logged) for row in range(len(ids))]
+        single = [one(group, row, logged) for row in range(len(ids))]
         if work.keep_optimizer_state:
             for each in single:
                 each.optimizer_rows = optimizer.state()
         return single
 
     def _batches(
-        self, stack: Stack, clients: Clients, limit: Tensor | None
+        self, stack: Stack, group: ClientGroup, limit: Tensor | None
     ) -> Iterator[list[Group]]:
         """One step's batches at a time; clients without a batch are put back after the step.
 
         Their clipping ``limit`` ``(n, 1)`` is lifted, so that they do not count as clipped.
         """
-        round = clients._round
-        steps = [round.steps[i] for i in clients.client_ids]
+        round = group.round
+        steps = [round.steps[i] for i in group.ids]
         sources = []
-        for i, k in zip(clients.client_ids, steps, strict=True):
+        for i, k in zip(group.ids, steps, strict=True):
             sources.append(iter(self.work.client_batches(i, round.t, k, stack.x.device)))
         for step in range(max(steps)):
             training = [row for row, k in enumerate(steps) if step < k]
             finished = [row for row, k in enumerate(steps) if step >= k]
-            kept = Kept(clients, finished) if finished else None
+            kept = Kept(group, finished) if finished else None
             if limit is not None:
                 limit[finished] = torch.inf
             # The generator goes on here after the step, before the next one begins.
@@ -304,12 +304,12 @@ class Stacked:
             if kept is not None:
                 kept.restore()
 
-    def _full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
-        rows = at.expand_as(clients.x)
+    def _full_gradient(self, group: ClientGroup, at: Tensor) -> Tensor:
+        rows = at.expand_as(group.x)
         gradients = []
         with torch.no_grad():
-            for i, point in zip(clients.client_ids, rows, strict=True):
-                single = Clients(clients._round, [i], self.copy.x)
+            for i, point in zip(group.ids, rows, strict=True):
+                single = ClientGroup(group.round, [i], self.copy.x)
                 gradients.append(self.worker.full_gradient(single, point))
         return torch.cat(gradients)
 
@@ -320,23 +320,24 @@ class Stacked:
 class Kept:
     """Copies of finished clients' models, rows, uploads and logs, before the rest takes a step."""
 
-    def __init__(self, clients: Clients, finished: list[int]) -> None:
-        self.clients = clients
+    def __init__(self, group: ClientGroup, finished: list[int]) -> None:
+        self.group = group
         self.finished = finished
-        self.x = clients.x[finished]
-        self.rows = {key: (rows._version, rows[finished]) for key, rows in clients._rows.items()}
-        self.given = [(given, dict(given)) for given in (clients.uploads, clients.logs)]
+        self.x = group.x[finished]
+        self.rows = {key: (rows._version, rows[finished]) for key, rows in group.rows.items()}
+        self.given = [(given, dict(given)) for given in (group.uploads, group.logs)]
 
     def restore(self) -> None:
-        self.clients.x[self.finished] = self.x
-        for key, rows in self.clients._rows.items():
+        group = self.group
+        group.x[self.finished] = self.x
+        for key, rows in group.rows.items():
             version, values = self.rows.get(key, (None, None))
             # Rows that were first read in this step go back to what they were loaded as.
             if values is None:
-                declared = self.clients._declared[key]
-                ids = [self.clients.client_ids[row] for row in self.finished]
-                values = torch.stack([self.clients._load(key, declared, i) for i in ids])
-                version = self.clients._versions[key]
+                declared = group.declared[key]
+                ids = [group.ids[row] for row in self.finished]
+                values = torch.stack([group.load(key, declared, i) for i in ids])
+                version = group.versions[key]
             if rows._version != version:
                 rows[self.finished] = values
         for present, earlier in self.given:
@@ -347,30 +348,13 @@ class Kept:
                     present[key][self.finished] = value[self.finished]
 
 
-def one(clients: Clients, row: int, logged: dict[str, list[bool]]) -> Clients:
-    """One client of a group as a group of one, as views; without what its learner did not log."""
-    own = copy.copy(clients)
-    part = slice(row, row + 1)
-    # Cached properties are the group's columns, and are computed anew for the one client.
-    for name, attribute in vars(Clients).items():
-        if isinstance(attribute, cached_property):
-            own.__dict__.pop(name, None)
-    own._ids = [clients.client_ids[row]]
-    own._x = clients.x[part]
-    own._columns = {}
-    own._rows = {key: rows[part] for key, rows in clients._rows.items()}
-    own._versions = dict(clients._versions)
-    own._declared = dict(clients._declared)
-    own.uploads = {key: value[part] for key, value in clients.uploads.items()}
-    own.logs = {
-        key: value[part]
-        for key, value in clients.logs.items()
-        if key not in logged or logged[key][row]
+def one(group: ClientGroup, row: int, logged: dict[str, list[bool]]) -> ClientGroup:
+    """One client of a group as a group of one, without what its learner did not log."""
+    alone = group.alone(row)
+    alone.logs = {
+        name: value for name, value in alone.logs.items() if name not in logged or logged[name][row]
     }
-    for name in ("_start", "kept_origin", "kept_elapsed", "kept_mask"):
-        value = getattr(clients, name)
-        setattr(own, name, None if value is None else value[part])
-    return own
+    return alone
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -18,8 +18,8 @@ from torch import Tensor
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import check_gradient_hooks
-from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
+from fl_lightning.round.group import ClientGroup
 
 # From so many steps of a client on, capturing one saves more than it costs.
 WORTH = 8
@@ -51,14 +51,14 @@ class Streams:
         tell: Callable[[], None],
     ) -> None:
         free = deque(self.workers)
-        busy = deque[tuple[Worker, int, Clients]]()
+        busy = deque[tuple[Worker, int, ClientGroup]]()
 
         def finish() -> None:
-            worker, leaf, clients = busy.popleft()
+            worker, leaf, group = busy.popleft()
             # The caller's stream reads the client's tensors, so it waits for the one that writes.
             if worker.stream is not None:
                 torch.cuda.current_stream().wait_stream(worker.stream)
-            collect(leaf, clients)
+            collect(leaf, group)
             free.append(worker)
             tell()
 
@@ -72,8 +72,8 @@ class Streams:
                     finish()
                 worker = free.popleft()
                 with worker:
-                    clients = worker.train(round, client, replay=round.steps[client] >= WORTH)
-                busy.append((worker, leaf, clients))
+                    group = worker.train(round, client, replay=round.steps[client] >= WORTH)
+                busy.append((worker, leaf, group))
             while busy:
                 finish()
         finally:

@@ -19,6 +19,7 @@ from fl_lightning.engines.replay.capture import Capture
 from fl_lightning.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
+from fl_lightning.round.group import ClientGroup
 
 
 class Worker:
@@ -46,7 +47,7 @@ class Worker:
 
     def train(
         self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True
-    ) -> Clients:
+    ) -> ClientGroup:
         """Train one client, up to ``on_local_end``; the result is valid until the next one begins.
 
         Raises:
@@ -57,7 +58,8 @@ class Worker:
         work = self.work
         copy = self.copy
         optimizer = self.optimizer
-        clients = Clients(round, [client], copy.x, self.full_gradient, work.evaluate)
+        group = ClientGroup(round, [client], copy.x, self.full_gradient, work.evaluate)
+        clients = Clients(group)
         steps = round.steps[client]
         batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)
         try:
@@ -67,40 +69,40 @@ class Worker:
             # (seed, round, client), whoever trained on this worker before.
             if work.draws:
                 seed_client(work.seed, round.t, client)
-            begin(work, clients)
+            begin(work, group)
             optimizer.begin(round.rates, self.optimizer_rows(round, client))
             # Another client, or a full gradient in `on_local_start`, may have left numbers in the
             # logs and in the learner's metrics.
             copy.reset()
-            step = LocalStep(work, copy, clients, optimizer)
+            step = LocalStep(work, copy, group, optimizer)
             if self.recorder is not None and replay:
-                self.recorder.run(step, iter(batches), clients, optimizer, copy)
+                self.recorder.run(step, iter(batches), group, optimizer, copy)
             else:
                 for index, batch in enumerate(batches):
                     step(batch, index)
             check_same_parameters(copy.learner, copy.slots_of_parameters)
-            clients.local_step = None
+            group.local_step = None
             # Logs come before `on_local_end`, which may read the mean loss among them.
-            clients.metrics = copy.take_metrics()
-            for name, value in {**copy.take_logs(), **metric_states.alone(clients.metrics)}.items():
-                clients.logs[name] = value.reshape(1)
+            group.metrics = copy.take_metrics()
+            for name, value in {**copy.take_logs(), **metric_states.alone(group.metrics)}.items():
+                group.logs[name] = value.reshape(1)
             if step.clipped is not None:
-                clients.logs["clipped_steps"] = step.clipped / steps
+                group.logs["clipped_steps"] = step.clipped / steps
             work.methods.run("on_local_end", clients)
         except Exception as error:
             place = f"in round {round.t}, client {client}, local step {batches.step}"
             tell_where(error, f"{place} (all counted from 0)")
             raise
-        clients.buffers = copy.buffers
-        clients.optimizer_rows = optimizer.state() if work.keep_optimizer_state else {}
-        return clients
+        group.buffers = copy.buffers
+        group.optimizer_rows = optimizer.state() if work.keep_optimizer_state else {}
+        return group
 
-    def full_gradient(self, clients: Clients, at: Tensor) -> Tensor:
-        """∇f_i at ``at`` ``(D,)`` or ``(1, D)`` over all samples, plus λ_wd · at.
+    def full_gradient(self, group: ClientGroup, at: Tensor) -> Tensor:
+        """∇f_i ``(1, D)`` at ``at`` ``(D,)`` or ``(1, D)`` over all samples, without weight decay.
 
         x, buffers and random generators stay as they are.
         """
-        (client,) = clients.client_ids
+        (client,) = group.ids
         work = self.work
         copy = self.copy
         at = at.view(1, -1)
@@ -112,16 +114,16 @@ class Worker:
         index = present.index
         who = present.who
         steps = present.steps
-        copy.begin(work.data, lambda: clients.client_ids[0])
+        copy.begin(work.data, lambda: Clients(group).client_ids[0])
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
-                seed_client(work.seed, clients.round, client, "full")
+                seed_client(work.seed, group.round.t, client, "full")
             copy.x.copy_(at)
             try:
                 for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
                     # Every batch is seen from the same buffers: the objective is one function.
                     copy.load_buffers(buffers)
-                    share = number / clients._round.sizes[client]
+                    share = number / group.round.sizes[client]
                     total += copy.gradient(batch, step, log=False) * share
             finally:
                 copy.x.copy_(point)
@@ -129,7 +131,7 @@ class Worker:
                 copy.load_buffers(buffers)
                 present.begin(work.data, who, steps)
                 present.index = index
-        return total + clients.weight_decay * at
+        return total
 
     def optimizer_rows(self, round: Round, client: int) -> dict[str, Tensor] | None:
         """The client's optimizer state from its latest round, where it is kept."""
@@ -155,16 +157,16 @@ class Worker:
         self._context.__exit__(*failure)
 
 
-def begin(work: Work, clients: Clients) -> None:
+def begin(work: Work, group: ClientGroup) -> None:
     """Bring clients from the server's model to their starts: kept parts, then methods' changes."""
-    clients.take_kept_parts()
-    version = clients.x._version
-    work.methods.run("on_local_start", clients)
-    if clients.x._version != version and not work.methods.move_starts:
+    group.take_kept_parts()
+    version = group.x._version
+    work.methods.run("on_local_start", Clients(group))
+    if group.x._version != version and not work.methods.move_starts:
         raise TypeError(
             "an on_local_start changed clients.x, and its class has moves_start = False"
         )
-    clients.begin(own_starts=work.methods.move_starts)
+    group.begin(own_starts=work.methods.move_starts)
 
 
 class Stopped(Exception):

@@ -14,8 +14,8 @@ from torch import Tensor
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import IN_STEPS, lightning_modules, overrides
 from fl_lightning.metrics import without_prefix
-from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
+from fl_lightning.round.group import ClientGroup
 
 
 class OwnMetrics(dict[str, Tensor]):
@@ -47,7 +47,7 @@ class ClientEvaluation:
         self._evaluator: Evaluator | None = None
         self._round: Round | None = None
 
-    def __call__(self, clients: Clients, x: Tensor, what: str) -> dict[str, Tensor]:
+    def __call__(self, group: ClientGroup, x: Tensor, what: str) -> dict[str, Tensor]:
         """The columns of :meth:`Clients.evaluate`."""
         if what not in ("train", "test"):
             raise ValueError(
@@ -60,8 +60,8 @@ class ClientEvaluation:
         step = "validation_step" if validates else "training_step"
         rows: list[dict[str, float]] = []
         with self._lock:
-            evaluator = self._of_round(clients._round)
-            for j, client in enumerate(clients.client_ids):
+            evaluator = self._of_round(group.round)
+            for j, client in enumerate(group.ids):
                 point = x if x.ndim == 1 else x[j]
                 means = evaluator.client(point, client, indices(client), step)
                 # The loss is always training_step's, also where validation logs one as val/loss.
@@ -77,7 +77,7 @@ class ClientEvaluation:
         columns: dict[str, Tensor] = {}
         for name in names:
             column = [[row.get(name, math.nan)] for row in rows]
-            columns[name] = torch.tensor(column, dtype=clients._round.wide, device=clients.x.device)
+            columns[name] = torch.tensor(column, dtype=group.round.wide, device=group.x.device)
         return OwnMetrics(columns, empty)
 
     def _of_round(self, round: Round) -> Evaluator:

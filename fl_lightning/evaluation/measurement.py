@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning import checks
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.options import positive
 from fl_lightning.processes import gathered
 
 
@@ -19,9 +19,11 @@ class Measurement(FederatedCallback):
         UserError: ``every_n_rounds`` is neither None nor an integer above 0.
     """
 
+    measures = True
+
     def __init__(self, every_n_rounds: int | None = 10) -> None:
         super().__init__()
-        checks.positive(f"{type(self).__name__}: every_n_rounds", every_n_rounds, whole=True)
+        positive(f"{type(self).__name__}: every_n_rounds", every_n_rounds, whole=True)
         self.every_n_rounds = None if every_n_rounds is None else int(every_n_rounds)
         self._ended = self._measured = self._validated = -1  # rounds
 

@@ -17,11 +17,12 @@ from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.methods import Methods, called, checked_rows
 from fl_lightning.processes import gathered, place
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER, ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
 from fl_lightning.sampling import generator
@@ -59,14 +60,16 @@ class PersonalModels:
         """The model of one client; the server's, where it never finished a round."""
         round = replace(self.round, ids=[client])
         # Kept parts are those with which the next round would begin.
-        after = Clients(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
+        after = ClientGroup(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
         with torch.no_grad():
             after.take_kept_parts()
             x = after.x
             hook = self.methods.owner("personal")
             if hook is not None and round.read(FINISHED, client) is not None:
                 self.methods.bind(Ledger(round))
-                x = checked_rows(hook, hook(Clients(round, [client], x)), x).to(x)
+                x = checked_rows(
+                    hook, called(hook, Clients(ClientGroup(round, [client], x))), x
+                ).to(x)
         return x[0], round.buffers_of(client)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -82,25 +81,28 @@ class ClientRates:
         sums = [self.factor * self.schedule.elapsed(int(k)) for k in steps.flatten().tolist()]
         return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
-    def require_one(self) -> None:
-        """Refuse several rates or weight decays to a method that takes one for all parameters."""
+    def require_one(self, caller: str) -> None:
+        """Refuse several rates or weight decays to a method that takes one for all parameters.
+
+        ``caller``: that method.
+        """
         if self.several:
             raise UserError(
                 "the client optimizer has parameter groups with several values of "
-                f"{self.several}, and {asking()} takes one learning rate and one weight decay for "
+                f"{self.several}, and {caller} takes one learning rate and one weight decay for "
                 "all parameters. Use one group, or another method."
             )
 
-    def require_constant(self) -> None:
+    def require_constant(self, caller: str) -> None:
         """Refuse changing rates to a method that takes one for a client's whole round.
 
         ``clients.elapsed`` and ``clients.mean_gradient`` are exempt: they add up the steps' own.
         """
-        self.require_one()
+        self.require_one(caller)
         if self.by_step:
             raise UserError(
                 "client_scheduler='local_steps' changes the learning rate in each local step, "
-                f"and {asking()} takes one for the whole round. Use client_scheduler='rounds' or "
+                f"and {caller} takes one for the whole round. Use client_scheduler='rounds' or "
                 "'ignore', or another method."
             )
 
@@ -114,17 +116,6 @@ def several_in(groups: list[dict[str, Any]]) -> str:
     return ""
 
 
-def asking() -> str:
-    """The method from whose hook this is called, for an error."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = type(frame.f_locals.get("self"))
-        if any(c.__name__ == "FederatedCallback" for c in owner.__mro__):
-            return owner.__name__
-    return "a method of this run"
-
-
 class InStep(Protocol):
     """The local step that is under way, of the clients that take it together."""
 
@@ -134,7 +125,7 @@ class InStep(Protocol):
     def gradient_at(self, x: Tensor) -> Tensor: ...
 
 
-# (clients, x, what) -> columns (n, 1) by name
+# (group, x, what) -> columns (n, 1) by name
 Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]
 
 

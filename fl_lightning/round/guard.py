@@ -10,23 +10,19 @@ from fl_lightning.errors import UserError
 _BETWEEN = ("fl_lightning.round.", "fl_lightning.state")
 
 
-def refuse_outsiders(what: str) -> None:
+def refuse_outsiders(what: str, caller: str) -> None:
     """Refuse code from outside this package that reads ``what``: it would reach w without noise.
 
     Raises:
-        UserError: with the class whose hook it is.
+        UserError: with ``caller``, the class whose hook it is.
     """
     frame = sys._getframe(1)
     # The first frame that is not our own reading of a state belongs to the hook that asked.
     while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
         frame = frame.f_back
     if not _module(frame).startswith("fl_lightning."):
-        if "self" in frame.f_locals:
-            owner = type(frame.f_locals["self"]).__name__
-        else:
-            owner = _module(frame)
         raise UserError(
-            f"method: {owner} reads {what} in a private run (DifferentialPrivacy), and what comes "
+            f"method: {caller} reads {what} in a private run (DifferentialPrivacy), and what comes "
             "of it would reach others without noise. server.update and server.w have their "
             "noise: use these, or keep one of the two."
         )

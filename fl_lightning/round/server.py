@@ -30,6 +30,7 @@ class Server:
     def __init__(self, round: Round, ledger: Ledger) -> None:
         self._round = round
         self._ledger = ledger
+        self._caller = "a method of this run"  # the class whose hook is being called
         self.w = self.w_before = self.update = self.evaluated = round.w
         self.communication: dict[str, int] = {}
         self.kept_vectors = 0.0
@@ -138,7 +139,7 @@ class Server:
 
     def _guard(self, what: str) -> None:
         if self._round.noise is not None:
-            refuse_outsiders(what)
+            refuse_outsiders(what, self._caller)
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Numbers of samples N_i of these clients ``(k,)``, float64."""

@@ -17,7 +17,7 @@ from fl_lightning.errors import Diverged, UserError
 from fl_lightning.methods import Methods
 from fl_lightning.round.ledger import Ledger
 from tests.helpers.learners import InPlace, Lit, Normed, blobs, federated, fitted, trainer
-from tests.helpers.rounds import D, a_round, some_clients
+from tests.helpers.rounds import D, a_group, a_round
 
 
 def test_buffers_are_averaged_or_kept() -> None:
@@ -146,13 +146,13 @@ def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributio
         ledger, Methods(list(methods)), 2, BufferPolicy(nn.Identity(), "average")
     )
     for leaf, client in enumerate((3, 5)):
-        clients = some_clients(ledger.round, [client])
-        clients.x += 1
-        clients.log("seen", torch.tensor([float(client)]))
-        clients.buffers = {"running_mean": torch.full((3,), float(client))}
+        group = a_group(ledger.round, [client])
+        group.x += 1
+        Clients(group).log("seen", torch.tensor([float(client)]))
+        group.buffers = {"running_mean": torch.full((3,), float(client))}
         for name, value in marks.items() if client == 5 else ():
-            setattr(clients, name, value)
-        contributions.add(leaf, clients)
+            setattr(group, name, value)
+        contributions.add(leaf, group)
     return contributions, contributions.total()[0]
 
 

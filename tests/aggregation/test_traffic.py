@@ -8,9 +8,11 @@ import torch
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.callback import FederatedCallback, ServerState, Upload
+from fl_lightning.callbacks import DriftLogger
 from fl_lightning.methods import Methods
+from fl_lightning.round.clients import Clients
 from fl_lightning.round.ledger import Ledger
-from tests.helpers.rounds import LAST, D, a_round, parts, some_clients
+from tests.helpers.rounds import LAST, D, a_group, a_round, parts
 
 BUFFERS = {"mean": torch.zeros(3, dtype=torch.float64), "seen": torch.zeros((), dtype=torch.int64)}
 UPLOADS = {"M.whole": Upload(), "M.two": Upload(shape=(2,))}
@@ -19,12 +21,12 @@ UPLOADS = {"M.whole": Upload(), "M.two": Upload(shape=(2,))}
 def counts(
     uploads: dict[str, Any] | None = None, sent: tuple[Any, Any] = (None, None), **given: Any
 ) -> list[int]:
-    clients = some_clients(a_round(**given), [3])
-    clients.sent(*sent)
+    group = a_group(a_round(**given), [3])
+    Clients(group).sent(*sent)
     for key, value in (uploads or {}).items():
-        clients.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
-    found = traffic.of_client(clients, BUFFERS)
-    traffic.add_upload(found, clients, UPLOADS)
+        group.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
+    found = traffic.of_client(group, BUFFERS)
+    traffic.add_upload(found, group, UPLOADS)
     return found
 
 
@@ -91,10 +93,11 @@ def test_a_round_in_which_nobody_took_part_sends_nothing() -> None:
 
 
 def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here() -> None:
+    methods = Methods([DriftLogger()])
     ledger = Ledger(a_round())
-    assert traffic.kept_vectors(ledger) == 0.0, "nobody was trained here"
+    assert traffic.kept_vectors(ledger, methods) == 0.0, "nobody was trained here"
     ledger.rows = {"M.whole": {1: torch.zeros(D)}}
-    assert traffic.kept_vectors(ledger) == 0.0, "nobody finished"
+    assert traffic.kept_vectors(ledger, methods) == 0.0, "nobody finished"
     ledger.rows = {
         "M.whole": {5: torch.zeros(D), 3: torch.zeros(2 * D)},
         "M.half": {5: torch.zeros(D // 2)},
@@ -102,7 +105,7 @@ def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here(
         "DriftLogger.own": {5: torch.zeros(D)},
     }
     ledger.finished = [2, 5, 3]  # 2 was trained elsewhere
-    assert traffic.kept_vectors(ledger) == 1.5
+    assert traffic.kept_vectors(ledger, methods) == 1.5
 
 
 def test_gradients_of_a_round_are_the_participants_together() -> None:

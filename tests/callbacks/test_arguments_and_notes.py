@@ -64,3 +64,9 @@ def test_a_checkpoint_of_before_an_argument_was_there_is_of_the_same_method() ->
         "offset='mean'"
         in Methods([c.RelaxedInitialization(offset="mean")]).fingerprint()["RelaxedInitialization"]
     )
+
+
+def test_an_argument_that_is_called_like_a_hook_is_compared_too() -> None:
+    (averaged,) = Methods([c.RelaxedInitialization(aggregate="updates")]).fingerprint().values()
+    (others,) = Methods([c.RelaxedInitialization()]).fingerprint().values()
+    assert averaged == f"{others}, aggregate='updates'"

@@ -30,6 +30,7 @@ CORE: dict[str, list[str]] = {
     ],
     "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER],
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
+    "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
     "fl_lightning/aggregation/contributions.py": [

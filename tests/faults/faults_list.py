@@ -34,9 +34,9 @@ FAULTS = [
         "SCAFFOLD: K is taken from the configuration, not counted",
         [
             (
-                "fl_lightning/round/clients.py",
-                "rates.elapsed(self.steps)",
-                "rates.elapsed(torch.full_like(self.steps, 5.0))",
+                "fl_lightning/round/group.py",
+                'rates.elapsed(self.column("steps", self.round.steps))',
+                'rates.elapsed(torch.full_like(self.column("steps", self.round.steps), 5.0))',
             )
         ],
     ),
@@ -210,7 +210,7 @@ FAULTS = [
     ),
     Fault(
         "the number of the local step stands still",
-        [("fl_lightning/round/clients.py", "            self._step += 1\n", "            pass\n")],
+        [("fl_lightning/round/group.py", "            self.step += 1\n", "            pass\n")],
     ),
     Fault(
         "held-out samples are those that are trained on",
@@ -289,7 +289,7 @@ FAULTS = [
         [
             (
                 "callbacks/differential_privacy.py",
-                '                vars(self)["on_updates"] = self.clip_again',
+                '                self.use("on_updates", self.clip_again)',
                 "                pass",
             )
         ],

@@ -13,9 +13,9 @@ QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
 SURVIVORS = {
     **_equal(
         "fl_lightning/aggregation/contributions.py",
-        "clients.drop_scratch()",
+        "group.drop_scratch()",
         "equivalent but larger: scratch rows are held until the client's sum is",
-        "left out: clients.drop_scratch() (column 0)",
+        "left out: group.drop_scratch() (column 0)",
     ),
     **_equal(
         "alternating_head",
@@ -37,10 +37,10 @@ SURVIVORS = {
         "boundary: self.local_epochs < 1 (column 55)",
     ),
     **_equal(
-        "fl_lightning/round/clients.py",
-        "if whole and self._round.steps_of is not None:",
+        "fl_lightning/round/group.py",
+        "if whole and self.round.steps_of is not None:",
         "equivalent but slower: no gradients times the batches of an epoch",
-        "and ↔ or: whole and self._round.steps_of is not None (column 3)",
+        "and ↔ or: whole and self.round.steps_of is not None (column 3)",
     ),
     **_equal(
         "robust_aggregation",
@@ -110,14 +110,14 @@ SURVIVORS = {
         "boundary: round >= self.rounds (column 3)",
     ),
     **_equal(
-        "fl_lightning/round/clients.py",
-        "self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape))",
+        "fl_lightning/round/group.py",
+        "self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape))",
         "equivalent but slower: zeros are made, and then overwritten",
-        "left out: self._keep(key, declaration, one.new_empty(len(self._ids), *one.shape)) "
+        "left out: self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape)) "
         "(column 0)",
     ),
     **_equal(
-        "fl_lightning/round/clients.py",
+        "fl_lightning/round/group.py",
         "if self.kept_mask is not None and self.kept_origin is not None:",
         "equivalent: both are there, or neither",
         "and ↔ or: self.kept_mask is not None and self.kept_origin is not None (column 3)",

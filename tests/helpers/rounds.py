@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.learner import Layout
-from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import ClientRates, Round
+from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.partial import Parts
 
 D = 4
@@ -47,10 +47,10 @@ def a_round(t: int = 0, rows: dict[tuple[str, int], Tensor] | None = None, **giv
     return Round(t=t, **{**facts, **given})
 
 
-def some_clients(round: Round, ids: list[int] | None = None) -> Clients:
+def a_group(round: Round, ids: list[int] | None = None) -> ClientGroup:
     """Clients of the round that train together, at w, their starts final."""
     ids = round.ids if ids is None else ids
-    clients = Clients(round, ids, round.w.repeat(len(ids), 1))
-    clients.take_kept_parts()
-    clients.begin(own_starts=True)
-    return clients
+    group = ClientGroup(round, ids, round.w.repeat(len(ids), 1))
+    group.take_kept_parts()
+    group.begin(own_starts=True)
+    return group

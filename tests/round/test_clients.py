@@ -3,6 +3,7 @@ and carried on."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ from torch import Tensor
 
 from fl_lightning.callback import ClientState, Scratch, Upload
 from fl_lightning.errors import UserError
-from fl_lightning.round.clients import LOSS, Clients
+from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import ClientRates
-from tests.helpers.rounds import LAST, D, a_round, parts, some_clients
+from fl_lightning.round.group import LOSS, ClientGroup
+from tests.helpers.rounds import LAST, D, a_group, a_round, parts
 
 ONES = torch.ones(D, dtype=torch.float64)
 
 
 def test_columns_are_of_who_trains_together() -> None:
-    both, one = some_clients(a_round()), some_clients(a_round(), [5])
+    both = Clients(a_group(a_round()))
+    one = Clients(a_group(a_round(), [5]))
     assert (
         both.steps.tolist() == [[2], [4]]
         and both.sizes.tolist() == [[10], [30]]
@@ -34,7 +37,8 @@ def test_columns_are_of_who_trains_together() -> None:
 
 
 def test_models_are_assigned_by_value() -> None:
-    clients = some_clients(a_round())
+    group = a_group(a_round())
+    clients = Clients(group)
     x = clients.x
     clients.x = clients.x
     clients.x = 2 * x
@@ -42,58 +46,64 @@ def test_models_are_assigned_by_value() -> None:
 
 
 def test_the_start_is_known_from_the_first_step_on() -> None:
-    clients = Clients(a_round(), [3], torch.zeros(1, D, dtype=torch.float64))
+    group = ClientGroup(a_round(), [3], torch.zeros(1, D, dtype=torch.float64))
+    clients = Clients(group)
     with pytest.raises(RuntimeError, match="not in on_local_start"):
         _ = clients.start
-    clients.begin(own_starts=True)
+    group.begin(own_starts=True)
     clients.x += 1
     assert not clients.start.any()
-    elsewhere = Clients(a_round(), [3], torch.zeros(1, D, dtype=torch.float64))
+    elsewhere = ClientGroup(a_round(), [3], torch.zeros(1, D, dtype=torch.float64))
     elsewhere.begin(own_starts=False)
-    assert torch.equal(elsewhere.start[0], elsewhere.w)  # where no method moves starts, that is w
+    assert torch.equal(
+        Clients(elsewhere).start[0], elsewhere.round.w
+    )  # where no method moves starts, that is w
 
 
 def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_nothing_elapsed() -> (
     None
 ):
-    clients = some_clients(a_round())
+    group = a_group(a_round())
+    clients = Clients(group)
     clients.x -= ONES
-    assert not clients.mean_gradient_read and clients.elapsed.tolist() == [[1.0], [2.0]]
-    assert clients.mean_gradient.tolist() == [[1.0] * D, [0.5] * D] and clients.mean_gradient_read
-    still = some_clients(a_round(rates=ClientRates(0.0, torch.tensor(0.0, dtype=torch.float64))))
+    assert not group.mean_gradient_read and clients.elapsed.tolist() == [[1.0], [2.0]]
+    assert clients.mean_gradient.tolist() == [[1.0] * D, [0.5] * D] and group.mean_gradient_read
+    stopped = ClientRates(0.0, torch.tensor(0.0, dtype=torch.float64))
+    still = Clients(a_group(a_round(rates=stopped)))
     still.x -= ONES
     assert not still.mean_gradient.any()
 
 
 def test_where_rates_differ_the_rate_and_all_that_needs_it_are_refused() -> None:
-    clients = some_clients(
-        a_round(rates=ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)"))
-    )
+    group = a_group(a_round(rates=ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)")))
+    clients = Clients(group)
     for name in ("lr", "momentum", "weight_decay", "elapsed", "mean_gradient"):
         with pytest.raises(UserError, match="several values"):
             getattr(clients, name)
 
 
 def test_whoever_trains_the_clients_gives_their_full_gradient() -> None:
-    clients = Clients(a_round(), [3], torch.zeros(1, D), lambda who, x: x * who.sizes)
+    group = ClientGroup(a_round(), [3], torch.zeros(1, D), lambda who, x: x * Clients(who).sizes)
+    clients = Clients(group)
     assert clients.full_gradient(torch.ones(1, D)).tolist() == [[10.0] * D]
 
 
 def test_logs_and_uploads_have_a_row_a_client() -> None:
-    clients = some_clients(a_round())
+    group = a_group(a_round())
+    clients = Clients(group)
     clients.log("flat", torch.ones(2))
     clients.log("column", torch.ones(2, 1, requires_grad=True))
     assert (
-        clients.logs["flat"].shape == clients.logs["column"].shape == (2,)
-        and not clients.logs["column"].requires_grad
+        group.logs["flat"].shape == group.logs["column"].shape == (2,)
+        and not group.logs["column"].requires_grad
     )
-    clients.upload("M.u", Upload(), ONES.float())
-    clients.upload("M.n", Upload(shape=(), dtype=torch.int64), clients.ids)
-    assert clients.uploads["M.u"].shape == (2, D) and clients.uploads["M.u"].dtype == torch.float64
-    assert clients.uploads["M.n"].tolist() == [3, 5] and clients.uploads["M.n"].dtype == torch.int64
-    assert len(clients.given()) == 4
+    group.upload("M.u", Upload(), ONES.float())
+    group.upload("M.n", Upload(shape=(), dtype=torch.int64), clients.ids)
+    assert group.uploads["M.u"].shape == (2, D) and group.uploads["M.u"].dtype == torch.float64
+    assert group.uploads["M.n"].tolist() == [3, 5] and group.uploads["M.n"].dtype == torch.int64
+    assert len(group.given()) == 4
     clients.sent(bytes=7)
-    assert clients.transmitted == (None, 7)
+    assert group.transmitted == (None, 7)
 
 
 @pytest.mark.parametrize(
@@ -110,38 +120,39 @@ def test_a_row_is_the_committed_one_or_else_how_its_state_begins(
     state: ClientState, first: Any
 ) -> None:
     held = torch.full_like(torch.tensor(first), 9.0)
-    clients = some_clients(a_round(rows={("M.s", 5): held}))
-    rows = clients.rows("M.s", state)
-    assert rows.tolist() == [first, held.tolist()] and clients.rows("M.s", state) is rows
+    group = a_group(a_round(rows={("M.s", 5): held}))
+    rows = group.read("M.s", state)
+    assert rows.tolist() == [first, held.tolist()] and group.read("M.s", state) is rows
     assert rows.dtype == (
         state.dtype or (torch.float64 if state.initial != "zeros" else rows.dtype)
     )
-    assert list(clients.written()) == []  # nothing outlives a round by being read
+    assert list(group.written()) == []  # nothing outlives a round by being read
 
 
 def test_rows_that_were_assigned_or_changed_in_place_outlive_the_round_and_scratch_does_not() -> (
     None
 ):
     assigned, in_place, scratch = ClientState(), ClientState(), Scratch()
-    clients = some_clients(a_round(rows={("M.read", 3): ONES}))
-    clients.rows("M.read", ClientState())
-    clients.write("M.assigned", assigned, 2 * torch.ones(2, D))
-    rows = clients.rows("M.in_place", in_place)
+    group = a_group(a_round(rows={("M.read", 3): ONES}))
+    group.read("M.read", ClientState())
+    group.write("M.assigned", assigned, 2 * torch.ones(2, D))
+    rows = group.read("M.in_place", in_place)
     rows += 3
-    clients.write("M.scratch", scratch, torch.ones(2, D))
-    clients.rows("M.scratch", scratch).add_(1)
-    same = clients.rows("M.same", in_place)
-    clients.write("M.same", in_place, same)
-    found = {key: value[0, 0].item() for key, value in clients.written()}
+    group.write("M.scratch", scratch, torch.ones(2, D))
+    group.read("M.scratch", scratch).add_(1)
+    same = group.read("M.same", in_place)
+    group.write("M.same", in_place, same)
+    found = {key: value[0, 0].item() for key, value in group.written()}
     assert found == {"M.assigned": 2.0, "M.in_place": 3.0, "M.same": 0.0}
-    assert clients.rows("M.scratch", scratch).tolist() == [[2.0] * D] * 2
-    assert clients.rows("M.other", scratch).tolist() == [[0.0] * D] * 2
+    assert group.read("M.scratch", scratch).tolist() == [[2.0] * D] * 2
+    assert group.read("M.other", scratch).tolist() == [[0.0] * D] * 2
 
 
 def test_a_local_step_may_read_columns_starts_and_rows() -> None:
-    clients = some_clients(a_round())
-    rows, steps = clients.rows("M.s", ClientState()), clients.steps
-    found = clients.step_tensors()
+    group = a_group(a_round())
+    clients = Clients(group)
+    rows, steps = group.read("M.s", ClientState()), clients.steps
+    found = group.step_tensors()
     assert found["M.s"] is rows and any(value is steps for value in found.values())
     assert any(value is clients.start for value in found.values()) and "_x" not in found
 
@@ -151,9 +162,10 @@ def kept(**given: Any) -> tuple[Any, dict[tuple[str, int], torch.Tensor]]:
 
     Client 3 kept a copy of it at the end of round 0, client 5 has none.
     """
-    clients = some_clients(a_round(parts=parts((LAST, 3))), [3])
+    group = a_group(a_round(parts=parts((LAST, 3))), [3])
+    clients = Clients(group)
     clients.x += 6
-    rows = {(name, 3): row for name, row in clients.kept_parts().items()}
+    rows = {(name, 3): row for name, row in group.kept_parts().items()}
     return a_round(t=1, w=10 * ONES, parts=parts((LAST, 3)), rows=rows, **given), rows
 
 
@@ -165,9 +177,10 @@ def test_a_client_goes_on_from_the_parts_that_it_keeps_and_knows_since_when() ->
         "parts.elapsed": [1.0],
         "parts.round": 0,
     }
-    clients = some_clients(round)
-    assert clients.x.tolist() == [[10, 10, 9, 10], [10] * D] and clients.kept_mask is not None
-    assert clients.kept_mask.tolist() == [LAST.tolist(), [False] * D]
+    group = a_group(round)
+    clients = Clients(group)
+    assert clients.x.tolist() == [[10, 10, 9, 10], [10] * D] and group.kept_mask is not None
+    assert group.kept_mask.tolist() == [LAST.tolist(), [False] * D]
     assert clients.start.tolist() == clients.x.tolist()
     assert clients.origin.tolist() == [[10, 10, 3, 4], [10] * D]
     assert clients.elapsed.tolist() == [[1, 1, 2, 2], [2] * D]
@@ -175,33 +188,36 @@ def test_a_client_goes_on_from_the_parts_that_it_keeps_and_knows_since_when() ->
 
 def test_a_copy_that_has_been_averaged_since_is_not_taken() -> None:
     _, rows = kept()
-    clients = some_clients(a_round(t=3, w=10 * ONES, parts=parts((LAST, 3)), rows=rows))
+    group = a_group(a_round(t=3, w=10 * ONES, parts=parts((LAST, 3)), rows=rows))
+    clients = Clients(group)
     assert clients.x.tolist() == clients.origin.tolist() == [[10.0] * D] * 2
     assert clients.elapsed.tolist() == [[1.0] * D, [2.0] * D]
 
 
 def test_without_parts_nothing_is_kept() -> None:
     assert (
-        some_clients(a_round(), [3]).kept_parts()
+        a_group(a_round(), [3]).kept_parts()
         == {}
-        == some_clients(a_round(parts=parts()), [3]).kept_parts()
+        == a_group(a_round(parts=parts()), [3]).kept_parts()
     )
-    clients = some_clients(a_round())
-    assert clients.kept_mask is None and clients.origin is clients.start
+    group = a_group(a_round())
+    clients = Clients(group)
+    assert group.kept_mask is None and clients.origin is clients.start
 
 
 def test_who_asked_for_numbers_is_known_since_its_step_is_not_replayed_for_others() -> None:
-    clients = some_clients(a_round())
-    assert not clients.looked_up
-    assert clients.client_ids == [3, 5] and clients.looked_up
+    group = a_group(a_round())
+    clients = Clients(group)
+    assert not group.looked_up
+    assert clients.client_ids == [3, 5] and group.looked_up
 
 
 @pytest.mark.parametrize("state", [ClientState(), Scratch()])
 def test_rows_keep_their_storage_when_they_are_assigned(state: Any) -> None:
-    clients = some_clients(a_round())
-    rows = clients.rows("M.s", state)
-    clients.write("M.s", state, 2 * torch.ones(2, D))
-    assert clients.rows("M.s", state) is rows and rows.tolist() == [[2.0] * D] * 2
+    group = a_group(a_round())
+    rows = group.read("M.s", state)
+    group.write("M.s", state, 2 * torch.ones(2, D))
+    assert group.read("M.s", state) is rows and rows.tolist() == [[2.0] * D] * 2
 
 
 class Step:
@@ -222,21 +238,21 @@ def test_gradients_are_counted_with_those_of_the_whole_objective() -> None:
     Once before its steps, once in each of them.
     """
     round = a_round(steps_of=lambda client, epochs: int(7 * epochs))
-    clients = Clients(round, [5], ONES.view(1, -1).clone(), full_gradient=lambda clients, x: x)
-    assert clients.gradients(5) == 4
-    clients.gradients_a_step = 2
+    group = ClientGroup(round, [5], ONES.view(1, -1).clone(), full_gradient=lambda group, x: x)
+    clients = Clients(group)
+    assert group.gradients(5) == 4
+    group.gradients_a_step = 2
     clients.full_gradient(clients.x)
-    assert clients.gradients(5) == 4 * 2 + 7
+    assert group.gradients(5) == 4 * 2 + 7
     for first in (True, False, False):
-        clients.local_step = Step(first)
+        group.local_step = Step(first)
         clients.full_gradient(clients.x)
-    assert clients.gradients(5) == 4 * 2 + 7 + 4 * 7, (
-        "what the first step asks for, every step does"
-    )
+    assert group.gradients(5) == 4 * 2 + 7 + 4 * 7, "what the first step asks for, every step does"
 
 
 def test_the_loss_of_local_steps_is_a_column_where_it_was_gathered() -> None:
-    clients = some_clients(a_round())
+    group = a_group(a_round())
+    clients = Clients(group)
     with pytest.raises(RuntimeError, match="reads_loss = True"):
         _ = clients.loss
     clients.log(LOSS, torch.tensor([0.5, 2.0]))
@@ -247,13 +263,32 @@ def test_whoever_trains_the_clients_evaluates_them() -> None:
     def evaluated(clients: Any, x: Tensor, what: str) -> dict[str, Tensor]:
         return {what: x.sum(1, keepdim=True)}
 
-    clients = Clients(a_round(), [3, 5], torch.stack([ONES, 2 * ONES]), evaluate=evaluated)
+    group = ClientGroup(a_round(), [3, 5], torch.stack([ONES, 2 * ONES]), evaluate=evaluated)
+    clients = Clients(group)
     assert clients.evaluate(clients.x, "test")["test"].tolist() == [[4.0], [8.0]]
 
 
 def test_scratch_is_forgotten_once_nobody_reads_it_and_states_are_not() -> None:
-    clients = some_clients(a_round())
-    clients.write("M.kept", ClientState(), torch.ones(2, D))
-    clients.write("M.scratch", Scratch(), torch.ones(2, D))
-    clients.drop_scratch()
-    assert {"M.kept", "M.scratch"} & set(clients.step_tensors()) == {"M.kept"}
+    group = a_group(a_round())
+    group.write("M.kept", ClientState(), torch.ones(2, D))
+    group.write("M.scratch", Scratch(), torch.ones(2, D))
+    group.drop_scratch()
+    assert {"M.kept", "M.scratch"} & set(group.step_tensors()) == {"M.kept"}
+
+
+def quoted(line: str) -> list[str]:
+    """What stands in backticks in the first cell of a table's line."""
+    return line.split("|")[1].split("`")[1::2]
+
+
+def test_what_an_author_finds_on_clients_is_what_the_page_of_methods_names() -> None:
+    page = (Path(__file__).parents[2] / "docs/methods.md").read_text("utf-8")
+    table = page.split("What a hook reads of `clients`")[1].split("\n\n")[1]
+    named = {name.split("(")[0] for cell in table.split("\n")[2:] for name in quoted(cell)}
+    assert named == {name for name in dir(Clients) if name[0] != "_"}
+
+
+def test_hooks_cannot_leave_anything_on_clients() -> None:
+    clients = Clients(a_group(a_round()))
+    with pytest.raises(AttributeError):
+        clients.remembered = 1  # type: ignore[attr-defined]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fl_lightning.callback import FederatedCallback
+from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.errors import UserError
+from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.context import ClientRates
-from tests.helpers.rounds import LAST, D, a_round, parts
+from tests.helpers.rounds import LAST, D, a_group, a_round, parts
 
 
 def test_rates_decay_and_a_method_that_needs_one_refuses_several() -> None:
     rates = ClientRates(1.0, torch.tensor(0.5)).in_round(0, 0.25, 1)
     assert float(rates.lr) == 0.125 and rates.factor == 0.25
-    rates.require_one()
+    rates.require_one("FedProx")
     with pytest.raises(UserError, match="several values of lr"):
-        ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)").require_one()
+        ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)").require_one("FedProx")
 
 
 def test_a_state_begins_as_its_declaration_says() -> None:
@@ -55,16 +56,18 @@ def test_a_refusal_names_the_method_that_asked() -> None:
     rates = ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)")
 
     class Needy(FederatedCallback):
-        def asks(self) -> None:
-            self.through(1)
+        def on_local_start(self, clients: Clients) -> None:
+            _ = clients.lr
 
-        def through(self, depth: int) -> None:
-            rates.require_constant() if depth == 0 else self.through(depth - 1)
+    class Content(FederatedCallback):
+        def on_local_start(self, clients: Clients) -> None:
+            """It asks for nothing, before and after the one that does."""
 
+    clients = Clients(a_group(a_round(rates=rates)))
     with pytest.raises(UserError, match="and Needy takes one"):
-        Needy().asks()
+        Methods([Content(), Needy()]).run("on_local_start", clients)
     with pytest.raises(UserError, match="and a method of this run takes one"):
-        rates.require_one()
+        _ = Clients(a_group(a_round(rates=rates))).weight_decay
 
 
 def test_a_schedule_by_rounds_is_filled_as_far_as_the_round() -> None:

@@ -19,7 +19,7 @@ from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.replay.attributes import Attributes
 from fl_lightning.engines.replay.recording import Recording
-from fl_lightning.round.clients import Clients
+from fl_lightning.round.group import ClientGroup
 
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "format", "str")
 Step = Callable[[Any, Any], None]
@@ -71,7 +71,7 @@ class Capture:
         self,
         step: Step,
         batches: Iterator[Any],
-        clients: Clients,
+        clients: ClientGroup,
         optimizer: ClientOptimizer,
         copy: LearnerCopy,
     ) -> None:
@@ -106,7 +106,7 @@ class Capture:
         batch: Any,
         index: int,
         own: dict[str, Tensor],
-        clients: Clients,
+        clients: ClientGroup,
         copy: LearnerCopy,
     ) -> bool:
         """Take this step and record it for the next ones; False if it cannot be repeated."""

@@ -1,0 +1,231 @@
+"""Clients that train together, as the engine that trains them keeps them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fl_lightning.devices import to_device
+from fl_lightning.round.context import Evaluate, InStep, Round
+from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
+from fl_lightning.state import ClientState, PerClient, Scratch, Upload
+
+# Where a method reads the loss of local steps, it travels with what is logged, under this name.
+LOSS = "the loss of local steps"
+
+
+class ClientGroup:
+    """``n`` clients of a round, their models ``x`` ``(n, D)``, and all that hooks gave for them.
+
+    Hooks get :class:`~fl_lightning.round.clients.Clients`, an author's view of it.
+
+    Args:
+        ids: the clients' numbers.
+        x: their models ``(n, D)``; the group works in this memory.
+        full_gradient: ``(group, point)`` → ∇f_i ``(n, D)`` without weight decay.
+        evaluate: ``(group, point, what)`` → columns ``(n, 1)`` by name.
+    """
+
+    def __init__(
+        self,
+        round: Round,
+        ids: list[int],
+        x: Tensor,
+        full_gradient: Callable[[ClientGroup, Tensor], Tensor] | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        self.round = round
+        self.ids = ids
+        self.x = x
+        self.full_gradient = full_gradient
+        self.evaluate = evaluate
+
+        # What hooks read. A local step may read any of these tensors besides x.
+        self.start: Tensor | None = None
+        self.kept_origin: Tensor | None = None
+        self.kept_elapsed: Tensor | None = None
+        self.kept_mask: Tensor | None = None
+        self.clipped: Tensor | None = None  # (n,): in how many steps clipping was active
+        self.step: Tensor | None = None
+        self.columns: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}
+        self.declared: dict[str, PerClient] = {}
+        # A row was written if its count of changes moved since it was loaded.
+        self.versions: dict[str, int] = {}
+
+        # What hooks gave.
+        self.uploads: dict[str, Tensor] = {}
+        self.logs: dict[str, Tensor] = {}
+        self.transmitted: tuple[float | None, float | None] = (None, None)
+
+        # What the engine learns of the hooks on the way.
+        self.local_step: InStep | None = None
+        self.looked_up = False  # a hook asked for the clients' numbers
+        self.mean_gradient_read = ""  # the method that read a client's mean gradient
+        # Gradients are counted in the first step, since all steps evaluate the same number.
+        self.gradients_a_step = 1
+        self.full_gradients = 0  # outside of steps
+        self.full_gradients_a_step = 0
+
+        # What a client that stands alone brings home beside its model: the learner's buffers, what
+        # its steps left in the learner's metrics, and what its optimizer keeps.
+        self.buffers: dict[str, Tensor] = {}
+        self.metrics: object = None
+        self.optimizer_rows: dict[str, Tensor] = {}
+
+    def take_kept_parts(self) -> None:
+        """Put the clients' own copies of parts into ``x``, where newer than the last average."""
+        round = self.round
+        if round.parts is not None:
+            taken = round.parts.taken(round.t, round.read, self.ids, self.x, round.wide)
+            self.kept_origin, self.kept_elapsed, self.kept_mask = taken
+
+    def begin(self, own_starts: bool) -> None:
+        """Remember the starts, which are final; ``own_starts``: a method may have moved them."""
+        # Where every client starts from w, w itself is remembered, and no copy of n × D numbers.
+        if own_starts or self.kept_mask is not None:
+            self.start = self.x.clone()
+        else:
+            self.start = self.round.w.expand_as(self.x)
+        if self.kept_mask is not None and self.kept_origin is not None:
+            self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
+
+    def step_done(self) -> None:
+        """The present local step is over."""
+        if self.step is not None:
+            self.step += 1
+
+    def step_tensors(self) -> dict[str, Tensor]:
+        """Columns, starts and rows of states by name: what a local step may read besides x."""
+        named = {
+            "start": self.start,
+            "kept_origin": self.kept_origin,
+            "kept_elapsed": self.kept_elapsed,
+            "kept_mask": self.kept_mask,
+            "clipped": self.clipped,
+            "step": self.step,
+        }
+        present = {name: value for name, value in named.items() if value is not None}
+        return {**present, **self.columns, **self.rows}
+
+    def given(self) -> list[Tensor]:
+        """The values that hooks have logged and uploaded so far."""
+        return [*self.logs.values(), *self.uploads.values()]
+
+    def column(self, name: str, values: dict[int, int] | dict[int, float]) -> Tensor:
+        """One number of each client as a column ``(n, 1)``, made when it is first asked for."""
+        if name not in self.columns:
+            column = [[values[i]] for i in self.ids]
+            self.columns[name] = to_device(column, self.x.device, self.round.wide)
+        return self.columns[name]
+
+    def elapsed(self) -> Tensor:
+        """Σ η K since the displacement's origin: ``(n, 1)``, or ``(n, D)`` where parts are kept."""
+        here = self.round.rates.elapsed(self.column("steps", self.round.steps))
+        return here if self.kept_elapsed is None else here + self.kept_elapsed
+
+    def gradients(self, client: int) -> int:
+        """How many gradients of a batch's loss a client evaluated.
+
+        A gradient of its whole objective counts as many as an epoch has batches.
+        """
+        steps = self.round.steps[client]
+        whole = self.full_gradients + steps * self.full_gradients_a_step
+        batches = 0
+        if whole and self.round.steps_of is not None:
+            batches = self.round.steps_of(client, 1)
+        return steps * self.gradients_a_step + whole * batches
+
+    def read(self, key: str, declaration: PerClient) -> Tensor:
+        """The staged rows of a state, loaded at first access."""
+        if key not in self.rows:
+            rows = [self.load(key, declaration, i) for i in self.ids]
+            self._keep(key, declaration, torch.stack(rows))
+        return self.rows[key]
+
+    def load(self, key: str, declaration: PerClient, client: int) -> Tensor:
+        """One client's row as the round found it, or as its state begins."""
+        row = self.round.read(key, client) if isinstance(declaration, ClientState) else None
+        if row is not None:
+            return to_device(row, self.x.device)
+        if declaration.initial != "zeros":
+            return self.round.initial(declaration.initial, declaration.shape, declaration.dtype)
+        # The rows are stacked, which copies them, so one zero may stand for each row until then.
+        like = self.x[0]
+        if declaration.shape is not None:
+            like = self.x.new_empty(declaration.shape)
+        zero = torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device)
+        return zero.expand_as(like)
+
+    def write(self, key: str, declaration: PerClient, value: Tensor) -> None:
+        """Assign to the rows of a state."""
+        # Scratch that is assigned before it is read needs no zeros, which would be overwritten.
+        if key not in self.rows and isinstance(declaration, Scratch):
+            one = self.load(key, declaration, self.ids[0])
+            self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape))
+        rows = self.read(key, declaration)
+        if value is not rows:
+            rows.copy_(torch.as_tensor(value))
+        # No count of changes is -1: the rows count as written, even where `value` is what they are.
+        self.versions[key] = -1
+
+    def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
+        self.declared[key] = declaration
+        self.rows[key] = rows
+        self.versions[key] = rows._version
+
+    def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
+        """Take what the clients send under this name, one row each."""
+        shape = self.x.shape[1:] if declaration.shape is None else declaration.shape
+        dtype = declaration.dtype or self.x.dtype
+        self.uploads[key] = torch.as_tensor(value).to(dtype).expand(len(self.ids), *shape)
+
+    def written(self) -> Iterator[tuple[str, Tensor]]:
+        """Rows of states that outlive the round, where they were assigned or changed in place."""
+        for key, rows in self.rows.items():
+            changed = rows._version != self.versions[key]
+            if changed and isinstance(self.declared[key], ClientState):
+                yield key, rows
+
+    def drop_scratch(self) -> None:
+        """Forget the rows that nobody reads any more."""
+        self.rows = {
+            key: rows
+            for key, rows in self.rows.items()
+            if isinstance(self.declared[key], ClientState)
+        }
+
+    def kept_parts(self) -> dict[str, Tensor]:
+        """The rows in which a client, a group of one, keeps its copies of parts."""
+        parts = self.round.parts
+        if parts is None or not parts.masks:
+            return {}
+        elapsed = self.elapsed().expand_as(self.x)[0]
+        origin = self.start if self.kept_origin is None else self.kept_origin
+        assert origin is not None  # the client has been trained
+        return {
+            COPY: self.x[0][parts.kept].clone(),
+            ORIGIN: origin[0][parts.kept].clone(),
+            ELAPSED: torch.stack([elapsed[mask][0] for mask in parts.masks]),
+            WRITTEN: torch.tensor(self.round.t),
+        }
+
+    def alone(self, row: int) -> ClientGroup:
+        """One client of the group as a group of one, as views of the group's memory."""
+        own = copy.copy(self)
+        part = slice(row, row + 1)
+        own.ids = [self.ids[row]]
+        own.x = self.x[part]
+        own.columns = {}  # these are made anew for the one client
+        own.rows = {key: rows[part] for key, rows in self.rows.items()}
+        own.versions = dict(self.versions)
+        own.declared = dict(self.declared)
+        own.uploads = {key: value[part] for key, value in self.uploads.items()}
+        own.logs = {name: value[part] for name, value in self.logs.items()}
+        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask"):
+            value = getattr(self, name)
+            setattr(own, name, None if value is None else value[part])
+        return own
