@@ -359,7 +359,8 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(getattr(fl_lightning.callbacks, name)())
         if writes:
             tensorboard = settings["logger"] in (None, True)
-            run = RunFolder(self.folder, self.stem, self._config_text(), tensorboard)
+            config = self._config_text()
+            run = RunFolder(self.folder, self.stem, config, tensorboard)
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
@@ -368,7 +369,7 @@ class FederatedCLI(LightningCLI):
             arm = self.prepared.arm
             claims_hash = self.prepared.claims_hash
             axes = self.prepared.axes
-            callbacks.append(RunRecord(self._config_text(), typed, arm, claims_hash, axes))
+            callbacks.append(RunRecord(config, typed, arm, claims_hash, axes))
         if self.command == "fit":
             callbacks.append(self.stop)
         return callbacks

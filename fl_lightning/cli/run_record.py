@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,11 @@ class RunRecord(pl.Callback):
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The config, parsed once: the record is written often."""
+        return parse_yaml(self.config) or {}
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._path = Path(trainer.default_root_dir) / "run.json"
         earlier = read_record(self._path)
@@ -216,7 +222,7 @@ class RunRecord(pl.Callback):
             seed=int(getattr(module, "run_seed", 0)),
             title=title,
             partition_hash=getattr(getattr(trainer, "datamodule", None), "partition_hash", None),
-            config=parse_yaml(self.config) or {},
+            config=self._settings,
             rounds=trainer.max_epochs,
             command=self.command,
             arm=self.arm,
