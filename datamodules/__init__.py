@@ -23,6 +23,7 @@ from fl_lightning.datamodules.partitions import (
     Saved,
     SortedShards,
 )
+from fl_lightning.datamodules.table import FromTable
 from fl_lightning.datamodules.text_classification import TextClassification
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "FederatedDataModule",
     "FromDataModule",
     "FromDatasets",
+    "FromTable",
     "HumanActivity",
     "InMemoryDataModule",
     "LanguageModelling",

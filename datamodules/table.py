@@ -1,0 +1,335 @@
+"""Tables: a row is a sample, and a column may say which client it belongs to."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.partitions import ByGroup, Partition
+from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.options import number
+from fl_lightning.sampling import generator
+
+# What a cell says where there is no value; Parquet has nulls of its own.
+MISSING = {"", "na", "n/a", "nan", "null", "none"}
+
+
+class FromTable(FederatedDataModule):
+    """Federated data from a CSV or Parquet file: a row is a sample.
+
+    x ``(N, features)`` are numbers, float32. y ``(N,)`` are classes 0, 1, … in the order of the
+    target's values, by number where all are numbers; a target with fractions is a float32 number.
+    Nothing is scaled.
+
+    Args:
+        path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow). The
+            first line of a CSV names its columns.
+        target: the column to predict.
+        client: the column that names the clients, each of which is then one; in ascending order,
+            their names are ``client_names``. None: rows are split by ``partition``.
+        features: the columns of x, in this order; None: all but ``target`` and ``client``, in the
+            file's.
+        test: another file, or the share of rows that is held out to test on: the same rows whatever
+            the seed.
+        num_clients, partition: how to split; without meaning where ``client`` names a column.
+        separator: between a CSV's columns.
+
+    The other arguments are those of :class:`~fl_lightning.datamodules.FederatedDataModule`.
+
+    Raises:
+        UserError: columns that are not there, values that are missing or no numbers, labels of the
+            test data that no training row has; each by name.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        target: str,
+        client: str | None = None,
+        features: Sequence[str] | None = None,
+        test: float | str | Path | None = None,
+        num_clients: int | None = None,
+        partition: Partition | None = None,
+        separator: str = ",",
+        **arguments: Any,
+    ) -> None:
+        if client is not None and partition is not None:
+            raise UserError(
+                f"data.client={client!r} says whose each row is, and data.partition splits the "
+                "rows anew: give one of the two."
+            )
+        # The column alone says how many there are; a config such as `base` may give a number.
+        if client is not None:
+            partition = ByGroup()
+            num_clients = None
+        if isinstance(test, (int, float)):
+            number("data.test", test, above=0, below=1, beside="a file")
+        super().__init__(num_clients=num_clients, partition=partition, **arguments)
+        self.path = Path(path).expanduser()
+        self.target = target
+        self.client = client
+        self.features = None if features is None else list(features)
+        self.test = test
+        self.separator = separator
+        self.client_names: list[str] = []
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """``(features,)``, from the names of the columns."""
+        if arguments.get("features") is not None:
+            return (len(arguments["features"]),)
+        if "path" not in arguments:
+            return None
+        path = Path(arguments["path"]).expanduser()
+        names = columns_of(path, arguments.get("separator", ","))
+        apart = {arguments.get("target"), arguments.get("client")}
+        return (len([name for name in names if name not in apart]),)
+
+    def load(self) -> None:
+        table = read_table(self.path, self.separator)
+        others = [name for name in (self.target, self.client) if name is not None]
+        features = self.features
+        if features is None:
+            features = [name for name in table.columns if name not in others]
+        table.require([*others, *features])
+        if not features:
+            raise UserError(
+                f"{table.where} has no columns besides {', '.join(others)}: x is empty."
+            )
+        x = table.numbers(features)
+        y, classes = labels(table, self.target)
+        if self.client is not None:
+            self.groups, self.client_names = codes(table.present(self.client))
+        if isinstance(self.test, (int, float)):
+            self._hold_out(x, y, float(self.test))
+            return
+        self.train_set = TensorSamples(x, y)
+        if self.test is not None:
+            other = read_table(Path(self.test).expanduser(), self.separator)
+            other.require([self.target, *features])
+            held = other.numbers(features)
+            self.test_set = TensorSamples(held, coded(other, self.target, classes))
+
+    def _hold_out(self, x: NDArray[Any], y: NDArray[Any], share: float) -> None:
+        """Test on a share of the rows, and train on the others."""
+        count = math.floor(share * len(y) + 0.5)
+        if not 0 < count < len(y):
+            raise UserError(
+                f"data.test={share:g} leaves {count} of {len(y)} rows to test on, and the others "
+                "to train on: give a share that leaves both some."
+            )
+        shuffled = generator(0, "rows to test on").permutation(len(y))
+        tested = np.sort(shuffled[:count])
+        trained = np.sort(shuffled[count:])
+        self.train_set = TensorSamples(x[trained], y[trained])
+        self.test_set = TensorSamples(x[tested], y[tested])
+        if self.groups is not None:
+            self.groups = self.groups[trained]
+            kept = set(self.groups.tolist())
+            self.client_names = [name for i, name in enumerate(self.client_names) if i in kept]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file's columns as text or numbers, by name; ``first``: the first row's line number."""
+
+    path: Path
+    columns: dict[str, Sequence[Any]]
+    first: int
+
+    @property
+    def where(self) -> str:
+        return f"The table {str(self.path)!r}"
+
+    def require(self, names: Sequence[str]) -> None:
+        """Refuse names of columns that the table lacks."""
+        for name in names:
+            if name not in self.columns:
+                have = ", ".join(self.columns)
+                raise UserError(
+                    f"{self.where} has no column {name!r}; it has {have[:300]}."
+                    f"{suggest(name, self.columns)}"
+                )
+
+    def present(self, name: str) -> list[Any]:
+        """A column's values, none of which is missing."""
+        values = list(self.columns[name])
+        for row, value in enumerate(values):
+            if is_missing(value):
+                missing = sum(map(is_missing, values))
+                raise UserError(
+                    f"{self.where} has no value in column {name!r} of line {self.first + row} "
+                    f"({missing} of {len(values)} rows): fill them in, leave these rows out, or "
+                    "leave the column out of data.features."
+                )
+        return values
+
+    def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
+        """Columns of numbers as ``(N, k)``, float32."""
+        x = np.empty((len(self.present(names[0])), len(names)), np.float32)
+        for k, name in enumerate(names):
+            values = self.present(name)
+            try:
+                x[:, k] = np.asarray(values, np.float64)
+            except (ValueError, TypeError):
+                row = next(row for row, value in enumerate(values) if not is_number(value))
+                raise UserError(
+                    f"{self.where} has {values[row]!r} in column {name!r} of line "
+                    f"{self.first + row}, which is no number: make numbers of the column, or "
+                    "leave it out of data.features."
+                ) from None
+            if not np.isfinite(x[:, k]).all():
+                row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
+                raise UserError(
+                    f"{self.where} has {values[row]!r} in column {name!r} of line "
+                    f"{self.first + row}, which is no finite number of single precision."
+                )
+        return x
+
+
+def is_missing(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in MISSING
+    return value is None or value != value
+
+
+def is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def ordered(values: Sequence[Any]) -> list[Any]:
+    """The distinct values, ascending; by number where all are numbers."""
+    distinct = set(values)
+    if all(is_number(value) for value in distinct):
+        return sorted(distinct, key=float)
+    return sorted(distinct, key=str)
+
+
+def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
+    """Each value's place among the distinct ones ``(N,)``, and these as text."""
+    names = ordered(values)
+    places = {name: place for place, name in enumerate(names)}
+    return np.array([places[value] for value in values], np.int64), [str(name) for name in names]
+
+
+def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
+    """y ``(N,)``, and its classes by value; None where the target is a number with fractions."""
+    values = table.present(target)
+    if all(map(is_number, values)) and any(float(value) % 1 for value in values):
+        return table.numbers([target])[:, 0], None
+    y, names = codes(values)
+    return y, {name: place for place, name in enumerate(names)}
+
+
+def coded(table: Table, target: str, classes: dict[str, int] | None) -> NDArray[Any]:
+    """y of a table by the classes of another one."""
+    if classes is None:
+        return table.numbers([target])[:, 0]
+    values = [str(value) for value in table.present(target)]
+    unknown = [value for value in values if value not in classes]
+    if unknown:
+        raise UserError(
+            f"{table.where} has {unknown[0]!r} in column {target!r}, which no row of the training "
+            f"data has: they have {', '.join(classes)[:300]}."
+        )
+    return np.array([classes[value] for value in values], np.int64)
+
+
+def columns_of(path: Path, separator: str) -> list[str]:
+    """The names of a table's columns; its rows are not read."""
+    if path.suffix == ".parquet":
+        with reading(path):
+            names: list[str] = parquet().ParquetFile(path).schema_arrow.names
+            return names
+    with reading(path), opened(path) as file:
+        return next(csv.reader(file, delimiter=separator), [])
+
+
+def read_table(path: Path, separator: str) -> Table:
+    """All of a table.
+
+    Raises:
+        UserError: it is not there, has no rows, or rows of other lengths.
+    """
+    if path.suffix == ".parquet":
+        with reading(path):
+            read = parquet().read_table(path)
+        columns = {name: read.column(name).to_pylist() for name in read.column_names}
+        return _checked(Table(path, columns, 1), read.num_rows)
+    with reading(path), opened(path) as file:
+        lines = list(csv.reader(file, delimiter=separator))
+    if not lines:
+        raise UserError(
+            f"The table {str(path)!r} is empty: its first line has to name the columns."
+        )
+    names, *rows = lines
+    rows = [row for row in rows if row]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
+    for place, row in enumerate(rows):
+        if len(row) != len(names):
+            raise UserError(
+                f"The table {str(path)!r} has {len(row)} values in line {place + 2} and "
+                f"{len(names)} columns: data.separator is {separator!r}; mend the line or give "
+                "another separator."
+            )
+    by_name = zip(*rows, strict=True) if rows else ([] for _ in names)
+    return _checked(Table(path, dict(zip(names, by_name, strict=True)), 2), len(rows))
+
+
+def _checked(table: Table, rows: int) -> Table:
+    if not rows:
+        raise UserError(f"{table.where} has no rows: give at least one.")
+    return table
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
+            yield file
+    else:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield file
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, what goes wrong with a file is told by its name."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(
+            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
+        ) from None
+    except Exception as error:  # the csv module, gzip and pyarrow raise errors of their own
+        raise UserError(f"The table {str(path)!r} cannot be read: {str(error)[:200]}.") from error
+
+
+def parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            "Parquet files are read by pyarrow, which is not installed: pip install "
+            "'fl-lightning[parquet]', or give a CSV file."
+        ) from None
+    return pyarrow.parquet
