@@ -17,7 +17,7 @@ from fl_lightning.buffers import BufferPolicy
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
-from fl_lightning.methods import Methods, called, checked_choice
+from fl_lightning.methods import Methods, checked_choice
 from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
@@ -156,7 +156,7 @@ class FederatedLoop:
         available = torch.arange(self.cohort.m, device=ledger.round.w.device)
         n = min(self.cohort.number(ledger.t), len(available))
         with ledger.server_hooks():
-            choice = called(select, Server(ledger.round, ledger), available, n)
+            choice = self.methods.call(select, Server(ledger.round, ledger), available, n)
         ids = checked_choice(select, choice, available, n)
         # Processes that train different rounds would sum what does not belong together.
         if any(other != ids for other in gathered(ids)):

@@ -51,6 +51,8 @@ class Methods:
 
     def __init__(self, callbacks: Sequence[FederatedCallback]) -> None:
         self.callbacks = list(callbacks)
+        # Calls a hook in our place: ``(hook, subject, *more)``.
+        self.watch: Callable[..., Any] | None = None
         names = [type(c).__name__ for c in self.callbacks]
         for name in names:
             if names.count(name) > 1:
@@ -139,16 +141,26 @@ class Methods:
     def owner(self, hook: str) -> Callable[..., Any] | None:
         return self._owners.get(hook)
 
+    def call(self, hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
+        """Call one method's hook.
+
+        ``subject``: the clients or the server; it knows from here on whose hook that is.
+        """
+        subject._caller = type(getattr(hook, "__self__", hook)).__name__
+        if self.watch is not None:
+            return self.watch(hook, subject, *more)
+        return hook(subject, *more)
+
     def run(self, hook: str, argument: Any) -> None:
         """Call a hook that returns nothing, on every callback that has it."""
         for call in self._hooks[hook]:
-            returned = called(call, argument)
+            returned = self.call(call, argument)
             if returned is not None:
                 raise _returned(call, returned, "nothing")
 
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
         """The gradient after a hook, which may change it in place or return another."""
-        returned = called(call, clients, gradient)
+        returned = self.call(call, clients, gradient)
         if returned is None:
             return gradient
         return checked_rows(call, returned, gradient)
@@ -239,12 +251,6 @@ class Methods:
         """The methods' names, without those that only measure."""
         names = [c.title or type(c).__name__ for c in self.callbacks if not c.measures]
         return " + ".join(names) or "FedAvg"
-
-
-def called(hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
-    """Call a method's hook; ``subject``, the clients or the server, knows whose hook that is."""
-    subject._caller = type(getattr(hook, "__self__", hook)).__name__
-    return hook(subject, *more)
 
 
 def refuse_misspelt_hooks(callback: FederatedCallback) -> None:

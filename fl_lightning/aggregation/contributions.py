@@ -14,7 +14,7 @@ from fl_lightning.buffers import BufferPolicy
 from fl_lightning.devices import to_host
 from fl_lightning.errors import UserError
 from fl_lightning.learner import all_finite, same_bits
-from fl_lightning.methods import Methods, called, checked_rows
+from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.processes import gathered
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER
@@ -126,7 +126,9 @@ class Contributions:
             values["copies"] = update[0].to(round.wide) * weight
         transmit = self.methods.owner("transmit")
         if transmit is not None:
-            update = checked_rows(transmit, called(transmit, Clients(group), update), update)
+            update = checked_rows(
+                transmit, self.methods.call(transmit, Clients(group), update), update
+            )
             lent |= {"update", "weighted"}
         # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
         group.drop_scratch()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fl_lightning.aggregation import gathering
 from fl_lightning.errors import Diverged
 from fl_lightning.learner import all_finite
-from fl_lightning.methods import Methods, called
+from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.ledger import Ledger
@@ -41,7 +41,7 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     aggregate = methods.owner("aggregate")
     if aggregate is None:
         return server.update
-    update: Tensor = called(aggregate, server)
+    update: Tensor = methods.call(aggregate, server)
     return update.to(round.w.dtype)
 
 

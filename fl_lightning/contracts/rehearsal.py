@@ -26,7 +26,7 @@ from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.learner import Layout
-from fl_lightning.methods import Methods, called, checked_rows
+from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
@@ -125,7 +125,7 @@ class Stage:
         for group.local_step in (StagedStep(self, group, k) for k in range(STEPS)):
             g = self.gradient(group, clients.x)
             if perturb is not None:
-                e = call("perturbation", partial(_returned, perturb, clients, g))
+                e = call("perturbation", partial(self._returned, perturb, clients, g))
                 yield "perturbation", {"what it returned": e.clone(), **state(group)}
                 g = self.gradient(group, clients.x + e)
             for hook, change in mixing + corrections:
@@ -140,11 +140,16 @@ class Stage:
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
-            u = call("transmit", partial(_returned, transmit, clients, u))
+            u = call("transmit", partial(self._returned, transmit, clients, u))
             yield "transmit", {"what is sent": u.clone(), **state(group)}
         if (personal := methods.owner("personal")) is not None:
-            x = call("personal", lambda: checked_rows(personal, called(personal, clients), group.x))
+            x = call(
+                "personal", lambda: checked_rows(personal, methods.call(personal, clients), group.x)
+            )
             yield "personal", {"what a client uses": x.clone(), **state(group)}
+
+    def _returned(self, hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:
+        return checked_rows(hook, self.methods.call(hook, clients, like), like)
 
 
 @dataclass
@@ -158,10 +163,6 @@ class StagedStep:
 
     def gradient_at(self, x: Tensor) -> Tensor:
         return self.stage.gradient(self.group, x.expand_as(self.group.x))
-
-
-def _returned(hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:
-    return checked_rows(hook, called(hook, clients, like), like)
 
 
 def state(group: ClientGroup) -> Outcome:

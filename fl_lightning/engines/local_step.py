@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
-from fl_lightning.methods import Methods, called, checked_rows
+from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate
 from fl_lightning.round.group import ClientGroup
@@ -158,7 +158,7 @@ class LocalStep:
                 gradient = self.clip(gradient)
             self.optimizer.step(gradient)
         for end in self.step_ends:
-            called(end, self.clients)
+            self.methods.call(end, self.clients)
         # `on_train_batch_end` finds the model after the step, as in plain training.
         if self.hooks is not None:
             self.hooks.batch_end()
@@ -222,7 +222,7 @@ class LocalStep:
         gradient = self.model.gradient(batch, index)
         # The second pass is no other look at the samples: running statistics stay the first's.
         buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
-        e = checked_rows(perturb, called(perturb, self.clients, gradient), gradient)
+        e = checked_rows(perturb, self.methods.call(perturb, self.clients, gradient), gradient)
         if before is not None:
             before.restore()
         try:

@@ -17,7 +17,7 @@ from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.methods import Methods, called, checked_rows
+from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.processes import gathered, place
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER, ClientRates, Round
@@ -68,7 +68,7 @@ class PersonalModels:
             if hook is not None and round.read(FINISHED, client) is not None:
                 self.methods.bind(Ledger(round))
                 x = checked_rows(
-                    hook, called(hook, Clients(ClientGroup(round, [client], x))), x
+                    hook, self.methods.call(hook, Clients(ClientGroup(round, [client], x))), x
                 ).to(x)
         return x[0], round.buffers_of(client)
 
