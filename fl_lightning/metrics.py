@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import math
 import re
 import zlib
@@ -116,6 +117,22 @@ def read_modes(modes: Any) -> dict[str, str]:
     """
     entries = modes.items() if isinstance(modes, dict) else ()
     return {name: mode for name, mode in entries if mode in MODES}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The run.json of a run's folder; empty where there is none, or it cannot be read."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def comma_separated(rows: Iterable[Sequence[Any]]) -> str:
+    """A CSV file; None is an empty cell, numbers read back exactly."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 class Directions:

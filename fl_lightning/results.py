@@ -13,10 +13,9 @@ from torch import Tensor
 from fl_lightning.cli.cli import FederatedCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
-from fl_lightning.cli.run_record import read_record
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lightning import isolate_rng, pl
-from fl_lightning.metrics import Metrics, read_modes
+from fl_lightning.metrics import Metrics, read_modes, read_record
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
 
@@ -57,7 +56,7 @@ class Run:
     @cached_property
     def metrics(self) -> Metrics:
         """The metrics that were logged, one row per round."""
-        modes = read_modes(read_record(self.folder / "run.json").get("modes"))
+        modes = read_modes(read_record(self.folder).get("modes"))
         return Metrics.read(self.folder / "metrics.csv", modes)
 
     @cached_property

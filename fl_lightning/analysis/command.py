@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import numpy as np
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
-from fl_lightning.storage.files import named
+from fl_lightning.metrics import comma_separated
+from fl_lightning.storage.files import named, written_aside
 
 DESCRIPTION = """Look at the model of a finished run, on its clients' training samples.
 
@@ -71,14 +71,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: what is to mend; nothing has been written then.
     """
-    try:
-        options = parser().parse_args(list(argv))
-    except SystemExit as end:
-        # So ends --help.
-        return int(end.code or 0)
-    samples = None
-    if options.samples != "all":
-        samples = _number("samples", options.samples, 1)
+    options = parser().parse_args(list(argv))
+    samples = None if options.samples == "all" else _number(options, "samples", 1)
     most = 1 if options.what == "hessian" else 2
     if len(options.runs) > most:
         raise UserError(
@@ -89,40 +83,39 @@ def main(argv: Sequence[str]) -> int:
     from fl_lightning.cli.commands import quiet
 
     quiet()
+    measure = _hessian if options.what == "hessian" else _landscape
+    whole, rows, picture, lines = measure(options, samples)
     first = options.runs[0]
-    if options.what == "hessian":
-        tolerance = _number("tolerance", options.tolerance, 0, whole=False)
-        probes = _number("probes", options.probes, 2)
-        written, lines = _hessian(first, samples, tolerance, probes)
-    else:
-        points = _number("points", options.points, 3)
-        reach = _number("range", options.range, 0, whole=False)
-        if points % 2 == 0:
-            raise UserError(
-                f"analyse landscape --points {points}: give an odd number, so that the model is "
-                "one."
-            )
-        directions = _number("directions", options.directions, 0)
-        written, lines = _landscape(options.runs, int(points), reach, samples, int(directions))
-    out = options.out or _folder(first)
-    stem = options.what + _which(first)
-    for suffix, data in written.items():
-        _write(out / f"{stem}{suffix}", data)
+    # A checkpoint lies in its run's folder.
+    above = first.absolute().parents
+    folder = options.out or first
+    if options.out is None and not first.is_dir():
+        folder = next(place for place in above if (place / "config.yaml").is_file())
+    which = "" if first.is_dir() or first.stem == "last" else f"-{first.stem}"
+    path = folder / f"{options.what}{which}"
+    files = {"json": json.dumps(whole, indent=1).encode()}
+    files |= {"csv": comma_separated(rows).encode(), "png": picture}
+    for suffix, data in files.items():
+        with written_aside(path.with_name(f"{path.name}.{suffix}"), durable=False) as file:
+            file.write(data)
     print("\n".join(lines))
-    print(f"→ {out / stem}.json, .csv, .png")
+    print(f"→ {path}.json, .csv, .png")
     return 0
 
 
-Files = dict[str, bytes]
+# What goes into .json, the rows of .csv, .png, and what is printed.
+Result = tuple[dict[str, Any], list[list[Any]], bytes, list[str]]
 
 
-def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[Files, list[str]]:
+def _hessian(options: Namespace, samples: int | None) -> Result:
+    tolerance = _number(options, "tolerance", 0, whole=False)
+    probes = _number(options, "probes", 2)
     from fl_lightning.analysis import pictures
     from fl_lightning.analysis.opened import opened
     from fl_lightning.analysis.slices import along_top
     from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
 
-    run = opened(path)
+    run = opened(options.runs[0])
     # Second derivatives in half precision would be noise.
     evaluator = run.evaluator(exact=True)
     subset = run.samples(samples, "hessian")
@@ -137,15 +130,15 @@ def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[F
         "parameters": run.vector.numel(),
         "samples": here.samples,
         "loss": here.loss,
-        **{name: _finite(value) for name, value in vars(curvature).items()},
+        **{name: finite(value) for name, value in vars(curvature).items()},
         "tolerance": tolerance,
         "probes": probes,
     }
     steps, losses = along_top(run, evaluator, subset, vector, curvature.top_eigenvalue)
-    along = {"steps": list(steps), "losses": [_finite(loss) for loss in losses]}
+    along = {"steps": steps, "losses": list(map(finite, losses))}
     top = f"{curvature.top_eigenvalue:.6g} (residual {curvature.top_residual:.1e})"
     where = f"on {here.samples:,} samples, after {run.rounds} rounds"
-    shown = [
+    lines = [
         f"largest eigenvalue  {top}",
         f"trace               {curvature.trace:.6g} ± {curvature.trace_stderr:.2g}",
         f"‖w‖                 {curvature.norm:.6g}",
@@ -153,78 +146,62 @@ def _hessian(path: Path, samples: Any, tolerance: float, probes: Any) -> tuple[F
     ]
     picture = pictures.along_eigenvector(run, curvature, steps, losses, here.loss)
     rows = [list(values), list(values.values())]
-    return _files({**values, "slice": along}, rows, picture), shown
+    return {**values, "slice": along}, rows, picture, lines
 
 
-def _landscape(
-    paths: list[Path], points: int, reach: float, samples: Any, seed: int
-) -> tuple[Files, list[str]]:
+def _landscape(options: Namespace, samples: int | None) -> Result:
+    points = _number(options, "points", 3)
+    reach = _number(options, "range", 0, whole=False)
+    if points % 2 == 0:
+        raise UserError(
+            f"analyse landscape --points {points}: give an odd number, so that the model is one."
+        )
+    seed = _number(options, "directions", 0)
     from fl_lightning.analysis import pictures
     from fl_lightning.analysis.landscape import landscape
     from fl_lightning.analysis.opened import opened
 
     # All are opened before the first is measured: a mistake in the second costs no wait.
-    runs = [opened(path) for path in paths]
+    runs = [opened(path) for path in options.runs]
     landscapes = [landscape(run, points, reach, samples, seed) for run in runs]
-    steps = [float(step) for step in landscapes[0].steps]
-    whole = {
-        "directions": seed,
-        "normalised": "filter",
-        "steps": steps,
-        "runs": [one.as_dict() for one in landscapes],
-    }
+    steps = landscapes[0].steps.tolist()
     # A row of the table is a point of the plane.
     rows: list[list[Any]] = [["run", "a", "b", "loss"]]
-    shown = []
+    described = []
+    lines = []
     for one in landscapes:
+        losses = [list(map(finite, row)) for row in one.losses.tolist()]
         for i, j in np.ndindex(one.losses.shape):
-            rows.append([str(one.run.folder), steps[i], steps[j], _finite(one.losses[i, j])])
-        shown.append(f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples")
-    return _files(whole, rows, pictures.landscapes(landscapes)), shown
+            rows.append([str(one.run.folder), steps[i], steps[j], losses[i][j]])
+        described.append(
+            {
+                "run": str(one.run.folder),
+                "checkpoint": str(one.run.checkpoint),
+                "rounds": one.run.rounds,
+                "loss": one.loss,
+                "samples": one.samples,
+                "losses": losses,
+            }
+        )
+        lines.append(f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples")
+    whole = {"directions": seed, "normalised": "filter", "steps": steps, "runs": described}
+    return whole, rows, pictures.landscapes(landscapes), lines
 
 
-def _files(whole: dict[str, Any], rows: list[list[Any]], picture: bytes) -> Files:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return {
-        ".json": json.dumps(whole, indent=1).encode(),
-        ".csv": text.getvalue().encode(),
-        ".png": picture,
-    }
-
-
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """A number, or None for one that JSON does not have."""
-    infinite = isinstance(value, float) and not math.isfinite(value)
-    return None if infinite else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _number(name: str, text: str, least: int, whole: bool = True) -> Any:
+def _number(options: Namespace, name: str, least: int, whole: bool = True) -> Any:
+    text = getattr(options, name)
     kind: Callable[[str], Any] = int if whole else float
     try:
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or value < least or (not whole and not 0 < value < float("inf")):
+    if value is None or value < least or (not whole and not 0 < value < math.inf):
         accepted = f"a whole number of at least {least}" if whole else "a number above 0"
         other = " or all" if name == "samples" else ""
         raise UserError(f"analyse --{name} {text}: give {accepted}{other}.")
     return value
-
-
-def _folder(path: Path) -> Path:
-    """The folder of the run that ``path`` is, or is a checkpoint of."""
-    if path.is_dir():
-        return path
-    return next(place for place in path.absolute().parents if (place / "config.yaml").is_file())
-
-
-def _which(path: Path) -> str:
-    return "" if path.is_dir() or path.stem == "last" else f"-{path.stem}"
-
-
-def _write(path: Path, data: bytes) -> None:
-    from fl_lightning.storage.files import written_aside
-
-    with written_aside(path, durable=False) as file:
-        file.write(data)

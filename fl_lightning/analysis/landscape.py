@@ -9,7 +9,6 @@ one with scaled weights show the same landscape.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,21 +34,6 @@ class Landscape:
     losses: Grid
     loss: float
     samples: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "run": str(self.run.folder),
-            "checkpoint": str(self.run.checkpoint),
-            "rounds": self.run.rounds,
-            "loss": self.loss,
-            "samples": self.samples,
-            "losses": list(map(_finite, self.losses)),
-        }
-
-
-def _finite(losses: Grid) -> list[float | None]:
-    """Plain numbers, None for those that JSON does not have."""
-    return [float(loss) if np.isfinite(loss) else None for loss in losses]
 
 
 def directions(layout: Layout, w: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from fl_lightning.cli.compose import Command, as_list, class_name, is_file, plai
 from fl_lightning.cli.learner_config import learner_config
 from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
-from fl_lightning.cli.parsing_errors import one_paragraph, why_not_built
+from fl_lightning.cli.parsing_errors import Refusal, why_not_built
 from fl_lightning.cli.run_folder import (
     RunCheckpoint,
     RunFolder,
@@ -88,8 +88,8 @@ class Parser(LightningArgumentParser):
         # A parser for a class within another has no command: the outer one words the message.
         if command is None:
             raise ValueError(message) from ex
-        text = one_paragraph(message, self, command.config, command.options, _BASES)
-        raise UserError(text) from ex
+        refusal = Refusal(message, self, command.config, command.options, _BASES)
+        raise UserError(refusal.paragraph()) from ex
 
 
 class FederatedCLI(LightningCLI):
@@ -145,51 +145,33 @@ class FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         if self.command == "partition":
             return
-        parser.add_argument(
-            "--method",
-            type=list[FederatedCallback],
-            default=[],
-            help=(
-                "Callbacks that make the method. --method.beta 0.1 sets an argument of the one "
-                "that has it."
+        options: dict[str, tuple[Any, str]] = {
+            "ckpt_path": (
+                str | None,
+                "Checkpoint to start from. last: go on where the run's folder stopped, or start "
+                "it.",
             ),
-        )
-        parser.add_argument(
-            "--ckpt_path",
-            type=str | None,
-            default=None,
-            help=(
-                "Checkpoint to start from. last: go on where the run's folder stopped, or start it."
-            ),
-        )
-        parser.add_argument(
-            "--weights_only",
-            type=bool | None,
-            default=None,
-            help=(
+            "weights_only": (
+                bool | None,
                 "false: read objects in the checkpoint too, which can run any code: for files you "
-                "trust."
+                "trust.",
             ),
-        )
-        if self.command == "export":
-            parser.add_argument(
-                "--client", type=int | None, default=None, help="Whose personal model to export."
-            )
-        parser.add_argument(
-            "--monitor",
-            type=str | None,
-            default=None,
-            help="Metric of best.ckpt (default: val/acc).",
-        )
-        parser.add_argument(
-            "--monitor_mode",
-            type=str | None,
-            default=None,
-            help=(
+            "client": (int | None, "Whose personal model to export."),
+            "monitor": (str | None, "Metric of best.ckpt (default: val/acc)."),
+            "monitor_mode": (
+                str | None,
                 "Which way is better in --monitor, where neither its name nor a torchmetrics "
-                "metric tells."
+                "metric tells.",
             ),
+        }
+        methods = (
+            "Callbacks that make the method. --method.beta 0.1 sets an argument of the one that "
+            "has it."
         )
+        parser.add_argument("--method", type=list[FederatedCallback], default=[], help=methods)
+        for name, (kind, text) in options.items():
+            if name != "client" or self.command == "export":
+                parser.add_argument(f"--{name}", type=kind, default=None, help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, Parser)
@@ -366,10 +348,7 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
             # The record is last: what is refused before training leaves none.
             typed = ["fl-lightning", *self.prepared.argv]
-            arm = self.prepared.arm
-            claims_hash = self.prepared.claims_hash
-            axes = self.prepared.axes
-            callbacks.append(RunRecord(config, typed, arm, claims_hash, axes))
+            callbacks.append(RunRecord(config, typed, **self.prepared.record))
         if self.command == "fit":
             callbacks.append(self.stop)
         return callbacks

@@ -260,9 +260,7 @@ class Command:
         run: a run's folder, where one was given.
         output: the value of ``-o``.
         argv: as typed, the command first.
-        arm: what a sweep calls this run's setting.
-        claims_hash: of a sweep's claims.yaml.
-        axes: key of a sweep's grid → this run's value.
+        record: what a sweep has the run record: arm, claims_hash, axes (see RunRecord).
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -274,9 +272,7 @@ class Command:
     run: Path | None = None
     output: str | None = None
     argv: list[str] = field(default_factory=list)
-    arm: str | None = None
-    claims_hash: str | None = None
-    axes: dict[str, str] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
 
     def add_config(self, name: str) -> None:
         """Merge the config ``name`` over those before it."""

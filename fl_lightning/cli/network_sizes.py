@@ -55,33 +55,44 @@ def fit_network_to_data(command: Command) -> None:
     if not isinstance(model, dict) or "learner" not in chosen["model"]:
         return
     facts = _facts(chosen.get("data"))
-    guessed: list[str] = []
-    _check_texts(chosen["model"]["learner"], facts)
-    target = _complete(chosen["model"]["learner"], facts, guessed)
+    learner = chosen["model"]["learner"]
+    _check_texts(learner, facts)
     # Options may name another class, but the config has to parse, too.
-    learner = _complete(model.get("learner"), facts, [])
-    if _class(target) is ImageClassifier:
-        network = _arguments(target).get("network")
-        if _is_ours(network):
-            _check(target, facts, "num_classes" in _arguments(chosen["model"]["learner"]))
-        if guessed:
-            command.notes.append(
-                f"{_AT}: {facts.name} does not say what its samples are, so it is built for "
-                f"{' and '.join(guessed)}; give its numbers, or num_classes and sample_shape as "
-                "attributes of the data's class"
-            )
-        learner = merge(learner, {"class_path": target["class_path"]})
-        _copy_sizes(target, learner)
-        if isinstance(network, dict):
-            inner = _arguments(learner)
-            inner["network"] = merge(inner.get("network"), {"class_path": network["class_path"]})
-            _copy_sizes(network, inner["network"])
-    command.config["model"] = {**model, "learner": learner}
+    built = _class(learner) is ImageClassifier
+    if not built:
+        learner = model.get("learner")
+    if _class(learner) is not ImageClassifier:
+        return
+    learner = {"class_path": learner} if isinstance(learner, str) else deepcopy(learner)
+    arguments = _arguments(learner)
+    learners = "num_classes" in arguments
+    guessed: list[str] = []
+    if isinstance(arguments.get("network"), str):
+        arguments["network"] = {"class_path": arguments["network"]}
+    classes = arguments.get("num_classes")
+    if _is_ours(arguments.get("network")):
+        classes = _complete(arguments["network"], classes, facts, guessed)
+    classes = classes or facts.classes
+    if arguments.get("num_classes") is None and classes is not None:
+        arguments["num_classes"] = classes
+    if built and _is_ours(arguments.get("network")):
+        _check(learner, facts, learners)
+    if built and guessed:
+        command.notes.append(
+            f"{_AT}: {facts.name} does not say what its samples are, so it is built for "
+            f"{' and '.join(guessed)}; give its numbers, or num_classes and sample_shape as "
+            "attributes of the data's class"
+        )
+    command.config["model"] = {**model, "learner": merge(model.get("learner"), _sizes(learner))}
 
 
-def _copy_sizes(source: dict[str, Any], target: dict[str, Any]) -> None:
-    sizes = {key: value for key, value in _arguments(source).items() if key in _SIZES}
-    _arguments(target).update(sizes)
+def _sizes(node: dict[str, Any]) -> dict[str, Any]:
+    """The classes and the sizes alone of a learner, or of its network."""
+    arguments = _arguments(node)
+    sizes = {key: arguments[key] for key in _SIZES if key in arguments}
+    if isinstance(arguments.get("network"), dict):
+        sizes["network"] = _sizes(arguments["network"])
+    return {"class_path": node["class_path"], "init_args": sizes}
 
 
 # --------------------------------------------------------------------------- what will be built
@@ -166,31 +177,11 @@ def _facts(data: Any) -> Facts:
     return Facts(cls.__name__, shape, classes, getattr(cls, "texts", False))
 
 
-# --------------------------------------------------------------------------- filling in
-
-
-def _complete(learner: Any, facts: Facts, guessed: list[str]) -> Any:
-    """The learner with its classes, channels and sizes filled in, if it is one of ours.
+def _complete(node: Any, classes: Any, facts: Facts, guessed: list[str]) -> Any:
+    """Fill in a network's sizes, and give the number of classes; ``classes`` is the learner's.
 
     Adds guesses to ``guessed``.
     """
-    if _class(learner) is not ImageClassifier:
-        return learner
-    learner = {"class_path": learner} if isinstance(learner, str) else deepcopy(learner)
-    arguments = _arguments(learner)
-    if isinstance(arguments.get("network"), str):
-        arguments["network"] = {"class_path": arguments["network"]}
-    classes = arguments.get("num_classes")
-    if _is_ours(arguments.get("network")):
-        classes = _complete_network(arguments["network"], classes, facts, guessed)
-    classes = classes or facts.classes
-    if arguments.get("num_classes") is None and classes is not None:
-        arguments["num_classes"] = classes
-    return learner
-
-
-def _complete_network(node: Any, classes: Any, facts: Facts, guessed: list[str]) -> Any:
-    """Fill in the network's sizes, and give the number of classes; ``classes`` is the learner's."""
     cls = _class(node)
     arguments = _arguments(node)
     outputs = arguments.get("num_classes")
@@ -218,9 +209,7 @@ def _complete_network(node: Any, classes: Any, facts: Facts, guessed: list[str])
 
 def _ends(cls: Any, sizes: Any) -> list[Any] | None:
     """The sizes of an MLP, where they are a list that has a first and a last one."""
-    if cls is MLP and isinstance(sizes, list) and len(sizes) > 1:
-        return sizes
-    return None
+    return sizes if cls is MLP and isinstance(sizes, list) and len(sizes) > 1 else None
 
 
 # --------------------------------------------------------------------------- refusing
@@ -260,7 +249,7 @@ def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
         return
     if not ends:
         _check_images(cls, network, facts)
-    elif _whole(ends[0]) and ends[0] != math.prod(facts.shape):
+    elif type(ends[0]) is int and ends[0] != math.prod(facts.shape):
         inputs = math.prod(facts.shape)
         raise UserError(
             f"{_AT}.sizes: {ends} takes {ends[0]} inputs, but a sample of {facts.name} "
@@ -291,7 +280,7 @@ def _check_classes(
                 f"{where}: {problem}, but {facts.name} has {facts.classes} classes. Give at least "
                 f"{facts.classes}, or {way_out}."
             )
-    if _whole(outputs) and _whole(classes) and outputs != classes:
+    if type(outputs) is type(classes) is int and outputs != classes:
         raise UserError(
             f"model.learner.num_classes is {classes}, but {option} gives the network {outputs} "
             "outputs: they have to be the same. Leave one of them out."
@@ -318,12 +307,8 @@ def _check_images(cls: Any, network: dict[str, Any], facts: Facts) -> None:
         )
     sizes = (("in_channels", channels, "channels"), ("input_size", side, "pixels a side"))
     for name, value, unit in sizes:
-        if _whole(network.get(name)) and network[name] != value:
+        if type(network.get(name)) is int and network[name] != value:
             raise UserError(
                 f"{_AT}.{name} is {network[name]}, but a sample of {facts.name} ({facts.size}) has "
                 f"{value} {unit}. Give {value}, or leave it out."
             )
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

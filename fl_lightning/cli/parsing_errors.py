@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 
+from fl_lightning.cli.compose import class_name
 from fl_lightning.errors import UserError, suggest
 
 _INTERNAL = (
@@ -75,21 +75,7 @@ _PLAIN = {
 }
 
 
-def _types(text: str, known: dict[str, type]) -> str:
-    """The types in a line of jsonargparse's, in words; for a class with subclasses, their names."""
-    types = []
-    for path in re.findall(r"<class '([\w.]+)'>", text):
-        name = path.rsplit(".", 1)[-1]
-        words = _PLAIN.get(name, name)
-        if name in known and name not in _PLAIN:
-            words = f"a {name} ({listed(_choices(known[name]))})"
-        types.append(words)
-    return " or ".join(dict.fromkeys(types)) or text
-
-
-def _class_at(
-    path: str, config: dict[str, Any], options: list[str], known: dict[str, type]
-) -> type | None:
+def _class_at(path: str, config: dict[str, Any], options: list[str]) -> str:
     """The class named at ``path`` in the config or, overriding that, on the command line."""
     node: Any = config
     for key in path.split("."):
@@ -101,49 +87,20 @@ def _class_at(
         flag, equals, value = option.partition("=")
         if flag == f"--{path}":
             name = value if equals else following
-    return known.get(str(name).rsplit(".", 1)[-1])
+    return class_name(str(name))
 
 
-@dataclass
-class _Asked:
-    """What the parser was asked for: the config and the options over it.
-
-    ``keys`` are all options of the parser; ``bases`` the base class of what an option takes, by
-    the last part of its name; ``known`` their subclasses by bare name.
-    """
-
-    keys: list[str]
-    config: dict[str, Any]
-    options: list[str]
-    bases: dict[str, type]
-    known: dict[str, type]
+_KEY = r'Parser key "([^"]+)"\s*:?\s*(.*)'
+_TELLING = r"Option '|Expected a dot import|Problem with|the following"
 
 
-@dataclass
-class _Trace:
-    """A message about a value, taken apart.
+class Refusal:
+    """A message of jsonargparse, taken apart; :meth:`paragraph` says it briefly.
 
-    ``option`` is the path of keys that it is about, ``leaf`` the line that tells most of all
-    ``leaves``; ``value`` and ``innermost`` the outermost and innermost value that was refused,
-    ``subtypes`` the line that lists what is accepted.
-    """
-
-    option: str
-    leaf: str
-    leaves: list[str]
-    value: str | None
-    innermost: str
-    subtypes: str
-
-
-def one_paragraph(
-    message: str,
-    parser: ArgumentParser,
-    config: dict[str, Any],
-    options: list[str],
-    bases: dict[str, type],
-) -> str:
-    """Say ``message`` briefly.
+    Its exceptions carry nothing but this text. ``option`` is the path of keys that it is about,
+    ``leaf`` the line that tells most of all ``leaves``; ``value`` and ``innermost`` are the
+    outermost and innermost value that was refused, ``subtypes`` is the line that lists what is
+    accepted.
 
     Args:
         message: jsonargparse's.
@@ -152,169 +109,160 @@ def one_paragraph(
         options: of the command line.
         bases: the base class of what an option takes, by the last part of its name.
     """
-    known: dict[str, type] = {}
-    for base in bases.values():
-        known |= subclasses(base)
-    known |= {base.__name__: base for base in bases.values()}
-    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    keys = [flag.removeprefix("--") for flag in flags]
-    asked = _Asked(keys, config, options, bases, known)
-    for pattern, say in _OF_OPTIONS:
-        if match := re.match(pattern, message):
-            return say(match, asked)
-    trace = _taken_apart(message)
-    for pattern, say_of_value in _OF_VALUES:
-        match = re.match(pattern, trace.leaf)
-        if match and (text := say_of_value(match, trace, asked)) is not None:
-            return f"{trace.option}{text}"
-    rest = re.sub(r"\s+", " ", " ".join(trace.leaves) or message)[:450]
-    return f"{trace.option}: {rest}" if trace.option else rest
 
+    def __init__(
+        self,
+        message: str,
+        parser: ArgumentParser,
+        config: dict[str, Any],
+        options: list[str],
+        bases: dict[str, type],
+    ) -> None:
+        self.message = message
+        self.config = config
+        self.options = options
+        self.bases = bases
+        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        self.keys = [flag.removeprefix("--") for flag in flags]
+        # Every class that an option may name, by its bare name.
+        self.known: dict[str, type] = {}
+        for base in bases.values():
+            self.known |= subclasses(base)
+        self.known |= {base.__name__: base for base in bases.values()}
+        self._take_apart()
 
-# ------------------------------------------------------------------- of options themselves
-
-
-def _no_option(match: re.Match[str], asked: _Asked) -> str:
-    flag = match[1].split("=")[0]
-    hint = ""
-    if flag.startswith("--"):
-        # The hint quotes a key; an option is quoted as it is typed.
-        hint = suggest(flag.removeprefix("--"), asked.keys)
-        hint = hint.replace("'", "`--", 1).replace("'", "`")
-    return f"{flag}: no such option.{hint} --help lists them all."
-
-
-def _no_key(match: re.Match[str], asked: _Asked) -> str:
-    prefix, name = match.groups()
-    inside = [key for key in asked.keys if key.startswith(f"{prefix}.")]
-    names = [key.removeprefix(f"{prefix}.") for key in inside]
-    return f"{prefix}.{name}: no such key.{suggest(name, names)} Accepted: {listed(names)}."
-
-
-def _not_given(match: re.Match[str], asked: _Asked) -> str:
-    return (
-        f"{match[1]} is not given. Add a config that sets it, such as -c base or -c data/digits, "
-        f"or the option --{match[1].split(',')[0]}."
-    )
-
-
-_OF_OPTIONS: Sequence[tuple[str, Callable[[re.Match[str], _Asked], str]]] = (
-    (r"[Uu]nrecognized arguments: (\S+)", _no_option),
-    (r"Group '([\w.]+)' does not accept option '([^']+)'", _no_key),
-    (r"the following arguments are required: (.*)", _not_given),
-)
-
-
-# ------------------------------------------------------------------------- of their values
-
-
-_KEY = r'Parser key "([^"]+)"\s*:?\s*(.*)'
-_TELLING = r"Option '|Expected a dot import|Problem with|the following"
-
-
-def _taken_apart(message: str) -> _Trace:
-    """Find the option, the values and the line that tells most in a message of many lines."""
-    path: list[str] = []
-    leaves: list[str] = []
-    value = None
-    innermost = ""
-    subtypes = ""
-    for line in message.splitlines():
-        text = line.strip().removeprefix("- ")
-        if match := re.match(_KEY, text):
-            # What follows is about another subtype's attempt: the first one tells.
-            if leaves:
+    def _take_apart(self) -> None:
+        path: list[str] = []
+        self.leaves: list[str] = []
+        self.value: str | None = None
+        self.innermost = ""
+        self.subtypes = ""
+        for line in self.message.splitlines():
+            text = line.strip().removeprefix("- ")
+            # After a leaf, keys are about another subtype's attempt: the first one tells.
+            if self.leaves and re.match(_KEY, text):
                 continue
-            if match[1] != "config":
+            while match := re.match(_KEY, text):
                 path.append(match[1])
-            text = match[2]
-        while match := re.match(_KEY, text):
-            path.append(match[1])
-            text = match[2]
-        if text.startswith("Subtypes:") and not leaves:
-            subtypes = text
-        if text.startswith("Given value:"):
-            value = text.removeprefix("Given value:").strip()
-            if nested := re.search(r"val='?(.*?)'?\)$", text):
-                value = nested[1]
-            innermost = innermost or value
-        elif text and not text.startswith(_NOISE):
-            leaves.append(text)
-    telling = [text for text in leaves if re.match(_TELLING, text)]
-    leaf = (telling or leaves or message.splitlines())[0]
-    return _Trace(".".join(path), leaf, leaves, value, innermost, subtypes)
+                text = match[2]
+            if text.startswith("Subtypes:") and not self.leaves:
+                self.subtypes = text
+            if text.startswith("Given value:"):
+                self.value = text.removeprefix("Given value:").strip()
+                if nested := re.search(r"val='?(.*?)'?\)$", text):
+                    self.value = nested[1]
+                self.innermost = self.innermost or self.value
+            elif text and not text.startswith(_NOISE):
+                self.leaves.append(text)
+        telling = [text for text in self.leaves if re.match(_TELLING, text)]
+        self.leaf = (telling or self.leaves or self.message.splitlines())[0]
+        self.option = ".".join(key for place, key in enumerate(path) if place or key != "config")
 
+    def paragraph(self) -> str:
+        of_options: dict[str, Callable[..., str]] = {
+            r"[Uu]nrecognized arguments: (\S+)": self._no_option,
+            r"Group '([\w.]+)' does not accept option '([^']+)'": self._no_key,
+            r"the following arguments are required: (.*)": self._not_given,
+        }
+        of_values: dict[str, Callable[..., str]] = {
+            r"Option '([^']+)' is not accepted": self._no_argument,
+            r"the following arguments are required: (.*)": self._argument_missing,
+            r"Expected a dot import path string: (.*)": self._no_class,
+            r"Problem with given class_path '([^']+)':": self._unusable_class,
+            r"Expected an? <class '[^']+'>\. Got value: (.*)": self._wrong_value,
+            r"Expected an? <class": self._wrong_type,
+            r"Import path.* not correspond to a subclass of FederatedD": self._not_federated,
+        }
+        # The first that matches and has something to say does; all else is shown as it is.
+        for pattern, say in of_options.items():
+            if match := re.match(pattern, self.message):
+                return say(*match.groups())
+        for pattern, say in of_values.items():
+            match = re.match(pattern, self.leaf)
+            if match and (text := say(*match.groups())):
+                return self.option + text
+        rest = re.sub(r"\s+", " ", " ".join(self.leaves) or self.message)[:450]
+        return f"{self.option}: {rest}" if self.option else rest
 
-def _no_argument(match: re.Match[str], trace: _Trace, asked: _Asked) -> str:
-    cls = _class_at(trace.option, asked.config, asked.options, asked.known)
-    if cls is None:
-        return f".{match[1]}: no such option; give the class of {trace.option} first."
-    names = parameters(cls)
-    hint = suggest(match[1], names)
-    return f".{match[1]}: {cls.__name__} has no such argument.{hint} Accepted: {listed(names)}."
+    # --------------------------------------------------------------- of options themselves
 
+    def _no_option(self, typed: str) -> str:
+        flag = typed.split("=")[0]
+        hint = ""
+        if flag.startswith("--"):
+            # The hint quotes a key; an option is quoted as it is typed.
+            hint = suggest(flag.removeprefix("--"), self.keys)
+            hint = hint.replace("'", "`--", 1).replace("'", "`")
+        return f"{flag}: no such option.{hint} --help lists them all."
 
-def _argument_missing(match: re.Match[str], trace: _Trace, asked: _Asked) -> str:
-    name = "its class"
-    if named := re.match(r"Namespace\(class_path='([\w.]+)'", trace.innermost):
-        name = named[1].rsplit(".", 1)[-1]
-    wanted = ", ".join(f"--{trace.option}.{argument}" for argument in match[1].split(", "))
-    return f": {name} needs {match[1]}. Give {wanted}, or init_args in a config."
+    def _no_key(self, prefix: str, name: str) -> str:
+        inside = [key for key in self.keys if key.startswith(f"{prefix}.")]
+        names = [key.removeprefix(f"{prefix}.") for key in inside]
+        return f"{prefix}.{name}: no such key.{suggest(name, names)} Accepted: {listed(names)}."
 
+    def _not_given(self, names: str) -> str:
+        return (
+            f"{names} is not given. Add a config that sets it, such as -c base or -c data/digits, "
+            f"or the option --{names.split(',')[0]}."
+        )
 
-def _no_class(match: re.Match[str], trace: _Trace, asked: _Asked) -> str:
-    # A schedule or a number is wanted, and text that is neither was given.
-    if re.search(r"'(float|int)'", trace.subtypes):
-        return _expected(match[1], trace.subtypes, asked)
-    base = asked.bases.get(trace.option) or asked.bases.get(trace.option.rsplit(".", 1)[-1])
-    names: list[str] = []
-    if base is not None:
-        names = _choices(base)
-    hint = suggest(match[1], names or asked.known)
-    if names:
-        hint += f" Accepted: {listed(names)}, or a path such as my_module.MyClass."
-    return f": there is no class {match[1]!r}.{hint}"
+    # --------------------------------------------------------------------- of their values
 
+    def _no_argument(self, name: str) -> str:
+        cls = self.known.get(_class_at(self.option, self.config, self.options))
+        if cls is None:
+            return f".{name}: no such option; give the class of {self.option} first."
+        names = parameters(cls)
+        hint = suggest(name, names)
+        return f".{name}: {cls.__name__} has no such argument.{hint} Accepted: {listed(names)}."
 
-def _unusable_class(match: re.Match[str], trace: _Trace, asked: _Asked) -> str:
-    place = trace.leaves.index(trace.leaf)
-    reason = [*trace.leaves[place + 1 :], "it cannot be imported"][0]
-    hint = suggest(match[1].rsplit(".", 1)[-1], asked.known)
-    return f": {match[1]!r} cannot be used: {reason}.{hint}"
+    def _argument_missing(self, names: str) -> str:
+        owner = "its class"
+        if named := re.match(r"Namespace\(class_path='([\w.]+)'", self.innermost):
+            owner = class_name(named[1])
+        wanted = ", ".join(f"--{self.option}.{name}" for name in names.split(", "))
+        return f": {owner} needs {names}. Give {wanted}, or init_args in a config."
 
+    def _no_class(self, name: str) -> str:
+        # A schedule or a number is wanted, and text that is neither was given.
+        if re.search(r"'(float|int)'", self.subtypes):
+            return self._wrong_value(name, self.subtypes)
+        base = self.bases.get(self.option) or self.bases.get(class_name(self.option))
+        names = _choices(base) if base is not None else []
+        hint = suggest(name, names or self.known)
+        if names:
+            hint += f" Accepted: {listed(names)}, or a path such as my_module.MyClass."
+        return f": there is no class {name!r}.{hint}"
 
-def _wrong_value(match: re.Match[str], trace: _Trace, asked: _Asked) -> str:
-    return _expected(match[1], trace.leaf, asked)
+    def _unusable_class(self, path: str) -> str:
+        place = self.leaves.index(self.leaf)
+        reason = [*self.leaves[place + 1 :], "it cannot be imported"][0]
+        hint = suggest(class_name(path), self.known)
+        return f": {path!r} cannot be used: {reason}.{hint}"
 
+    def _wrong_type(self) -> str:
+        if self.value is None:
+            return ""
+        return self._wrong_value(self.value, self.subtypes or self.leaf)
 
-def _wrong_type(match: re.Match[str], trace: _Trace, asked: _Asked) -> str | None:
-    if trace.value is None:
-        return None
-    return _expected(trace.value, trace.subtypes or trace.leaf, asked)
+    def _wrong_value(self, value: str, line: str = "") -> str:
+        """``line``: names the types that are accepted; of a class with subclasses, their names."""
+        types = []
+        for path in re.findall(r"<class '([\w.]+)'>", line or self.leaf):
+            name = class_name(path)
+            words = _PLAIN.get(name, name)
+            if name in self.known and name not in _PLAIN:
+                words = f"a {name} ({listed(_choices(self.known[name]))})"
+            types.append(words)
+        expected = " or ".join(dict.fromkeys(types)) or line or self.leaf
+        return f": {value!r} is not accepted; expected {expected}."
 
-
-def _expected(value: str, types: str, asked: _Asked) -> str:
-    return f": {value!r} is not accepted; expected {_types(types, asked.known)}."
-
-
-def _not_federated(match: re.Match[str], trace: _Trace, asked: _Asked) -> str:
-    name = re.sub(r".*'class_path': '([^']+)'.*", r"\1", trace.value or trace.option)
-    return (
-        f": {name} is not federated: nothing says who has which sample. Accepted: our data "
-        f"modules, or --data FromDataModule --data.datamodule {name} --data.num_clients 100."
-    )
-
-
-# The first that matches and has something to say does; all else is shown as it is.
-_OF_VALUES: Sequence[tuple[str, Callable[[re.Match[str], _Trace, _Asked], str | None]]] = (
-    (r"Option '([^']+)' is not accepted", _no_argument),
-    (r"the following arguments are required: (.*)", _argument_missing),
-    (r"Expected a dot import path string: (.*)", _no_class),
-    (r"Problem with given class_path '([^']+)':", _unusable_class),
-    (r"Expected an? <class '[^']+'>\. Got value: (.*)", _wrong_value),
-    (r"Expected an? <class", _wrong_type),
-    (r"Import path.* does not correspond to a subclass of FederatedDataModule", _not_federated),
-)
+    def _not_federated(self) -> str:
+        name = re.sub(r".*'class_path': '([^']+)'.*", r"\1", self.value or self.option)
+        return (
+            f": {name} is not federated: nothing says who has which sample. Accepted: our data "
+            f"modules, or --data FromDataModule --data.datamodule {name} --data.num_clients 100."
+        )
 
 
 # ------------------------------------------------------------- of what could not be built

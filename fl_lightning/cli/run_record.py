@@ -8,7 +8,6 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,68 +16,10 @@ from fl_lightning import facts
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
-from fl_lightning.metrics import read_modes
+from fl_lightning.metrics import read_modes, read_record
 from fl_lightning.storage.files import written_aside
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
-
-
-def run_record(
-    status: str,
-    seed: int,
-    title: str,
-    partition_hash: str | None,
-    config: Mapping[str, Any],
-    rounds: int | None,
-    command: Sequence[str],
-    arm: str | None = None,
-    claims_hash: str | None = None,
-    modes: Mapping[str, str] | None = None,
-    shown: Sequence[str] = (),
-    axes: Mapping[str, str] | None = None,
-    times: tuple[str | None, str | None] = (None, None),
-    commit: str | None = None,
-) -> dict[str, Any]:
-    """The content of run.json.
-
-    Args:
-        status: running, done, diverged, stopped or failed.
-        seed: the run's.
-        title: the method's name.
-        partition_hash: of who has which data; None where the data cannot tell.
-        config: config.yaml as nested dicts. Its hash leaves out the seed and the folder, so that
-            the runs of one arm share it.
-        rounds: how many were asked for.
-        command: as typed.
-        arm: what a sweep calls this setting.
-        claims_hash: of the claims that were made before the run.
-        axes: key of a sweep's grid → this run's value, as its arm names it.
-        times: when it started and when it ended, in UTC; None: not yet.
-        commit: of the checkout that ran, see :func:`checkout`.
-        modes: metric → "max" or "min", of logged torchmetrics that say which way they are better.
-        shown: names of the metrics by which it is shown, the first first.
-    """
-    return {
-        "status": status,
-        "seed": seed,
-        "arm": arm,
-        "title": title,
-        "partition_hash": partition_hash,
-        "config_hash": config_hash(config),
-        "claims_hash": claims_hash,
-        "axes": dict(axes or {}),
-        "started": times[0],
-        "ended": times[1],
-        "commit": commit,
-        "rounds": rounds,
-        "modes": dict(modes or {}),
-        "shown": list(shown),
-        "command": list(command),
-        "versions": {
-            **{package: _version(package) for package in _PACKAGES},
-            "python": platform.python_version(),
-        },
-    }
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -141,36 +82,25 @@ class RunRecord(pl.Callback):
     ) -> None:
         self.config = config
         self.command = list(command)
-        self.arm = arm
-        self.claims_hash = claims_hash
-        self.axes = dict(axes or {})
-        self._started: str | None = None
-        self._commit: str | None = None
+        self.given = {"arm": arm, "claims_hash": claims_hash, "axes": dict(axes or {})}
         # It is known, and ours to write, once training starts.
         self._path: Path | None = None
+        self._kept: dict[str, Any] = {}
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
 
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        """The config, parsed once: the record is written often."""
-        return parse_yaml(self.config) or {}
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._path = Path(trainer.default_root_dir) / "run.json"
-        earlier = read_record(self._path)
-        self.arm = self.arm or earlier.get("arm")
-        self.claims_hash = self.claims_hash or earlier.get("claims_hash")
-        self.axes = self.axes or earlier.get("axes") or {}
+        folder = Path(trainer.default_root_dir)
+        self._path = folder / "run.json"
+        earlier = read_record(folder)
+        self._kept = {key: value or earlier.get(key) for key, value in self.given.items()}
+        self._kept["axes"] = self._kept["axes"] or {}
+        self._kept["config_hash"] = config_hash(parse_yaml(self.config) or {})
         # A run that starts anew in a folder has no more of the one before.
-        if trainer.current_epoch:
-            self._started = earlier.get("started")
-            self._modes = read_modes(earlier.get("modes"))
-        else:
-            self._started = None
-            self._modes = {}
-        self._started = self._started or _now()
-        self._commit = checkout() if trainer.is_global_zero else None
+        earlier = earlier if trainer.current_epoch else {}
+        self._kept["started"] = earlier.get("started") or _now()
+        self._modes = read_modes(earlier.get("modes"))
+        self._kept["commit"] = checkout() if trainer.is_global_zero else None
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -217,22 +147,29 @@ class RunRecord(pl.Callback):
         describe: Callable[[], str] | None = getattr(module, "describe", None)
         if describe is not None:
             title = describe().split(" · ")[0]
-        record = run_record(
-            status=status,
-            seed=int(getattr(module, "run_seed", 0)),
-            title=title,
-            partition_hash=getattr(getattr(trainer, "datamodule", None), "partition_hash", None),
-            config=self._settings,
-            rounds=trainer.max_epochs,
-            command=self.command,
-            arm=self.arm,
-            claims_hash=self.claims_hash,
-            modes=self._modes,
-            shown=self._shown,
-            axes=self.axes,
-            times=(self._started, None if status == "running" else _now()),
-            commit=self._commit,
-        )
+        data = getattr(trainer, "datamodule", None)
+        record = {
+            "status": status,
+            "seed": int(getattr(module, "run_seed", 0)),
+            "arm": self._kept["arm"],
+            "title": title,
+            # None where the data cannot tell.
+            "partition_hash": getattr(data, "partition_hash", None),
+            "config_hash": self._kept["config_hash"],
+            "claims_hash": self._kept["claims_hash"],
+            "axes": self._kept["axes"],
+            "started": self._kept["started"],
+            "ended": None if status == "running" else _now(),
+            "commit": self._kept["commit"],
+            "rounds": trainer.max_epochs,
+            "modes": self._modes,
+            "shown": self._shown,
+            "command": self.command,
+            "versions": {
+                **{package: _version(package) for package in _PACKAGES},
+                "python": platform.python_version(),
+            },
+        }
         with written_aside(self._path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
@@ -245,15 +182,6 @@ def _out_of_time(trainer: pl.Trainer) -> bool:
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     remaining = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in remaining)
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The content of a run.json; empty where there is none, or it cannot be read."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _version(package: str) -> str | None:

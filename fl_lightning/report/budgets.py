@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,11 @@ AXES = {
 }
 CPU = "time/cpu"
 CLOCK = "time/round"
-BYTES = "communication/total_bytes"
-GRADIENTS = "cost/gradients"
-_COLUMNS = {"rounds": "round", "gradients": GRADIENTS, "bytes": BYTES}
+_COLUMNS = {
+    "rounds": "round",
+    "gradients": "cost/gradients",
+    "bytes": "communication/total_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,10 @@ def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
 
     After a round without seconds or gradients their sum is not known any more.
     """
+    spent = run.column(_COLUMNS.get(axis, seconds))
     if axis == "rounds":
-        return run.columns["round"] + 1
-    if axis == "bytes":
-        return run.column(BYTES)
-    total: Column = np.cumsum(run.column(_COLUMNS.get(axis, seconds)))
-    return total
+        return spent + 1
+    return spent if axis == "bytes" else np.cumsum(spent)
 
 
 def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
@@ -63,19 +62,22 @@ def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
     seconds = timed_by(done)
     made = []
     for axis in AXES:
-        if axis == "seconds" and seconds is None:
-            continue
-        totals = [_all_spent(run, axis, seconds) for run in done]
-        known = [total for total in totals if total is not None]
+        column = _COLUMNS.get(axis, seconds)
         # A budget that one of the runs does not know would compare it by nothing.
-        if known and len(known) == len(done):
-            budget = min(known)
-            values: dict[str, dict[int, float | None]] = {arm: {} for arm in arms}
-            for arm, runs in arms.items():
-                for run in runs:
-                    if run.finished:
-                        values[arm][run.seed] = _value_at(run, metric, axis, budget, seconds)
-            made.append(View(axis, budget, values, seconds or ""))
+        if column is None or not all(np.isfinite(run.column(column)).any() for run in done):
+            continue
+        budget = min((float(_spent(run, axis, column)[-1]) for run in done), default=None)
+        if budget is None:
+            continue
+        values: dict[str, dict[int, float | None]] = {}
+        for arm, runs in arms.items():
+            values[arm] = {}
+            for run in filter(lambda run: run.finished, runs):
+                lasting = run.status != "diverged"
+                spent = _spent(run, axis, column)
+                value = tail_of(run, metric, spent, budget) if lasting else lost(run, metric)
+                values[arm][run.seed] = value
+        made.append(View(axis, budget, values, seconds or ""))
     return made
 
 
@@ -94,40 +96,25 @@ def timed_by(runs: Sequence[Run]) -> str | None:
 
 
 def _span(run: Run) -> tuple[datetime, datetime] | None:
-    """When a run started and ended."""
-    try:
-        began = _utc(run.record["started"])
-        ended = _utc(run.record["ended"])
-        return (began, ended) if began <= ended else None
-    except (KeyError, ValueError, TypeError):
-        return None
+    """When a run started and ended, as run.json has it: in UTC, where it names no zone."""
+    times = []
+    for key in ("started", "ended"):
+        try:
+            time = datetime.fromisoformat(str(run.record.get(key)))
+        except ValueError:
+            return None
+        times.append(time if time.tzinfo else time.replace(tzinfo=timezone.utc))
+    began, ended = times
+    return (began, ended) if began <= ended else None
 
 
-def _utc(text: Any) -> datetime:
-    """A time as run.json has it: in UTC, where it names no zone."""
-    time = datetime.fromisoformat(str(text))
-    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
-
-
-def _spent(run: Run, axis: str, seconds: str | None) -> Column:
+def _spent(run: Run, axis: str, column: str) -> Column:
     """As :func:`spending`, where a missing cell costs nothing."""
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis == "bytes":
         # This column is a running total, so where a cell is missing the one before it holds.
-        known = np.nan_to_num(run.column(BYTES), nan=0.0, posinf=0.0, neginf=0.0)
+        known = np.nan_to_num(run.column(column), nan=0.0, posinf=0.0, neginf=0.0)
         running: Column = np.maximum.accumulate(known)
         return running
-    return summed(run, _COLUMNS.get(axis, str(seconds)))
-
-
-def _all_spent(run: Run, axis: str, seconds: str | None) -> float | None:
-    if not np.isfinite(run.column(_COLUMNS.get(axis, str(seconds)))).any():
-        return None
-    return float(_spent(run, axis, seconds)[-1])
-
-
-def _value_at(run: Run, metric: str, axis: str, budget: float, seconds: str | None) -> float | None:
-    if run.status == "diverged":
-        return lost(run, metric)
-    return tail_of(run, metric, _spent(run, axis, seconds), budget)
+    return summed(run, column)

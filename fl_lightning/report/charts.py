@@ -3,66 +3,61 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from fl_lightning.report.claimed import SIGNS, difference_unit, shown_first, unit_of
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.drawing import (
     COLOURS,
+    DASHES,
     INK,
     VERDICT_COLOURS,
     Drawing,
     figure,
     legend,
     logarithmic,
-    look,
     plain,
     styled,
 )
-from fl_lightning.report.layers import FORMS, forms, over_time
 from fl_lightning.report.runs import Column, Run
-from fl_lightning.report.scores import SCORES
-from fl_lightning.report.summary import Pair, Summary, Verdict
-from fl_lightning.report.wording import SCORE_TITLES, Unit
-
-# A pair, and the verdict on the claim that it is about, where there is one.
-Row = tuple[Pair, Verdict | None]
+from fl_lightning.report.scores import FORMS, SCORE_TITLES, forms, over_time
+from fl_lightning.report.sections import MAIN, SIGNS, difference_unit, shown_first, unit_of
+from fl_lightning.report.summary import Arm, Summary
+from fl_lightning.report.tables import Unit
+from fl_lightning.report.verdicts import Comparison
 
 
 @styled
 def intervals(summary: Summary) -> list[Drawing]:
     """Draw every pair as a row: a dot a seed, the mean, its interval, and the margin of a claim."""
-    rows: list[Row] = [(verdict.pair, verdict) for verdict in shown_first(summary.verdicts)]
-    rows = rows or [(pair, None) for pair in summary.pairs]
-    rows = [row for row in rows if row[0].differences and not _of_shares(row[1])]
+    rows = shown_first(summary.verdicts) or summary.pairs
+    # A claim that an arm diverges has no interval.
+    rows = [row for row in rows if row.evidence.values and row.claim.kind != "diverges"]
     if not rows:
         return []
     # Pairs of one metric and scale share an axis.
-    panels: dict[tuple[str, str], list[Row]] = {}
+    panels: dict[tuple[str, str], list[Comparison]] = {}
     for row in rows:
-        panels.setdefault((row[0].metric, row[0].scale), []).append(row)
+        panels.setdefault((row.claim.metric, row.claim.unit), []).append(row)
     drawn = figure(9.2, 0.75 * len(panels) + 0.42 * len(rows) + 0.3)
     heights = [0.42 * len(panel) + 0.1 for panel in panels.values()]
     every_axes = drawn.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, ((metric, scale), panel) in zip(every_axes, panels.items(), strict=True):
-        _panel(axes, summary, panel)
-        unit = difference_unit(summary, panel[0][0])
+        shown = difference_unit(summary, panel[0])
+        _panel(axes, panel, shown, claimed=bool(summary.verdicts))
         # Without claims every b is the first arm.
-        b = "b" if summary.verdicts else panel[0][0].b
+        b = "b" if summary.verdicts else panel[0].claim.b
         label = {
             "difference": f"a − {b} in {metric}",
             "log_ratio": f"log of a / b in {metric}",
             "number": f"Spearman's ρ, {metric}",
         }[scale]
-        if unit.percent:
-            label += ", points"
-        scores = " / ".join(dict.fromkeys(SCORE_TITLES[pair.score] for pair, _ in panel))
-        axes.set_xlabel(f"{label} ({scores})")
+        scores = " / ".join(dict.fromkeys(SCORE_TITLES[row.claim.score] for row in panel))
+        axes.set_xlabel(f"{label}{', points' * shown.percent} ({scores})")
     caption = "Line: mean and its 95 % interval, where there are two pairs or more. "
     caption += "Dots below: one a seed."
     if summary.verdicts:
@@ -71,21 +66,19 @@ def intervals(summary: Summary) -> list[Drawing]:
     return [Drawing("intervals", "Paired intervals", caption, drawn)]
 
 
-def _panel(axes: Axes, summary: Summary, rows: Sequence[Row]) -> None:
+def _panel(axes: Axes, rows: Sequence[Comparison], shown: Unit, claimed: bool) -> None:
     """Draw the pairs that share an axis."""
-    unit = difference_unit(summary, rows[0][0])
     axes.axvline(0, color=INK, linewidth=0.9)
     names = []
-    for y, (pair, verdict) in enumerate(rows):
-        if verdict is None:
-            names.append(pair.a)
-            _interval(axes, y, pair, unit, COLOURS[0])
-            continue
-        names.append(_claimed(verdict))
-        _interval(axes, y, pair, unit, VERDICT_COLOURS[verdict.verdict])
-        if verdict.claim.margin:
-            for side in _sides(verdict.claim):
-                margin = verdict.claim.margin * unit.factor * side
+    for y, row in enumerate(rows):
+        claim = row.claim
+        names.append(_claimed(claim) if claimed else claim.a)
+        _interval(axes, y, row, shown, VERDICT_COLOURS[row.verdict] if claimed else COLOURS[0])
+        # On both sides of 0 for an equivalence, else where the claim has its arm.
+        sides = [-1] if claim.direction == "less" else [1]
+        for side in [1, -1] if claim.kind == "equivalence" else sides:
+            if claim.margin:
+                margin = claim.margin * shown.factor * side
                 dots = (0, (1, 2))
                 heights = [y - 0.36, y + 0.36]
                 axes.plot([margin, margin], heights, color=INK, linewidth=1.1, linestyle=dots)
@@ -97,17 +90,7 @@ def _panel(axes: Axes, summary: Summary, rows: Sequence[Row]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _sides(claim: Claim) -> tuple[int, ...]:
-    """The sides of 0 on which a claim's margin lies."""
-    if claim.kind == "equivalence":
-        return (1, -1)
-    if claim.direction == "less":
-        return (-1,)
-    return (1,)
-
-
-def _claimed(verdict: Verdict) -> str:
-    claim = verdict.claim
+def _claimed(claim: Claim) -> str:
     if claim.kind not in ("difference", "equivalence"):
         return f"{claim.id}   {claim.kind.replace('_', ' ')}"
     sign = "≈" if claim.kind == "equivalence" else SIGNS[claim.direction]
@@ -116,14 +99,9 @@ def _claimed(verdict: Verdict) -> str:
     return f"{claim.id}   {claim.a} {sign}{chr(10) if long else ' '}{claim.b}"
 
 
-def _of_shares(verdict: Verdict | None) -> bool:
-    """Whether it is a claim without an interval."""
-    return verdict is not None and verdict.claim.kind == "diverges"
-
-
-def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
-    interval = pair.interval
-    seeds = [value * shown.factor for value in pair.differences.values()]
+def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, colour: str) -> None:
+    interval = row.interval
+    seeds = [value * shown.factor for value in row.evidence.values.values()]
     dots: dict[str, Any] = {"color": colour, "markeredgewidth": 0}
     axes.plot(seeds, [y + 0.22] * len(seeds), "o", markersize=4.5, alpha=0.6, **dots)
     if interval.low is not None and interval.high is not None:
@@ -136,28 +114,25 @@ def _interval(axes: Axes, y: int, pair: Pair, shown: Unit, colour: str) -> None:
 @styled
 def heat_map(summary: Summary) -> list[Drawing]:
     """Draw mean scores over a grid of two axes; without one, scores of arms by seeds."""
-    score = SCORES[0]
-    grid = two_axes(list(summary.arms))
-    if grid is not None:
-        rows, columns, names = grid
-        title = "Over the grid"
-        caption = f"Mean over seeds: {summary.metric}, {SCORE_TITLES[score]}."
-    else:
-        rows = list(summary.arms)
-        seeds = sorted({run.seed for run in summary.found.runs})
-        columns = [f"seed {seed}" for seed in seeds]
-        title = "Arms by seeds"
-        caption = f"{summary.metric}, {SCORE_TITLES[score]}. "
-        caption += "Runs of one column have one seed: these are paired."
     factor = unit_of(summary).factor
+    title = "Over the grid"
+    caption = f"Mean over seeds: {summary.metric}, {SCORE_TITLES[MAIN]}."
+    scores: dict[tuple[str, str], float | None] = {}
+    if grid := two_axes(list(summary.arms)):
+        scores = {place: summary.arms[arm].mean_sd(MAIN)[0] for place, arm in grid.items()}
+    else:
+        title = "Arms by seeds"
+        caption = f"{summary.metric}, {SCORE_TITLES[MAIN]}. "
+        caption += "Runs of one column have one seed: these are paired."
+        for seed in sorted({run.seed for run in summary.found.runs}):
+            for name, arm in summary.arms.items():
+                scores[name, f"seed {seed}"] = arm.scores[MAIN].get(seed)
+    rows = list(dict.fromkeys(row for row, _ in scores))
+    columns = list(dict.fromkeys(column for _, column in scores))
     values = np.full((len(rows), len(columns)), np.nan)
-    for row, column in np.ndindex(values.shape):
-        if grid is not None:
-            value = summary.arms[names[rows[row], columns[column]]].mean_sd(score)[0]
-        else:
-            value = summary.arms[rows[row]].scores[score].get(seeds[column])
-        if value is not None:
-            values[row, column] = value * factor
+    for (row, column), score in scores.items():
+        if score is not None:
+            values[rows.index(row), columns.index(column)] = score * factor
     if min(values.shape) < 2 or not np.isfinite(values).any():
         return []
     width = 1.6 + 0.09 * max(map(len, rows)) + 1.05 * len(columns)
@@ -177,11 +152,9 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
     """Colour the cells of a heat map and write their numbers on them."""
     # A diverged run's 0 would leave one colour to all others.
     positive = values[np.isfinite(values) & (values != 0)]
-    norm = Normalize(0, 1)
-    if len(positive):
-        norm = Normalize(positive.min(), positive.max())
+    norm = Normalize(positive.min(), positive.max()) if len(positive) else Normalize(0, 1)
     # Which way is better is asked for only where there are arms to choose from.
-    scored = [arm for arm in summary.arms.values() if arm.mean_sd(SCORES[0])[0] is not None]
+    scored = [arm for arm in summary.arms.values() if arm.mean_sd(MAIN)[0] is not None]
     brighter = len(scored) < 2 or summary.greater
     colours = "viridis" if brighter else "viridis_r"
     mesh = axes.pcolormesh(values, cmap=colours, norm=norm, edgecolor="none")
@@ -199,15 +172,15 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
         axes.text(**place, s=f"{value:{form}}", color=colour, fontsize=9.5)
 
 
-def two_axes(arms: Sequence[str]) -> tuple[list[str], list[str], dict[tuple[str, str], str]] | None:
-    """Rows, columns and arms of a full grid of two axes; None: the arms make none.
+def two_axes(arms: Sequence[str]) -> dict[tuple[str, str], str]:
+    """(row, column) → arm of a full grid of two axes; empty: the arms make none.
 
     Its arms are named ``<one>_<other>``.
 
-    >>> two_axes(["a_1", "a_2", "b_1", "b_2"])[:2]
-    (['a', 'b'], ['1', '2'])
-    >>> two_axes(["fedavg", "fedinit-0.1"]) is None
-    True
+    >>> list(two_axes(["a_1", "a_2", "b_1", "b_2"]))
+    [('a', '1'), ('a', '2'), ('b', '1'), ('b', '2')]
+    >>> two_axes(["fedavg", "fedinit-0.1"])
+    {}
     """
     # Either name may hold underscores itself, so each place to cut is tried.
     for cut in range(1, 1 + min((arm.count("_") for arm in arms), default=0)):
@@ -215,11 +188,10 @@ def two_axes(arms: Sequence[str]) -> tuple[list[str], list[str], dict[tuple[str,
         for arm in arms:
             words = arm.split("_")
             pieces["_".join(words[:-cut]), "_".join(words[-cut:])] = arm
-        rows = list(dict.fromkeys(row for row, _ in pieces))
-        columns = list(dict.fromkeys(column for _, column in pieces))
-        if min(len(rows), len(columns)) > 1 and len(pieces) == len(rows) * len(columns):
-            return rows, columns, pieces
-    return None
+        sides = [set(names) for names in zip(*pieces, strict=True)]
+        if min(map(len, sides)) > 1 and len(pieces) == len(sides[0]) * len(sides[1]):
+            return pieces
+    return {}
 
 
 @styled
@@ -228,7 +200,7 @@ def layers(summary: Summary) -> list[Drawing]:
 
     There is a panel for every form that was logged.
     """
-    logged = forms(summary.found.runs)
+    logged = forms(summary.found)
     if not logged:
         return []
     longest = max(len(layers) for layers in logged.values())
@@ -236,17 +208,16 @@ def layers(summary: Summary) -> list[Drawing]:
     handles = {}
     for place, (form, names) in enumerate(logged.items(), start=1):
         axes = drawn.add_subplot(1, len(logged), place)
-        for number, (arm, own) in enumerate(summary.arms.items()):
-            means = np.array([over_time(own.runs, form + name) for name in names], dtype=float)
+        for arm, style in looks(summary, linewidth=1.3):
+            means = np.array([over_time(arm.runs, form + name) for name in names], dtype=float)
             if np.isfinite(means).any():
-                style = {**look(number), "linewidth": 1.3}
-                (handles[arm],) = axes.plot(means, marker="o", markersize=4, **style)
+                (handles[arm.name],) = axes.plot(means, marker="o", markersize=4, **style)
         logarithmic(axes)
         angle = 60 if longest > 4 else 25
         axes.set_xticks(range(len(names)), names, rotation=angle, ha="right", fontsize=8)
         axes.set_title(FORMS[form], fontsize=9.5)
         plain(axes)
-    legend(drawn, list(handles.values()), list(handles))
+    legend(drawn, handles)
     caption = "Averaged over all rounds and seeds; layers from the input on."
     if len(logged) > 1:
         caption += " The forms can rank layers differently."
@@ -260,24 +231,18 @@ def generalisation(summary: Summary) -> list[Drawing]:
     An arm that has less of a gap at the same training loss generalises better. Where claims are
     about these losses, their arms alone are drawn: one that fails would hide the others.
     """
-    claimed: set[str] = set()
-    for verdict in summary.verdicts:
-        if verdict.claim.metric.startswith("global/"):
-            claimed |= {verdict.claim.a, verdict.claim.b}
+    claims = [each.claim for each in summary.verdicts if each.claim.metric.startswith("global/")]
+    claimed = {claim.a for claim in claims} | {claim.b for claim in claims}
     drawn = figure(6.4, 3.6)
     axes = drawn.add_subplot()
     handles = {}
-    for number, (arm, own) in enumerate(summary.arms.items()):
-        if claimed and arm not in claimed:
-            continue
-        losses = mean_over_runs(own.runs, "global/train_loss")
-        gaps = mean_over_runs(own.runs, "global/gap")
+    for arm, style in looks(summary, linewidth=1.3):
+        losses = mean_over_runs(arm.runs, "global/train_loss")
+        gaps = mean_over_runs(arm.runs, "global/gap")
         both = np.isfinite(losses) & np.isfinite(gaps)
-        if both.any():
-            style = {**look(number), "linewidth": 1.3}
-            (handles[arm],) = axes.plot(
-                losses[both], gaps[both], marker="o", markersize=3.5, **style
-            )
+        if both.any() and (not claimed or arm.name in claimed):
+            points = (losses[both], gaps[both])
+            (handles[arm.name],) = axes.plot(*points, marker="o", markersize=3.5, **style)
     if not handles:
         return []
     logarithmic(axes, "x")
@@ -285,12 +250,19 @@ def generalisation(summary: Summary) -> list[Drawing]:
     axes.set_xlabel("training loss of the global model")
     axes.set_ylabel("test loss − training loss")
     plain(axes, "both")
-    legend(drawn, list(handles.values()), list(handles))
+    legend(drawn, handles)
     caption = (
         "A point for each round that measured both, averaged over seeds; training goes to the "
         "right. Lower at the same training loss is better generalisation."
     )
     return [Drawing("generalisation", "Generalisation gap over training loss", caption, drawn)]
+
+
+def looks(summary: Summary, **more: Any) -> Iterator[tuple[Arm, dict[str, Any]]]:
+    """Each arm with its colour and dashes: 32 can be told apart."""
+    for number, arm in enumerate(summary.arms.values()):
+        dashes = DASHES[number // len(COLOURS) % len(DASHES)]
+        yield arm, {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes, **more}
 
 
 def mean_over_runs(runs: Sequence[Run], name: str) -> Column:

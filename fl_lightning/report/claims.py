@@ -14,9 +14,8 @@ import yaml
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import MODES
-from fl_lightning.report.layers import FORMS
 from fl_lightning.report.runs import Found, Run
-from fl_lightning.report.scores import SCORES
+from fl_lightning.report.scores import FORMS, SCORES
 
 # Kind → keys that it needs beside id and metric.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -140,25 +139,16 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
         runs = [run for run in found.runs if run.folder in sweep.runs]
         file = replace(read_claims(sweep.claims, runs), names=sweep.names, folders=sweep.runs)
         # One claim may be about several sweeps, each with its copy of the file.
-        if file.hash in files:
-            file = _merged(files[file.hash], file)
+        if first := files.get(file.hash):
+            file = replace(
+                file,
+                stated=first.stated + file.stated,
+                names={**first.names, **file.names},
+                folders=first.folders + file.folders,
+            )
         files[file.hash] = file
-    _refuse_twins(files.values())
-    return list(files.values())
-
-
-def _merged(first: ClaimsFile, second: ClaimsFile) -> ClaimsFile:
-    return replace(
-        second,
-        stated=(*first.stated, *second.stated),
-        names={**first.names, **second.names},
-        folders=(*first.folders, *second.folders),
-    )
-
-
-def _refuse_twins(files: Iterable[ClaimsFile]) -> None:
     ids: dict[str, Path] = {}
-    for file in files:
+    for file in files.values():
         for claim in file.claims:
             if claim.id in ids:
                 raise UserError(
@@ -167,6 +157,7 @@ def _refuse_twins(files: Iterable[ClaimsFile]) -> None:
                     "--claims FILE."
                 )
             ids[claim.id] = file.path
+    return list(files.values())
 
 
 def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
@@ -261,8 +252,8 @@ def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not _NUMBERS[key] <= value < 1e300:
+    # A bool would pass for an int.
+    if type(value) not in (int, float) or not _NUMBERS[key] <= value < 1e300:
         accepted = "a number" if key == "target" else "a number of at least 0"
         unit = ""
         if key == "margin":

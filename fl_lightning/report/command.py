@@ -61,11 +61,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: what is to mend; nothing has been written then.
     """
-    try:
-        options = parser().parse_args(list(argv))
-    except SystemExit as end:
-        # So ends --help.
-        return int(end.code or 0)
+    options = parser().parse_args(list(argv))
     # What is typed is checked before anything is read.
     targets = _targets(options.targets)
     # What reads and draws is slow to import, and a mistyped command need not wait for it.

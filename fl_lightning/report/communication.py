@@ -66,12 +66,6 @@ def over(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
-def to_target(arm: Arm, target: str, what: str) -> float | None:
-    """Mean ``rounds``, ``bytes`` or ``seconds`` until ``target`` of the seeds that reached it."""
-    values = [at[what] for at in arm.reached[target].values() if at[what] is not None]
-    return mean_sd(values)[0]
-
-
 def _a_round(runs: list[Run], name: str) -> float | None:
     # The column is a running total, and runs may differ in their number of rounds.
     rates = [float(run.column(name)[-1]) / run.rounds_done for run in runs if run.rounds_done]

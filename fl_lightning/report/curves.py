@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
+from fl_lightning.report import evidence
 from fl_lightning.report.budgets import AXES, spending
-from fl_lightning.report.claimed import unit_of
+from fl_lightning.report.charts import looks
 from fl_lightning.report.drawing import (
     INK,
     Drawing,
     figure,
     legend,
     logarithmic,
-    look,
     plain,
     styled,
 )
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
-from fl_lightning.report.sections import metric_title, windows
+from fl_lightning.report.sections import metric_title, unit_of, windows
 from fl_lightning.report.summary import Summary
-from fl_lightning.report.wording import Unit, size
+from fl_lightning.report.tables import Unit, size
 
 MEASUREMENTS = {
     "train/loss": "train/loss, along the local paths",
@@ -52,11 +53,10 @@ def curves(summary: Summary) -> list[Drawing]:
             continue
         drawn = figure(9.2, 4.2)
         axes = drawn.add_subplot()
-        handles = []
-        for number, arm in enumerate(summary.arms.values()):
-            handle = _arm(axes, arm.runs, summary.metric, axis, number, shown)
-            if handle is not None:
-                handles.append(handle)
+        handles: dict[str, Any] = {}
+        for arm, style in looks(summary):
+            having = [run for run in arm.runs if _has(run, summary.metric, axis)]
+            handles |= _arm(axes, having, summary.metric, axis, style, shown)
         axes.set_xlabel(title)
         axes.set_ylabel(metric_title(summary))
         dots = (0, (1, 3))
@@ -67,7 +67,7 @@ def curves(summary: Summary) -> list[Drawing]:
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
         plain(axes)
         # Targets are lines without a name: the caption tells of them.
-        legend(drawn, handles, [str(handle.get_label()) for handle in handles])
+        legend(drawn, handles)
         caption = "The same curves against the mean of what was spent."
         if axis == "rounds":
             caption = _caption(summary)
@@ -98,70 +98,70 @@ def _has(run: Run, metric: str, axis: str) -> bool:
     return bool(len(measured(run, metric)[0])) and bool(np.isfinite(spending(run, axis)).any())
 
 
-def _arm(axes: Axes, runs: list[Run], metric: str, axis: str, number: int, shown: Unit) -> Any:
-    """Draw an arm and give the line that stands for it in the legend."""
-    style = look(number)
-    colour = style["color"]
-    handle = None
-    having = [run for run in runs if _has(run, metric, axis)]
-    done = [run for run in having if run.status == "done"]
-    if done:
-        x, mean, sd = _over_seeds(done, metric, axis)
-        (handle,) = axes.plot(x, mean * shown.factor, label=done[0].arm, **style)
+def _arm(
+    axes: Axes, runs: list[Run], metric: str, axis: str, style: Mapping[str, Any], shown: Unit
+) -> dict[str, Any]:
+    """Draw an arm and give the line that stands for it in the legend, by its name there."""
+    handles = {}
+    if done := [run for run in runs if run.status == "done"]:
+
+        def smoothed(run: Run) -> Column:
+            return smooth(measured(run, metric)[1])
+
+        chosen, rounds, mean, sd = _over_seeds(done, metric, smoothed)
+        x = np.mean([_at(run, rounds, spending(run, axis)) for run in chosen], axis=0)
+        (handles[done[0].arm],) = axes.plot(x, mean * shown.factor, **style)
         if len(done) > 1:
             low = (mean - sd) * shown.factor
             high = (mean + sd) * shown.factor
-            axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-    for run in having:
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.16, linewidth=0)
+    for run in runs:
         # A mean stands for the runs that are done; each of the others has its own line.
         if run.status == "done":
             continue
         rounds, values = measured(run, metric)
-        x = spending(run, axis)[np.isin(run.columns["round"], rounds)]
+        x = _at(run, rounds, spending(run, axis))
         y = smooth(values) * shown.factor
         (line,) = axes.plot(x, y, linewidth=0.9, alpha=0.9, **style)
         if run.status == "diverged":
             cross: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 1.6}
-            axes.plot(x[-1:], y[-1:], color=colour, **cross)
-        if handle is None:
-            handle = line
-            handle.set_label(f"{run.arm} ({run.status})")
-    return handle
+            axes.plot(x[-1:], y[-1:], color=style["color"], **cross)
+        if not handles:
+            handles[f"{run.arm} ({run.status})"] = line
+    return handles
 
 
-def _common(runs: list[Run], metric: str) -> tuple[list[Run], list[float]]:
-    """The rounds that all ``runs`` have measured; the first run alone where they share none."""
-    rounds = [set(measured(run, metric)[0]) for run in runs]
-    common = sorted(set.intersection(*rounds))
-    # Runs that were evaluated in other rounds have no mean.
-    if not common:
-        return runs[:1], sorted(rounds[0])
-    return runs, common
+def _at(run: Run, rounds: Column, column: Column) -> Column:
+    """The values of a run's column in these rounds."""
+    return column[np.isin(run.columns["round"], rounds)]
 
 
-def _spread(values: list[Column]) -> Column:
-    """The sample deviation of each round, 0 where there is one run."""
-    if len(values) > 1:
-        return np.asarray(np.std(values, axis=0, ddof=1))
-    return np.zeros(len(values[0]))
+def _over_seeds(
+    runs: list[Run], metric: str, values_of: Callable[[Run], Column]
+) -> tuple[list[Run], Column, Column, Column]:
+    """(runs, rounds, mean, deviation) in the rounds in which all ``runs`` have ``metric``.
 
-
-def _over_seeds(runs: list[Run], metric: str, axis: str) -> tuple[Column, Column, Column]:
-    """(spent, mean, deviation) at the rounds that all ``runs`` have measured."""
-    runs, common = _common(runs, metric)
-    values = []
-    spent = []
-    for run in runs:
-        rounds, column = measured(run, metric)
-        values.append(smooth(column)[np.isin(rounds, common)])
-        spent.append(spending(run, axis)[np.isin(run.columns["round"], common)])
-    return np.mean(spent, axis=0), np.mean(values, axis=0), _spread(values)
+    Runs that were measured in other rounds have no mean: then it is the first one alone.
+    ``values_of`` gives a run's values where it was measured.
+    """
+    rounds = [measured(run, metric)[0] for run in runs]
+    common = np.array(sorted(set.intersection(*map(set, rounds))))
+    if not len(common):
+        runs = runs[:1]
+        common = rounds[0]
+    places = [np.isin(own, common) for own in rounds[: len(runs)]]
+    values = [values_of(run)[place] for run, place in zip(runs, places, strict=True)]
+    sd = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(common))
+    return runs, common, np.mean(values, axis=0), np.asarray(sd)
 
 
 @styled
 def measurements(summary: Summary) -> list[Drawing]:
     """Draw small panels of what else the runs logged, round by round, unsmoothed."""
-    logged = [name for name in MEASUREMENTS if name != summary.metric and _logged(summary, name)]
+    logged = []
+    for name in MEASUREMENTS:
+        if name != summary.metric and evidence.logged(summary.found, name):
+            logged.append(name)
     if not logged:
         return []
     # Four panels make a square; three in a row fit the page.
@@ -176,41 +176,27 @@ def measurements(summary: Summary) -> list[Drawing]:
         if place > len(logged) - columns:
             axes.set_xlabel("rounds")
         plain(axes)
-    legend(drawn, list(handles.values()), list(handles))
+    legend(drawn, handles)
     caption = "Means over seeds, ± one sample deviation, unsmoothed; "
     caption += "logarithmic where all values are positive."
     return [Drawing("measurements", "What else was measured", caption, drawn)]
-
-
-def _logged(summary: Summary, name: str) -> bool:
-    return any(len(measured(run, name)[0]) for run in summary.found.runs)
 
 
 def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
     """Draw one panel, and give each arm's line for the legend."""
     handles = {}
     positive = True
-    for number, (arm, own) in enumerate(summary.arms.items()):
-        runs = [run for run in own.runs if len(measured(run, name)[0])]
+    for arm, style in looks(summary, linewidth=1.3):
+        runs = [run for run in arm.runs if len(measured(run, name)[0])]
         runs = [run for run in runs if run.status == "done"] or runs
         if runs:
-            x, mean, sd = _raw(runs, name)
+            _, rounds, mean, sd = _over_seeds(runs, name, lambda run: measured(run, name)[1])
             positive = positive and bool((mean > 0).all())
-            (handles[arm],) = axes.plot(x, mean, **{**look(number), "linewidth": 1.3})
+            (handles[arm.name],) = axes.plot(rounds + 1, mean, **style)
             # A band below 0 has no place on a logarithmic axis.
             low = np.maximum(mean - sd, mean / 10)
-            band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": look(number)["color"]}
-            axes.fill_between(x, low, mean + sd, **band)
+            band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": style["color"]}
+            axes.fill_between(rounds + 1, low, mean + sd, **band)
     if positive:
         logarithmic(axes)
     return handles
-
-
-def _raw(runs: list[Run], name: str) -> tuple[Column, Column, Column]:
-    """(rounds, mean, deviation) at the rounds that all ``runs`` have measured."""
-    runs, common = _common(runs, name)
-    values = []
-    for run in runs:
-        rounds, column = measured(run, name)
-        values.append(column[np.isin(rounds, common)])
-    return np.array(common) + 1, np.mean(values, axis=0), _spread(values)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -95,14 +96,6 @@ def figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def look(number: int) -> dict[str, Any]:
-    """The colour and dashes of an arm, by its number: 32 can be told apart."""
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
-    }
-
-
 def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
     """Leave grid lines along one axis only ("": none)."""
     axes.grid(False)
@@ -125,15 +118,16 @@ def logarithmic(axes: Axes, along: Literal["x", "y"] = "y") -> None:
     axes.tick_params(which="minor", length=2)
 
 
-def legend(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Draw one legend beside everything, or below where names are many or long."""
+def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
+    """Draw one legend of lines by name beside everything, or below for many or long names."""
+    longest = max(map(len, handles), default=0)
+    place: dict[str, Any] = {"loc": "outside right upper"}
     # Beside the axes, many or long names would leave no room for the curves.
-    if len(labels) > 12 or max(map(len, labels), default=0) > 28:
-        columns = max(1, min(4, 110 // (6 + max(map(len, labels)))))
-        drawn.set_figheight(drawn.get_figheight() + 0.2 * -(-len(labels) // columns))
-        drawn.legend(handles, labels, loc="outside lower left", ncols=columns)
-    else:
-        drawn.legend(handles, labels, loc="outside right upper")
+    if len(handles) > 12 or longest > 28:
+        columns = max(1, min(4, 110 // (6 + longest)))
+        drawn.set_figheight(drawn.get_figheight() + 0.2 * -(-len(handles) // columns))
+        place = {"loc": "outside lower left", "ncols": columns}
+    drawn.legend(list(handles.values()), list(handles), **place)
 
 
 @styled
@@ -157,15 +151,15 @@ def svg(drawn: Figure, transparent: bool = False) -> str:
     return file.getvalue().decode()
 
 
-def inline(drawn: Figure, key: str, label: str) -> str:
+def inline(drawing: Drawing) -> str:
     """The figure as part of an HTML page, labelled for those who cannot see it."""
-    text = svg(drawn, transparent=True)
+    text = svg(drawing.figure, transparent=True)
     text = text[text.index("<svg") :]
     unused = r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->"
     text = re.sub(unused, "", text, flags=re.DOTALL)
     # Several figures share the page, so each has ids of its own.
-    text = re.sub(r'\bid="', f'id="{key}-', text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{key}-", text)
+    text = re.sub(r'\bid="', f'id="{drawing.key}-', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{drawing.key}-", text)
     # Ink and grid follow the page's theme, and so does the font but for its size.
     text = text.replace(INK, "currentColor").replace(GRID, "var(--line)")
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
@@ -174,4 +168,5 @@ def inline(drawn: Figure, key: str, label: str) -> str:
     width = f' style="max-width: {float(size[1]) * 4 / 3:.0f}px"' if size else ""
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    label = html.escape(drawing.title)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"{width}', 1).strip()

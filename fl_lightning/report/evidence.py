@@ -11,7 +11,7 @@ import numpy as np
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.runs import Column, Found, Run
-from fl_lightning.report.scores import measured, reached, score_of
+from fl_lightning.report.scores import measured, over_time, reached, score_of
 from fl_lightning.report.verdicts import Evidence
 
 # The finished runs of an arm, by seed.
@@ -48,7 +48,9 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     for name in claim.arms:
         if name not in found.arms:
             hint = suggest(name, found.arms) or f" There are: {', '.join(found.arms)}."
-            add(notes, f"Claim {claim.id} is about the arm {name}, of which there is no run.{hint}")
+            notes.append(
+                f"Claim {claim.id} is about the arm {name}, of which there is no run.{hint}"
+            )
     if claim.kind == "trend" and claim.over != "layers":
         made = _trend_over_axis(claim, found, notes)
     elif claim.kind == "trend":
@@ -62,18 +64,10 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     return made
 
 
-def add(notes: list[str], note: str) -> None:
-    """Add ``note`` where it is not said yet."""
-    if note not in notes:
-        notes.append(note)
-
-
 def absent(found: Found, metric: str) -> str:
     """A note that no run has ``metric``."""
-    names: dict[str, None] = {}
-    for run in found.runs:
-        names |= dict.fromkeys(name for name in run.columns if name != "round")
-    return f"No run logs {metric}, so nothing is scored by it.{suggest(metric, names)}"
+    hint = suggest(metric, found.metrics)
+    return f"No run logs {metric}, so nothing is scored by it.{hint}"
 
 
 def _finished(found: Found, arm: str) -> dict[int, Run]:
@@ -102,7 +96,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
     names = list(dict.fromkeys(sum(sides, ())))
     # Where no run logs the metric, a diverged run has not lost in it either.
     if not logged(found, claim.metric):
-        add(notes, absent(found, claim.metric))
+        notes.append(absent(found, claim.metric))
         return Evidence()
     made = Evidence()
     for seed in sorted(set.intersection(*(set(arms[name]) for name in names))):
@@ -110,13 +104,12 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         values = {name: _value(claim, run, arms) for name, run in runs.items()}
         differences = [_between(claim.scale, values[one], values[other]) for one, other in sides]
         known = [difference for difference in differences if difference is not None]
-        if len(known) == len(sides):
-            made.values[seed] = sum(s * p for s, p in zip((1, -1), known, strict=False))
-        else:
-            made.left_out += 1
-            made.lost |= _helps(claim, runs, values)
+        whole = len(known) == len(sides)
+        contrast = sum(s * p for s, p in zip((1, -1), known, strict=False)) if whole else None
+        made.take(seed, contrast, _helps(claim, runs, values))
+        if not whole:
             reason = _why_left_out(claim, runs)
-            add(notes, f"{' − '.join(runs)} in {claim.metric}: a run with seed {seed} {reason}.")
+            notes.append(f"{' − '.join(runs)} in {claim.metric}: a run with seed {seed} {reason}.")
     return made
 
 
@@ -175,7 +168,7 @@ def _tell_alone(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str
         if alone := sorted(arms[name].keys() - arms[partner].keys()):
             which = "Seed" if len(alone) == 1 else "Seeds"
             seeds = ", ".join(map(str, alone))
-            add(notes, f"{which} {seeds} of {name}: no finished run of {partner} to pair with.")
+            notes.append(f"{which} {seeds} of {name}: no finished run of {partner} to pair with.")
 
 
 def _refuse_other_partition(a: Run, b: Run) -> None:
@@ -205,10 +198,8 @@ def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
             continue
         ours = _score_if_done(run, claim.metric, claim.score)
         theirs = _score_if_done(other, claim.metric, claim.score)
-        if ours is not None and theirs is not None:
-            made.values[seed] = float(ours >= claim.factor * theirs)
-        else:
-            made.left_out += 1
+        least = None if theirs is None else claim.factor * theirs
+        made.take(seed, None if ours is None or least is None else float(ours >= least))
     return made
 
 
@@ -218,16 +209,12 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     for seed, run in sorted(runs.items()):
         diverged = run.status == "diverged"
         layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
-        means = []
-        for layer in layers:
-            column = run.columns[layer][np.isfinite(run.columns[layer])]
-            if layer != f"{claim.metric}/total" and len(column):
-                means.append(float(column.mean()))
+        total = f"{claim.metric}/total"
+        means = [over_time([run], layer) for layer in layers if layer != total]
+        known = [mean for mean in means if mean is not None]
         # The curve of a diverged run ends early, at values that say nothing of layers.
-        rho = None
-        if not diverged:
-            rho = spearman(range(len(means)), means)
-        _take(made, seed, rho, diverged)
+        rho = None if diverged else spearman(range(len(known)), known)
+        made.take(seed, rho, diverged)
     return made
 
 
@@ -238,11 +225,11 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         for run in found.runs:
             axes |= run.axes
         without = f"which no sweep's grid has: {', '.join(axes)}"
-        add(notes, f"Claim {claim.id} is a trend over {claim.over}, {without}.")
+        notes.append(f"Claim {claim.id} is a trend over {claim.over}, {without}.")
         return Evidence(incomplete=True)
     runs = [run for run in found.runs if _on_axis(claim, run)]
     if not runs:
-        add(notes, f"Claim {claim.id} is about the method {claim.arm}, of which there is no run.")
+        notes.append(f"Claim {claim.id} is about the method {claim.arm}, of which there is no run.")
         return Evidence(incomplete=True)
     places = _places(list(dict.fromkeys(run.axes[claim.over] for run in runs)))
     arms = dict.fromkeys(run.arm for run in runs)
@@ -251,16 +238,15 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     for seed in sorted({run.seed for run in runs}):
         at_value = {run.axes[claim.over]: run for run in runs if run.seed == seed and run.finished}
         made.incomplete |= len(at_value) < len(places)
-        where = []
-        scores = []
+        points = []
         for value, run in at_value.items():
             score = _score_if_done(run, claim.metric, claim.score)
             if score is not None:
-                where.append(places[value])
-                scores.append(score)
+                points.append((places[value], score))
         # A trend over a part of the axis is none: its ρ could have either sign.
-        rho = spearman(where, scores) if len(scores) == len(places) else None
-        _take(made, seed, rho, any(run.status == "diverged" for run in at_value.values()))
+        whole = len(points) == len(places)
+        rho = spearman([x for x, _ in points], [y for _, y in points]) if whole else None
+        made.take(seed, rho, any(run.status == "diverged" for run in at_value.values()))
     # An arm without any run may be at a value that is not known here.
     waiting = [arm for arm, _, _ in found.waiting if arm in arms or arm not in found.arms]
     made.incomplete |= not made.values or bool(waiting)
@@ -289,14 +275,6 @@ def _refuse_other_axes(claim: Claim, found: Found, arms: Sequence[str], values: 
             f"value of it ({', '.join(arms)}). Sweep nothing else beside it, or name the method "
             "as arm."
         )
-
-
-def _take(made: Evidence, seed: int, rho: float | None, diverged: bool) -> None:
-    if rho is None:
-        made.left_out += 1
-        made.lost |= diverged
-    else:
-        made.values[seed] = rho
 
 
 def _places(values: Sequence[str]) -> dict[str, float]:

@@ -1,17 +1,83 @@
-"""The files of a report, whole, before the first of them is written."""
+"""The files of a report, whole, before the first of them is written.
+
+The page, Markdown and LaTeX are the templates beside this file, over one list of tables.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from fl_lightning.report import charts, curves, page, sections
-from fl_lightning.report.drawing import Drawing, png, svg
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fl_lightning.metrics import comma_separated
+from fl_lightning.report import charts, curves, sections
+from fl_lightning.report.drawing import Drawing, inline, png, svg
 from fl_lightning.report.scores import SCORES
-from fl_lightning.report.summary import Summary
-from fl_lightning.report.tables import Cell, Table, comma_separated, latex, markdown
+from fl_lightning.report.summary import COSTS, Summary
+from fl_lightning.report.tables import Table
+
+# The first parts of keys, in the order of reading, with names for the list of contents.
+ORDER = {
+    "claims": "",
+    "scores": "Scores",
+    "pivot": "Settings",
+    "intervals": "",
+    "pairs": "Differences",
+    "curves": "",
+    "budgets": "Equal cost",
+    "target": "Until {}",
+    "communication": "Communication",
+    "heatmap": "",
+    "consensus": "Consensus",
+    "generalisation": "Generalisation",
+    "measurements": "Measurements",
+    "published": "Published",
+    "runs": "",
+}
+# Characters that LaTeX would not print as they are.
+_TEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "–": r"\textendash{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "−": "$-$",
+        "<": "$<$",
+        ">": "$>$",
+        "≤": r"$\leq$",
+        "≥": r"$\geq$",
+        "·": r"$\cdot$",
+        "Δ": r"$\Delta$",
+        "‖": r"$\|$",
+        "²": "$^2$",
+        "→": r"$\to$",
+        "α": r"$\alpha$",
+        "β": r"$\beta$",
+        "∞": r"$\infty$",
+        "≈": r"$\approx$",
+        "ρ": r"$\rho$",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: figures, behind tabs where they are several, above tables."""
+
+    key: str
+    name: str
+    title: str
+    tables: Sequence[Table]
+    drawings: Sequence[Drawing] = ()
+    group: str = ""
 
 
 def contents(summary: Summary, title: str) -> dict[str, bytes]:
@@ -25,18 +91,28 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
         *charts.generalisation(summary),
         *curves.measurements(summary),
     ]
-    document = json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-    texts = {
-        "report.html": page.write(summary, tables, drawings, title),
-        "report.md": _markdown(summary, tables, drawings, title),
-        "report.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(map(latex, tables)),
-        "report.csv": comma_separated(*rows(summary)),
-        "report.json": document + "\n",
+    shown = {
+        "title": title,
+        "summary": summary,
+        "lead": lead(summary),
+        "tables": tables,
+        "drawings": drawings,
+        "sections": _sections(tables, drawings),
+        "verdicts": sections.shown_first(summary.verdicts),
+        "sentence": sections.sentence,
+        "unit": lambda compared: sections.difference_unit(summary, compared),
     }
+    texts = {}
+    for kind in ("html", "md", "tex"):
+        texts[f"report.{kind}"] = _templates(kind).get_template(f"report.{kind}").render(shown)
+    texts["report.csv"] = comma_separated(rows(summary))
+    document = json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    texts["report.json"] = document + "\n"
     # The table of methods by settings is a file of its own, for spreadsheets.
     if len(summary.settings) > 1:
         pivot = sections.pivot(summary)
-        texts["pivot.csv"] = comma_separated(pivot.columns, map(_texts, pivot.rows))
+        cells = ([cell.text for cell in row] for row in pivot.rows)
+        texts["pivot.csv"] = comma_separated([pivot.columns, *cells])
     # All bytes are made before the first is written: an error leaves the old report whole.
     written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
@@ -45,40 +121,81 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
     return written
 
 
-def _texts(row: Sequence[Cell]) -> list[str]:
-    return [cell.text for cell in row]
+def _templates(kind: str) -> Environment:
+    """The templates of a kind of files; in LaTeX braces are text, so they have other marks."""
+    marks: dict[str, Any] = {}
+    if kind == "tex":
+        marks = {"block_start_string": "<%", "block_end_string": "%>"}
+        marks |= {"variable_start_string": "<<", "variable_end_string": ">>"}
+    templates = Environment(
+        loader=PackageLoader("fl_lightning.report"),
+        autoescape=kind == "html",
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        **marks,
+    )
+    templates.filters["tex"] = tex
+    templates.filters["line"] = line
+    templates.filters["label"] = lambda key: re.sub("[^a-z0-9]+", "-", key)
+    templates.filters["inline"] = inline
+    return templates
 
 
-def _markdown(
-    summary: Summary, tables: Sequence[Table], drawings: Sequence[Drawing], title: str
-) -> str:
-    parts = [f"# {title}", "", page.lead(summary), ""]
-    if summary.notes:
-        parts += [*(f"- {note}" for note in summary.notes), ""]
-    parts += map(markdown, tables)
-    for drawing in drawings:
-        picture = f"![{drawing.title}](figures/{drawing.key}.png)"
-        parts.append(f"## {drawing.title}\n\n{picture}\n\n{drawing.caption}\n")
-    return "\n".join(parts)
+def tex(text: str) -> str:
+    """Text that LaTeX prints as it is.
+
+    >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
+    val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
+    """
+    # LaTeX would make one dash of two hyphens of a name.
+    return text.translate(_TEX).replace("--", "-{}-")
 
 
-def rows(summary: Summary) -> tuple[list[str], list[list[Any]]]:
-    """The columns of report.csv, and a row for each run."""
-    costs = list(product(summary.targets, ("rounds", "bytes", "seconds")))
-    columns = [
-        "arm",
-        "seed",
-        "status",
-        "rounds",
-        *SCORES,
-        *(f"{what}_to_{target}" for target, what in costs),
-        "folder",
-    ]
-    lines: list[list[Any]] = []
+def line(text: str) -> str:
+    """The text of a Markdown cell, which neither a line break nor a bar may end."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Section]:
+    made = []
+    for key, name in ORDER.items():
+        own = [table for table in tables if table.key.split("-")[0] == key]
+        for table in own:
+            # A folded table stands below the figure that says the same.
+            if not table.folded:
+                short = (name or table.title).format(table.key.partition("-")[2])
+                made.append(Section(table.key, short, table.title, [table]))
+        # Figures that show the same in several ways lie behind tabs.
+        if group := [drawing for drawing in drawings if (drawing.group or drawing.key) == key]:
+            title = "Curves" if len(group) > 1 else group[0].title
+            folded = [table for table in own if table.folded]
+            made.append(Section(f"figure-{key}", name or title, title, folded, group, key))
+    return made
+
+
+def lead(summary: Summary) -> str:
+    """Say in one sentence how much there is of what."""
+    runs = summary.found.runs
+    seeds = len({run.seed for run in runs})
+    counts = []
+    for status in ("done", "diverged", "running", "stopped", "failed"):
+        if number := sum(run.status == status for run in runs):
+            counts.append(f"{number} {status}")
+    arms = f"{len(summary.arms)} arm{'s' * (len(summary.arms) != 1)}"
+    count = f"{len(runs)} runs ({', '.join(counts)})"
+    return f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {count}, scored by {summary.metric}."
+
+
+def rows(summary: Summary) -> list[list[Any]]:
+    """The rows of report.csv: its columns, and one for each run."""
+    costs = list(product(summary.targets, COSTS))
+    spent = [f"{what}_to_{target}" for target, what in costs]
+    table: list[list[Any]] = [["arm", "seed", "status", "rounds", *SCORES, *spent, "folder"]]
     for arm in summary.arms.values():
         for run in arm.runs:
             scores = [arm.scores[score].get(run.seed) for score in SCORES]
-            spent = [arm.reached[target].get(run.seed, {}).get(what) for target, what in costs]
+            reached = [arm.reached[target].get(run.seed, {}).get(what) for target, what in costs]
             head = [arm.name, run.seed, run.status, run.rounds_done]
-            lines.append([*head, *scores, *spent, str(run.folder)])
-    return columns, lines
+            table.append([*head, *scores, *reached, str(run.folder)])
+    return table

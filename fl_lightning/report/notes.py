@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Sequence, Set
 
 from fl_lightning.report.claims import ClaimsFile
 from fl_lightning.report.evidence import absent, logged
-from fl_lightning.report.runs import Found, Run, Sweep
+from fl_lightning.report.runs import Found, Run, Sweep, read_table
 
 
 def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str]:
@@ -102,12 +101,7 @@ def _on_arm(name: str, runs: Sequence[Run]) -> list[str]:
 
 def _on_candidates(sweep: Sweep) -> str | None:
     """Say where the arms of a sweep chose from unequal numbers of candidates."""
-    path = sweep.folder / "select.csv"
-    try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return None
-    arms = [row.get("arm") or "" for row in rows]
+    arms = [row.get("arm") or "" for row in read_table(sweep.folder / "select.csv")]
     counts = Counter(sweep.names.get(arm, arm) for arm in arms)
     if len(set(counts.values())) < 2:
         return None

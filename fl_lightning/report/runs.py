@@ -6,7 +6,8 @@ import csv
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,14 +47,15 @@ class Run:
     directions: Directions = field(default_factory=lambda: Directions(ASK))
     # What is wrong with metrics.csv, where it can be read all the same.
     faults: tuple[str, ...] = ()
+    # The label of its sweep, where that sweep is kept apart.
+    group: str = ""
 
     @property
     def axes(self) -> dict[str, str]:
         """Key of its sweep's grid → value as named; empty if no sweep made the run."""
         axes = self.record.get("axes")
-        if not isinstance(axes, dict):
-            return {}
-        return {str(key): str(value) for key, value in axes.items()}
+        items = axes.items() if isinstance(axes, dict) else ()
+        return {str(key): str(value) for key, value in items}
 
     @property
     def finished(self) -> bool:
@@ -79,30 +81,28 @@ class Run:
 class Sweep:
     """A folder of runs with what belongs to all of them.
 
-    ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``waiting`` lists (arm, seed,
-    status) of the runs that have not begun. ``names`` says what the report calls an arm, where
-    that is another name than the sweep's.
+    ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``kin``: the same text for sweeps
+    that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not
+    begun. ``names`` says what the report calls an arm, where that is another name than the
+    sweep's.
     """
 
     folder: Path
     claims: Path | None
     spec: Mapping[str, Any]
     runs: tuple[Path, ...]
-    waiting: tuple[tuple[str, str, str], ...] = ()
+    kin: str
+    waiting: tuple[tuple[str, str, str], ...]
     names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Found:
-    """What the folders of a command line hold, in its order and the grid's.
-
-    ``apart`` maps a run's folder to the label of its sweep, where that sweep is kept apart.
-    """
+    """What the folders of a command line hold, in its order and the grid's."""
 
     runs: list[Run] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
     directions: Directions = field(default_factory=lambda: Directions(ASK))
-    apart: dict[Path, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> list[tuple[str, str, str]]:
@@ -121,6 +121,14 @@ class Found:
             arms.setdefault(run.arm, []).append(run)
         return arms
 
+    @property
+    def metrics(self) -> list[str]:
+        """What any run logged, in the order in which it first comes."""
+        names: dict[str, None] = {}
+        for run in self.runs:
+            names |= dict.fromkeys(run.columns)
+        return [name for name in names if name != "round"]
+
     def within(self, folders: Collection[Path]) -> Found:
         """The runs in ``folders``, which are resolved, and their sweeps alone."""
 
@@ -138,77 +146,65 @@ def find(folders: Sequence[Path]) -> Found:
         UserError: no run in a folder, a file that cannot be read, or two runs of one arm and seed.
     """
     found = Found()
-    seen: set[Path] = set()
+    paths: list[Path] = []
     for folder in folders:
         if (folder / "run.json").is_file():
-            paths = [folder]
+            paths.append(folder)
         else:
-            sweep = _sweep(folder)
-            found.sweeps.append(sweep)
-            paths = list(sweep.runs)
-        for path in paths:
-            # A run may be named twice, or be part of a sweep that was named before.
-            if path.resolve() not in seen:
-                seen.add(path.resolve())
-                found.runs.append(read_run(path, found.directions))
+            found.sweeps.append(_sweep(folder))
+            paths += found.sweeps[-1].runs
+    # A run may be named twice, or be part of a sweep that was named before.
+    named: dict[Path, Path] = {}
+    for path in paths:
+        named.setdefault(path.resolve(), path)
+    found.runs = [read_run(path, found.directions) for path in named.values()]
     _keep_apart(found)
-    _refuse_twins(found.runs)
+    first: dict[tuple[str, int], Run] = {}
+    for run in found.runs:
+        other = first.setdefault((run.arm, run.seed), run)
+        if other is not run:
+            raise UserError(
+                f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed "
+                f"{run.seed}. An arm has one run a seed. Leave one of them out, or compare two "
+                "settings by a sweep, which names its arms."
+            )
     return found
 
 
 def _keep_apart(found: Found) -> None:
     """Call arms ``<sweep>/<arm>`` where sweeps with other claims have an arm of the same name.
 
-    Sweeps with the same claims are reported as one: there, arms of one name are one arm.
+    Sweeps with the same claims are reported as one: there, arms of one name are one arm. A sweep
+    is called by its folder's name, with its parent's where several have the same name.
     """
     kin_of_run: dict[Path, str] = {}
     folders: dict[str, Path] = {}
     # Backwards, so that of several sweeps the one named first gives its folder's name.
     for sweep in reversed(found.sweeps):
-        kin = _kin(sweep)
-        folders[kin] = sweep.folder.resolve()
-        kin_of_run |= dict.fromkeys(sweep.runs, kin)
-    labels = _labels(folders)
+        folders[sweep.kin] = sweep.folder.resolve()
+        kin_of_run |= dict.fromkeys(sweep.runs, sweep.kin)
     kins_of_arm: dict[str, set[str]] = {}
     for run in found.runs:
         kins_of_arm.setdefault(run.arm, set()).add(kin_of_run.get(run.folder, ""))
     shared = {arm for arm, kins in kins_of_arm.items() if len(kins) > 1}
     parted = set[str]().union(*(kins_of_arm[arm] for arm in shared)) - {""}
-    for run in found.runs:
-        kin = kin_of_run.get(run.folder, "")
-        if kin in parted:
-            found.apart[run.folder] = labels[kin]
+    names = Counter(folder.name for folder in folders.values())
+    labels: dict[str, str] = {}
+    for kin in parted:
+        folder = folders[kin]
+        above = f"{folder.parent.name}/" if names[folder.name] > 1 else ""
+        labels[kin] = above + folder.name
     for place, sweep in enumerate(found.sweeps):
-        kin = _kin(sweep)
-        if kin in parted:
-            names = {arm: f"{labels[kin]}/{arm}" for arm in shared}
-            found.sweeps[place] = replace(sweep, names=names)
+        if label := labels.get(sweep.kin):
+            apart = {arm: f"{label}/{arm}" for arm in shared}
+            found.sweeps[place] = replace(sweep, names=apart)
     for place, run in enumerate(found.runs):
-        if run.folder in found.apart and run.arm in shared:
-            found.runs[place] = replace(run, arm=f"{found.apart[run.folder]}/{run.arm}")
+        if label := labels.get(kin_of_run.get(run.folder, "")):
+            arm = f"{label}/{run.arm}" if run.arm in shared else run.arm
+            found.runs[place] = replace(run, arm=arm, group=label)
 
 
-def _labels(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Call each folder by its name, with its parent's where several have the same name."""
-    names = [folder.name for folder in folders.values()]
-    labels = {}
-    for kin, folder in folders.items():
-        labels[kin] = folder.name
-        if names.count(folder.name) > 1:
-            labels[kin] = f"{folder.parent.name}/{folder.name}"
-    return labels
-
-
-def _kin(sweep: Sweep) -> str:
-    """The same text for sweeps that are reported as one.
-
-    They have the same claims, or are folders of runs that no sweep made.
-    """
-    if sweep.claims is not None:
-        return hashlib.sha256(sweep.claims.read_bytes()).hexdigest()
-    if (sweep.folder / "sweep.yaml").is_file():
-        return str(sweep.folder.resolve())
-    return ""
+# ---------------------------------------------------------------------------- one run
 
 
 def read_run(folder: Path, directions: Directions | None = None) -> Run:
@@ -227,67 +223,53 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
             f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
         ) from None
     # JSON knows other documents than objects; a bool would pass for the integer of a seed.
-    status = seed = None
-    if isinstance(record, dict):
-        status = record.get("status")
-        seed = record.get("seed")
-    if status not in STATUSES or isinstance(seed, bool) or not isinstance(seed, int):
+    record = record if isinstance(record, dict) else {}
+    status = record.get("status")
+    seed = record.get("seed")
+    if status not in STATUSES or type(seed) is not int:
         raise UserError(
             f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
             f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
         )
-    _check_kinds(path, record)
+    _check_kinds(folder, record)
     arm = record.get("arm") or record.get("title") or folder.name
     directions = directions or Directions(ASK)
     # Older runs recorded no modes.
     directions.record(record.get("modes"))
     columns = _columns(folder, status)
     faults = _faults(folder, status, record, columns["round"])
-    return Run(folder, status, seed, str(arm), record, columns, directions, faults)
+    return Run(folder, status, seed, str(arm), record, columns, directions, tuple(faults))
 
 
-def _check_kinds(path: Path, record: Mapping[str, Any]) -> None:
+def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
     """Refuse what a hand wrote into run.json that no run writes there."""
+    where = f"report {folder}: {folder / 'run.json'}"
     for name in ("arm", "title", "partition_hash", "config_hash", "claims_hash"):
-        value = record.get(name)
-        if value is not None and not (
-            isinstance(value, str) and len(value) <= 500 and value.isprintable()
-        ):
-            raise UserError(
-                f"report {path.parent}: {path} has {name} {str(value)[:80]!a}. "
-                "Accepted: a line of text."
-            )
+        value = "" if record.get(name) is None else record[name]
+        if not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
+            raise UserError(f"{where} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
     # JSON can write half of a character, which a report could not be encoded with.
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise UserError(
-            f"report {path.parent}: {path} holds text that no file can (a lone surrogate)."
-        ) from None
+        raise UserError(f"{where} holds text that no file can (a lone surrogate).") from None
     if not isinstance(record.get("command") or [], list):
-        raise UserError(
-            f"report {path.parent}: {path} has command {record['command']!r}. "
-            "Accepted: a list of words."
-        )
+        raise UserError(f"{where} has command {record['command']!r}. Accepted: a list of words.")
 
 
-def _faults(
-    folder: Path, status: str, record: Mapping[str, Any], rounds: Column
-) -> tuple[str, ...]:
+def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> Iterator[str]:
     """Say how metrics.csv of a finished run shows that it has lost something."""
     if status not in FINISHED:
-        return ()
-    faults = []
+        return
     asked = record.get("rounds")
     ended = _ended(rounds)
     if absent := ended - len(rounds):
-        faults.append(f"lacks {absent} of the rounds 0 to {ended - 1}")
+        yield f"lacks {absent} of the rounds 0 to {ended - 1}"
     if status == "done" and isinstance(asked, int) and ended < asked:
-        faults.append(f"ends after {ended} of {asked} rounds")
+        yield f"ends after {ended} of {asked} rounds"
     path = folder / "metrics.csv"
     if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
-        faults.append("has a last line without an end, which may have been cut")
-    return tuple(faults)
+        yield "has a last line without an end, which may have been cut"
 
 
 def _ended(rounds: Column) -> int:
@@ -296,26 +278,27 @@ def _ended(rounds: Column) -> int:
 
 def _columns(folder: Path, status: str) -> dict[str, Column]:
     path = folder / "metrics.csv"
-    packed = folder / "metrics.csv.gz"
     # A run that was stopped or failed before its first round ended has no metrics.
-    if status != "done" and not path.is_file() and not packed.is_file():
+    if status != "done" and not path.is_file() and not path.with_suffix(".csv.gz").is_file():
         return {"round": np.empty(0)}
     names, rows = read_rows(path, complete=status in FINISHED)
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise UserError(
             f"report {folder}: {path} has two columns {twice[0]!r}, and which is meant is not "
             "known. Remove one."
         )
-    try:
-        columns = {name: _numbers(rows, name) for name in names}
-    except ValueError as error:
-        raise UserError(
-            f"report {folder}: {path} holds what is no number ({error}). Mend or remove the file."
-        ) from None
-    for column in columns.values():
-        column[np.abs(column) > HUGE] = math.inf
+    columns = {"round": np.empty(0)}
+    for name in names:
+        # An empty cell: nothing was measured in that round.
+        try:
+            columns[name] = np.array([float(row[name] or "nan") for row in rows], dtype=float)
+        except ValueError as error:
+            raise UserError(
+                f"report {folder}: {path} holds what is no number ({error}). Mend or remove the "
+                "file."
+            ) from None
+        columns[name][np.abs(columns[name]) > HUGE] = math.inf
     # What sums over rounds and looks up a round relies on their order.
-    columns = {"round": np.empty(0), **columns}
     if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
         raise UserError(
             f"report {folder}: the rounds in {path} do not ascend, one row each. "
@@ -324,9 +307,7 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
     return columns
 
 
-def _numbers(rows: Sequence[Mapping[str, str]], name: str) -> Column:
-    # An empty cell: nothing was measured in that round.
-    return np.array([float(row[name] or "nan") for row in rows], dtype=float)
+# -------------------------------------------------------------------------- one sweep
 
 
 def _sweep(folder: Path) -> Sweep:
@@ -336,19 +317,14 @@ def _sweep(folder: Path) -> Sweep:
             f"report {folder}: there is no such folder. "
             "Give folders of runs or of sweeps, such as runs/x."
         )
-    records = {*folder.glob("*/run.json"), *folder.glob("*/seed-*/run.json")}
-    paths = sorted(record.parent for record in records)
-    order = _grid_order(folder)
-
-    def by_grid(path: Path) -> tuple[int, Any]:
-        return order.get(_place(path, folder), len(order)), _natural(path)
-
-    begun = {_place(path, folder) for path in paths}
-    states = _states(folder)
-    waiting = []
-    for (arm, seed), status in states.items():
-        if f"{arm}/seed-{seed}" not in begun:
-            waiting.append((arm, seed, status))
+    states = read_states(folder)
+    # Arms are in the order in which they first come, their seeds likewise.
+    arms = list(dict.fromkeys(arm for arm, _ in states))
+    listed = [f"{a}/seed-{s}" for a, s in sorted(states, key=lambda key: arms.index(key[0]))]
+    order = {place: rank for rank, place in enumerate(listed)}
+    paths: dict[str, Path] = {}
+    for path in {*folder.glob("*/run.json"), *folder.glob("*/seed-*/run.json")}:
+        paths[path.parent.relative_to(folder).as_posix()] = path.parent
     if not paths:
         reason = "neither it nor its subfolders have a run.json"
         if states:
@@ -357,65 +333,48 @@ def _sweep(folder: Path) -> Sweep:
             f"report {folder}: no run is here: {reason}. Give the folder of a run that "
             "`fl-lightning fit` made, or of a sweep."
         )
-    claims = folder / "claims.yaml"
-    return Sweep(
-        folder,
-        claims if claims.is_file() else None,
-        _mapping(folder / "sweep.yaml"),
-        tuple(sorted(paths, key=by_grid)),
-        tuple(waiting),
-    )
+    places = sorted(paths, key=lambda place: (order.get(place, len(order)), _natural(place)))
+    waiting = []
+    for (arm, seed), status in states.items():
+        if f"{arm}/seed-{seed}" not in paths:
+            waiting.append((arm, seed, status))
+    claims: Path | None = folder / "claims.yaml"
+    # Alike are those with the same claims, and folders of runs that no sweep made.
+    kin = str(folder.resolve()) if (folder / "sweep.yaml").is_file() else ""
+    if claims is not None and claims.is_file():
+        kin = hashlib.sha256(claims.read_bytes()).hexdigest()
+    else:
+        claims = None
+    runs = tuple(paths[place] for place in places)
+    return Sweep(folder, claims, _mapping(folder / "sweep.yaml"), runs, kin, tuple(waiting))
 
 
-def _place(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
-
-
-def _natural(path: Path) -> tuple[tuple[str, ...], str, int]:
+def _natural(place: str) -> tuple[str, str, int, str]:
     """Sort seed-2 before seed-10."""
-    stem, _, number = path.name.rpartition("-")
-    if number.isdecimal():
-        return path.parent.parts, stem, int(number)
-    return path.parent.parts, path.name, -1
+    above, _, name = place.rpartition("/")
+    stem, _, number = name.rpartition("-")
+    return (above, stem, int(number), name) if number.isdecimal() else (above, name, -1, name)
 
 
-def _states(folder: Path) -> dict[tuple[str, str], str]:
-    """(arm, seed) → status, as runs.csv lists them."""
-    try:
-        rows = list(csv.DictReader((folder / "runs.csv").read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return {}
+def read_states(folder: Path) -> dict[tuple[str, str], str]:
+    """(arm, seed) → status, as a sweep's runs.csv lists them; empty where it cannot be read."""
+    rows = read_table(folder / "runs.csv")
     return {(row.get("arm") or "", row.get("seed") or ""): row.get("status") or "" for row in rows}
 
 
-def _grid_order(folder: Path) -> dict[str, int]:
-    """Place of each run in the grid: arms as they first come in runs.csv, their seeds likewise."""
-    states = list(_states(folder))
-    first: dict[str, int] = {}
-    for place, (arm, _) in enumerate(states):
-        first.setdefault(arm, place)
-    # Sorting is stable, so seeds of one arm stay in the file's order.
-    ordered = sorted(states, key=lambda state: first[state[0]])
-    return {f"{arm}/seed-{seed}": rank for rank, (arm, seed) in enumerate(ordered)}
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; none where it cannot be read."""
+    try:
+        return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return []
 
 
 def _mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     try:
-        if not path.is_file():
-            return {}
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _refuse_twins(runs: Iterable[Run]) -> None:
-    first: dict[tuple[str, int], Run] = {}
-    for run in runs:
-        other = first.setdefault((run.arm, run.seed), run)
-        if other is not run:
-            raise UserError(
-                f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed "
-                f"{run.seed}. An arm has one run a seed. Leave one of them out, or compare two "
-                "settings by a sweep, which names its arms."
-            )

@@ -1,16 +1,30 @@
-"""What a run's curve comes to: five scores, and when it reached a target."""
+"""What curves come to: five scores, when a target was reached, and layers over time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.runs import Column, Run
+from fl_lightning.report.runs import Column, Found, Run
 
-SCORES = ("tail", "last10", "smoothed", "last", "max")
+SCORE_TITLES = {
+    "tail": "last third of gradients",
+    "last10": "mean of last 10",
+    "smoothed": "smoothed, best of last 50",
+    "last": "last round",
+    "max": "highest round",
+}
+SCORES = tuple(SCORE_TITLES)
+
+FORMS = {
+    "consensus/": "raw, as FedALS has it",
+    "consensus_per_coordinate/": "per coordinate",
+    "consensus_relative/": "relative to ‖mean x‖²",
+}
 
 
 def window(length: int) -> int:
@@ -142,3 +156,32 @@ def reached(run: Run, metric: str, target: float, mode: str | None = None) -> di
         # NaN where the time of one round is missing: then the sum is not known.
         "seconds": seconds if math.isfinite(seconds) else None,
     }
+
+
+def forms(found: Found) -> dict[str, list[str]]:
+    """Prefix of a form → the layers that were logged in it, from the input on.
+
+    Forms that no run logged are left out.
+    """
+    # The total is a metric of its own, and no layer.
+    names = [name for name in found.metrics if name != "consensus/total"]
+    logged = {}
+    for form in FORMS:
+        layers = [name.removeprefix(form) for name in names if name.startswith(form)]
+        if layers:
+            logged[form] = layers
+    return logged
+
+
+def over_time(runs: Sequence[Run], name: str) -> float | None:
+    """Mean of ``name`` over the rounds that have it, and then over runs.
+
+    These are the runs that are done, or all where none is.
+    """
+    means = []
+    for run in [run for run in runs if run.status == "done"] or runs:
+        column = run.column(name)
+        measured = column[np.isfinite(column)]
+        if len(measured):
+            means.append(float(measured.mean()))
+    return fmean(means) if means else None

@@ -6,17 +6,39 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from fl_lightning.metrics import is_accuracy
 from fl_lightning.report.budgets import CPU, View, views
-from fl_lightning.report.claimed import claims, difference_unit, interval, unit_of
-from fl_lightning.report.communication import Traffic, over, papers_ratio, to_target, traffic
-from fl_lightning.report.intervals import mean_sd
-from fl_lightning.report.layers import FORMS, forms, over_time
-from fl_lightning.report.published import published
-from fl_lightning.report.runs import Run
-from fl_lightning.report.scores import SCORES, measured, window
-from fl_lightning.report.summary import Arm, Summary
-from fl_lightning.report.tables import Cell, Table, mark_best
-from fl_lightning.report.wording import NONE, SCORE_TITLES, p_value, seconds, size, times
+from fl_lightning.report.claims import Claim
+from fl_lightning.report.communication import over, papers_ratio, traffic
+from fl_lightning.report.intervals import Interval, mean_sd
+from fl_lightning.report.published import published, setting
+from fl_lightning.report.scores import (
+    FORMS,
+    SCORE_TITLES,
+    SCORES,
+    forms,
+    measured,
+    over_time,
+    window,
+)
+from fl_lightning.report.summary import Summary
+from fl_lightning.report.tables import (
+    NONE,
+    PERCENT,
+    Cell,
+    Rows,
+    Table,
+    Unit,
+    cell,
+    p_value,
+    seconds,
+    size,
+    times,
+)
+from fl_lightning.report.verdicts import Comparison
+
+MAIN = SCORES[0]
+SIGNS = {"greater": ">", "less": "<"}
 
 
 def tables(summary: Summary) -> list[Table]:
@@ -36,70 +58,193 @@ def tables(summary: Summary) -> list[Table]:
     return [table for table in made if table.rows]
 
 
+def unit_of(summary: Summary, metric: str | None = None) -> Unit:
+    """How this report shows values of ``metric`` (None: the report's own metric)."""
+    name = metric or summary.metric
+    # Some accuracies are logged in percent already: then the highest is above 1.
+    values = [measured(run, name)[1] for run in summary.found.runs]
+    highest = max((float(v.max()) for v in values if len(v)), default=1.0)
+    return PERCENT if is_accuracy(name) and highest <= 1.0 else Unit()
+
+
 def metric_title(summary: Summary) -> str:
     """The report's metric with its unit."""
-    if unit_of(summary).percent:
-        return f"{summary.metric}, %"
-    return summary.metric
+    return f"{summary.metric}, %" if unit_of(summary).percent else summary.metric
+
+
+# ----------------------------------------------------------------------- claims and pairs
+
+
+def difference_unit(summary: Summary, compared: Comparison) -> Unit:
+    """How differences are shown."""
+    plain = compared.claim.unit == "difference"
+    return unit_of(summary, compared.claim.metric) if plain else Unit()
+
+
+def _interval(shown: Unit, found: Interval) -> Cell:
+    """The interval, or why there is none."""
+    if found.low is None:
+        return Cell("needs 2 pairs" if found.n == 1 else NONE)
+    return Cell(f"{shown.difference(found.low)} to {shown.difference(found.high)}", found.low)
+
+
+def claims(summary: Summary) -> Table:
+    """The claims and their verdicts, each family's primary one first."""
+    columns = "claim|verdict|a − b|95 % interval|p, Holm|margin|n|each seed|predicted|setting"
+    rows = [_claim(summary, said) for said in shown_first(summary.verdicts)]
+    note = (
+        "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family "
+        "is below 0.05, and the mean is at least the margin. Contradicted: the same the other way, "
+        "margin aside. Not reproduced: the interval's upper end is below the margin. Inconclusive: "
+        "else, and with fewer than five pairs. Equivalence (≈): two one-sided tests against ± "
+        "margin; contradicted where the interval lies outside. Divergence: in every seed, at least "
+        "three. Provisional: runs of its family are missing. These runs say nothing of a number "
+        "published for another network, data or number of rounds."
+    )
+    return Table("claims", "Claims", columns.split("|"), rows, note)
+
+
+def _claim(summary: Summary, said: Comparison) -> list[Any]:
+    """The row of one claim."""
+    claim = said.claim
+    between = said.interval
+    shown = difference_unit(summary, said)
+    # The margin of a divergence is a factor between two scores.
+    margin = f"× {claim.factor:g}"
+    if claim.kind != "diverges":
+        margin = shown.difference(claim.margin, named=True).lstrip("+")
+    n = f"{between.n}"
+    if said.evidence.left_out:
+        n += f" ({said.evidence.left_out} left out)"
+    values = said.evidence.values
+    seeds = [f"{seed}: {shown.difference(value)}" for seed, value in values.items()]
+    predictions = {"paper": claim.paper_predicts, "we": claim.we_predict}
+    run = next((run for run in summary.found.runs if run.arm in claim.arms), None)
+    about = ""
+    if run is not None:
+        rounds = f"{run.record.get('rounds') or run.rounds_done} rounds"
+        about = ", ".join(filter(None, (setting(run), rounds)))
+    return [
+        f"{claim.id}: {sentence(claim)}{' (primary)' * claim.primary}",
+        Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
+        cell(shown.difference, between.mean),
+        _interval(shown, between),
+        cell(p_value, said.p_holm),
+        Cell(margin, claim.margin),
+        Cell(n, between.n),
+        ", ".join(seeds) or NONE,
+        "; ".join(f"{who}: {text}" for who, text in predictions.items() if text) or NONE,
+        about or NONE,
+    ]
+
+
+def shown_first(verdicts: Sequence[Comparison]) -> list[Comparison]:
+    """Families in their order, each with its primary claim first."""
+    families = list(dict.fromkeys(said.claim.family for said in verdicts))
+    return sorted(
+        verdicts, key=lambda said: (families.index(said.claim.family), not said.claim.primary)
+    )
+
+
+def sentence(claim: Claim) -> str:
+    """A claim in words: ``fedinit-0.1 > fedavg in val/acc (last third of gradients)``."""
+    sign = SIGNS[claim.direction]
+    score = SCORE_TITLES[claim.score]
+    where = f"in {claim.metric} ({score}{', log ratio' * (claim.scale == 'log_ratio')})"
+    if claim.kind == "equivalence":
+        return f"{claim.a} ≈ {claim.b} {where}"
+    if claim.kind == "interaction":
+        return f"({claim.a} − {claim.b}) {sign} ({claim.c} − {claim.d}) {where}"
+    if claim.kind == "to_target":
+        target = f"{claim.target:g}"
+        if claim.target_arm:
+            target = f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}"
+        until = f"until {claim.metric} is {target}"
+        return f"{claim.a} {sign} {claim.b} in {claim.cost} {until} (log ratio)"
+    if claim.kind == "trend":
+        of_arm = f" of {claim.arm}" if claim.arm else ""
+        turns = {"greater": "rises", "less": "falls"}[claim.direction]
+        return f"{claim.metric}{of_arm} {turns} over {claim.over} (Spearman's ρ)"
+    if claim.kind == "diverges":
+        diverges = {"greater": "diverges", "less": "does not diverge"}[claim.direction]
+        least = f"{claim.metric} ≥ {claim.factor:g} × that of {claim.against}"
+        return f"{claim.arm} {diverges} ({least}, {score})"
+    return f"{claim.a} {sign} {claim.b} {where}"
+
+
+def pairs(summary: Summary) -> Table:
+    """Paired intervals with Holm's correction."""
+    columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
+    rows: Rows = []
+    for pair in summary.pairs:
+        claim = pair.claim
+        between = pair.interval
+        shown = difference_unit(summary, pair)
+        plain = claim.unit == "difference"
+        rows.append(
+            [
+                f"{claim.a} − {claim.b}" if plain else f"log {claim.a} / {claim.b}",
+                f"{claim.metric}, {SCORE_TITLES[claim.score]}",
+                Cell(shown.difference(between.mean, named=True), between.mean),
+                _interval(shown, between),
+                Cell(shown.difference(between.sd).lstrip("+"), between.sd),
+                cell(str, between.n),
+                cell(p_value, between.p),
+                cell(p_value, pair.p_holm),
+            ]
+        )
+    note = (
+        "Differences of runs with the same seed, and so the same partition; Student's t, "
+        "two-sided; p also by Holm's step-down correction over the rows of this table."
+    )
+    return Table("pairs", "Paired differences in numbers", columns, rows, note)
+
+
+# ------------------------------------------------------------------------------- scores
 
 
 def pivot(summary: Summary) -> Table:
     """Methods by settings, where there are several of either."""
     shown = unit_of(summary)
-    title = f"Methods by settings: {metric_title(summary)}, {SCORE_TITLES[SCORES[0]]}"
-    table = Table("pivot", title, ["method", *summary.settings])
-    if len(summary.settings) < 2:
-        return table
+    title = f"Methods by settings: {metric_title(summary)}, {SCORE_TITLES[MAIN]}"
     methods: dict[str, str] = {}
-    for arms in summary.settings.values():
-        methods |= arms
-    for method in methods:
-        cells = []
+    if len(summary.settings) > 1:
         for arms in summary.settings.values():
-            mean = sd = None
-            if method in arms:
-                mean, sd = summary.arms[arms[method]].mean_sd(SCORES[0])
-            cells.append(Cell(shown.value(mean, sd), mean))
-        table.add(method, *cells)
-    for column in range(1, 1 + len(summary.settings)):
-        mark_best(table, column, lambda: summary.greater)
-    table.note = (
-        "Mean ± sample deviation over seeds. Arms are compared within a setting, with its first."
-    )
-    return table
+            methods |= arms
+    rows: Rows = []
+    for method in methods:
+        row: list[Any] = [method]
+        for arms in summary.settings.values():
+            arm = summary.arms.get(arms.get(method, ""))
+            row.append(shown.cell(*arm.mean_sd(MAIN)) if arm else Cell(NONE))
+        rows.append(row)
+    note = "Mean ± sample deviation over seeds. Arms are compared within a setting, with its first."
+    table = Table("pivot", title, ["method", *summary.settings], rows, note)
+    return table.with_best(range(1, len(table.columns)), lambda: summary.greater)
 
 
 def scores(summary: Summary) -> Table:
     """Mean ± deviation of each arm by each score."""
     shown = unit_of(summary)
-    columns = ["arm", *(SCORE_TITLES[score] for score in SCORES), "runs", "diverged", "unfinished"]
-    table = Table("scores", f"Scores: {metric_title(summary)}", columns)
+    columns = ["arm", *SCORE_TITLES.values(), "runs", "diverged", "unfinished"]
+    rows: Rows = []
     for arm in summary.arms.values():
-        means = [arm.mean_sd(score) for score in SCORES]
+        means = [shown.cell(*arm.mean_sd(score)) for score in SCORES]
         counts = (len(arm.finished), arm.diverged, arm.unfinished)
-        table.add(
-            arm.name,
-            *(Cell(shown.value(mean, sd), mean) for mean, sd in means),
-            *(Cell(str(count), count) for count in counts),
-        )
-    for column in range(1, 1 + len(SCORES)):
-        mark_best(table, column, lambda: summary.greater)
+        rows.append([arm.name, *means, *(cell(str, count) for count in counts)])
     widths = windows(summary)
     curve = f"curve under a Hanning window of {widths}"
     if widths == "1":
         curve = "unsmoothed curve, as there are too few rounds"
-    table.note = (
+    lost = ""
+    if summary.scored and any(arm.diverged for arm in summary.arms.values()):
+        lost = f"A diverged run {'scores 0' if summary.greater else 'has no score'}. "
+    note = (
         f"Mean ± sample deviation over seeds. Smoothed: highest of the last 50 of the {curve}. "
-        f"{_lost(summary)}Unfinished runs are kept out."
+        f"{lost}Unfinished runs are kept out."
     )
-    return table
-
-
-def _lost(summary: Summary) -> str:
-    """Say what a diverged run has, where one lost a score."""
-    if not summary.scored or not any(arm.diverged for arm in summary.arms.values()):
-        return ""
-    return "A diverged run scores 0. " if summary.greater else "A diverged run has no score. "
+    table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
+    return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater)
 
 
 def windows(summary: Summary) -> str:
@@ -110,34 +255,7 @@ def windows(summary: Summary) -> str:
     return " or ".join(map(str, widths)) or NONE
 
 
-def pairs(summary: Summary) -> Table:
-    """Paired intervals with Holm's correction."""
-    columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
-    table = Table("pairs", "Paired differences in numbers", columns)
-    for pair in summary.pairs:
-        between = pair.interval
-        shown = difference_unit(summary, pair)
-        name = f"log {pair.a} / {pair.b}"
-        if pair.scale == "difference":
-            name = f"{pair.a} − {pair.b}"
-        mean = shown.difference(between.mean)
-        if between.mean is not None:
-            mean += f" {shown.of_difference}"
-        table.add(
-            name,
-            f"{pair.metric}, {SCORE_TITLES[pair.score]}",
-            Cell(mean, between.mean),
-            interval(shown, pair),
-            Cell(shown.difference(between.sd).lstrip("+"), between.sd),
-            Cell(str(between.n), between.n),
-            Cell(p_value(between.p), between.p),
-            Cell(p_value(pair.p_holm), pair.p_holm),
-        )
-    table.note = (
-        "Differences of runs with the same seed, and so the same partition; Student's t, "
-        "two-sided; p also by Holm's step-down correction over the rows of this table."
-    )
-    return table
+# -------------------------------------------------------------------------------- costs
 
 
 def targets(summary: Summary) -> list[Table]:
@@ -148,45 +266,38 @@ def targets(summary: Summary) -> list[Table]:
     # Where no run logs the metric there is nothing to reach.
     if not summary.scored:
         return []
+    columns = "arm|rounds|sent|time|reached by|sent, × first arm|as papers count, × first arm"
+    costs = {"rounds": _rounds, "bytes": size, "seconds": seconds}
+    first = next(iter(summary.arms.values()))
+    sign = "≥" if summary.greater else "≤"
+    note = (
+        f"First round in which the smoothed curve is {sign} {{}}; means over the seeds "
+        "that reached it, which flatters an arm that some seeds never took there. Bytes are "
+        "counted from messages, both directions. The papers count one vector a client and "
+        "round, two for SCAFFOLD, FedCM, MoFedSAM, FedGamma and FedSMOO; FedALS counts "
+        "parameters sent one way."
+    )
     made = []
     for target in summary.targets:
-        sign = "≥" if summary.greater else "≤"
-        columns = [
-            "arm",
-            "rounds",
-            "sent",
-            "time",
-            "reached by",
-            "sent, × first arm",
-            "as papers count, × first arm",
-        ]
-        table = Table(f"target-{target}", f"Until {summary.metric} {sign} {target}", columns)
-        first = next(iter(summary.arms.values()))
+        rows: Rows = []
         for arm in summary.arms.values():
-            costs = list(arm.reached[target].values())
-            hits = [cost for cost in costs if cost["rounds"] is not None]
-            sent = _ratio_sent(arm, first, target)
-            as_papers_count = _ratio_papers(arm, first, target)
-            table.add(
-                arm.name,
-                _mean_cell([hit["rounds"] for hit in hits], _rounds),
-                _mean_cell([hit["bytes"] for hit in hits], size),
-                _mean_cell([hit["seconds"] for hit in hits], seconds),
-                Cell(f"{len(hits)} of {len(costs)}", len(hits)),
-                Cell(times(sent), sent),
-                Cell(times(as_papers_count), as_papers_count),
-            )
+            reached = arm.reached[target].values()
+            hits = [cost for cost in reached if cost["rounds"] is not None]
+            row: list[Any] = [arm.name]
+            for what, wording in costs.items():
+                values = [hit[what] for hit in hits]
+                row.append(cell(wording, None if None in values or not values else fmean(values)))
+            row.append(Cell(f"{len(hits)} of {len(reached)}", len(hits)))
+            sent = _ratio(arm.mean_until(target, "bytes"), first.mean_until(target, "bytes"))
+            a_round = papers_ratio(traffic(arm), traffic(first))
+            rounds = arm.mean_until(target, "rounds")
+            counted = None if a_round is None or rounds is None else a_round * rounds
+            as_papers_count = _ratio(counted, first.mean_until(target, "rounds"))
+            rows.append([*row, cell(times, sent), cell(times, as_papers_count)])
+        title = f"Until {summary.metric} {sign} {target}"
+        table = Table(f"target-{target}", title, columns.split("|"), rows, note.format(target))
         # Whatever the metric, to spend less until the target is better.
-        for column in (1, 2, 3):
-            mark_best(table, column, lambda: False)
-        table.note = (
-            f"First round in which the smoothed curve is {sign} {target}; means over the seeds "
-            "that reached it, which flatters an arm that some seeds never took there. Bytes are "
-            "counted from messages, both directions. The papers count one vector a client and "
-            "round, two for SCAFFOLD, FedCM, MoFedSAM, FedGamma and FedSMOO; FedALS counts "
-            "parameters sent one way."
-        )
-        made.append(table)
+        made.append(table.with_best((1, 2, 3), lambda: False))
     return made
 
 
@@ -194,52 +305,29 @@ def _rounds(count: float) -> str:
     return f"{count:.1f}".removesuffix(".0")
 
 
-def _mean_cell(values: Sequence[Any], wording: Any) -> Cell:
-    if not values or any(value is None for value in values):
-        return Cell(NONE)
-    return Cell(wording(fmean(values)), fmean(values))
-
-
-def _ratio_sent(arm: Arm, first: Arm, target: str) -> float | None:
-    ours = to_target(arm, target, "bytes")
-    theirs = to_target(first, target, "bytes")
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
-
-
-def _ratio_papers(arm: Arm, first: Arm, target: str) -> float | None:
-    ours = to_target(arm, target, "rounds")
-    theirs = to_target(first, target, "rounds")
-    a_round = papers_ratio(traffic(arm), traffic(first))
-    return a_round * ours / theirs if a_round is not None and ours is not None and theirs else None
 
 
 def budgets(summary: Summary) -> Table:
     """The smoothed metric at equal rounds, gradients, bytes and seconds."""
     shown = unit_of(summary)
-    made = views(by_arm(summary), summary.metric)
+    made = views({name: arm.runs for name, arm in summary.arms.items()}, summary.metric)
     title = f"At equal cost: {metric_title(summary)}, last third of what was spent"
-    table = Table("budgets", title, ["arm", *(_budget(view) for view in made)])
-    if not made:
-        return table
-    for name in summary.arms:
-        cells = []
+    rows: Rows = []
+    for name in summary.arms if made else ():
+        row: list[Any] = [name]
         for view in made:
-            mean, sd = mean_sd([value for value in view.values[name].values() if value is not None])
-            cells.append(Cell(shown.value(mean, sd), mean))
-        table.add(name, *cells)
-    for column in range(1, 1 + len(made)):
-        mark_best(table, column, lambda: summary.greater)
-    table.note = (
+            values = [value for value in view.values[name].values() if value is not None]
+            row.append(shown.cell(*mean_sd(values)))
+        rows.append(row)
+    note = (
         "Each column is what the run that spent least spent in all: every run is scored by its "
         "mean over the last third of that, and by nothing later. Seconds are the processor's, all "
         "threads and processes; on a GPU the clock's, of runs that did not overlap."
     )
-    return table
-
-
-def by_arm(summary: Summary) -> dict[str, list[Run]]:
-    """Runs by arm."""
-    return {name: arm.runs for name, arm in summary.arms.items()}
+    table = Table("budgets", title, ["arm", *map(_budget, made)], rows, note)
+    return table.with_best(range(1, 1 + len(made)), lambda: summary.greater)
 
 
 def _budget(view: View) -> str:
@@ -253,57 +341,47 @@ def _budget(view: View) -> str:
 
 
 def communication(summary: Summary) -> Table:
-    """What a round sends, by both conventions."""
-    columns = [
-        "arm",
-        "sent a round",
-        "× first arm",
-        "vectors a client, as papers count",
-        "× first arm, as papers count",
-    ]
-    table = Table("communication", "Communication a round", columns)
+    """What a round sends, by both conventions; no rows where no run sent anything."""
+    columns = (
+        "arm|sent a round|× first arm|vectors a client, as papers count|"
+        "× first arm, as papers count"
+    )
     counted = {name: traffic(arm) for name, arm in summary.arms.items()}
     first = next(iter(counted.values()))
-    # Where no run sent anything there is no table.
-    if not any(each.bytes for each in counted.values()):
-        return table
+    rows: Rows = []
     for name, each in counted.items():
-        ours = over(each.bytes, first.bytes)
-        theirs = papers_ratio(each, first)
-        table.add(
-            name,
-            Cell(size(each.bytes), each.bytes),
-            Cell(times(ours), ours),
-            Cell(_vectors(each), each.papers),
-            Cell(times(theirs), theirs),
+        vectors = NONE if each.papers is None else str(each.papers)
+        if each.partial and each.papers is not None:
+            vectors = "by part"
+        sent = cell(times, over(each.bytes, first.bytes))
+        as_papers_count = cell(times, papers_ratio(each, first))
+        rows.append(
+            [name, cell(size, each.bytes), sent, Cell(vectors, each.papers), as_papers_count]
         )
-    table.note = (
+    note = (
         "Sent: counted from the messages of every round, both directions, buffers apart. The "
         "papers count FedCM and MoFedSAM twice, but only what goes down doubles: 1.5 times FedAvg."
     )
-    return table
+    sending = any(each.bytes for each in counted.values())
+    title = "Communication a round"
+    return Table("communication", title, columns.split("|"), rows if sending else [], note)
 
 
-def _vectors(each: Traffic) -> str:
-    if each.papers is None:
-        return NONE
-    return "by part" if each.partial else str(each.papers)
+# ------------------------------------------------------------------------- what else there is
 
 
 def consensus(summary: Summary) -> list[Table]:
     """A table for each form of the consensus distance of layers that was logged."""
     made = []
-    for form, layers in forms(summary.found.runs).items():
-        title = f"Consensus distance by layer, {FORMS[form]}"
-        table = Table(f"consensus-{form.strip('/')}", title, ["layer", *summary.arms], folded=True)
+    note = "Averaged over all rounds and seeds; layers from the input on."
+    for form, layers in forms(summary.found).items():
+        rows: Rows = []
         for layer in layers:
-            cells = []
-            for arm in summary.arms.values():
-                mean = over_time(arm.runs, form + layer)
-                cells.append(Cell(NONE if mean is None else f"{mean:.3g}", mean))
-            table.add(layer, *cells)
-        table.note = "Averaged over all rounds and seeds; layers from the input on."
-        made.append(table)
+            means = [over_time(arm.runs, form + layer) for arm in summary.arms.values()]
+            rows.append([layer, *(cell("{:.3g}".format, mean) for mean in means)])
+        key = f"consensus-{form.strip('/')}"
+        title = f"Consensus distance by layer, {FORMS[form]}"
+        made.append(Table(key, title, ["layer", *summary.arms], rows, note, folded=True))
     return made
 
 
@@ -315,51 +393,37 @@ def beside_published(summary: Summary) -> list[Table]:
     made = []
     shown = unit_of(summary)
     for number, printed in enumerate(published(summary.found), start=1):
-        columns = [
-            "arm",
-            "published",
-            f"ours ({SCORE_TITLES[printed.score]})",
-            "what differs: ours (published)",
-        ]
-        table = Table(f"published-{number}", f"Beside {printed.source}", columns)
+        ours = f"ours ({SCORE_TITLES[printed.score]})"
+        columns = ["arm", "published", ours, "what differs: ours (published)"]
+        rows: Rows = []
         for arm in summary.arms.values():
             theirs = printed.of(arm.name)
             if theirs is None or printed.metric != summary.metric:
                 continue
-            mean, sd = arm.mean_sd(printed.score)
             config = arm.runs[0].config
             differs = "no config.yaml to compare"
             if config:
                 differs = "; ".join(printed.differences(config)) or "nothing"
-            table.add(
-                arm.name,
-                Cell(shown.value(*theirs), theirs[0]),
-                Cell(shown.value(mean, sd), mean),
-                differs,
-            )
-        table.note = f"{printed.note} A smaller twin says nothing of the published number."
-        made.append(table)
+            mean = shown.cell(*arm.mean_sd(printed.score))
+            rows.append([arm.name, shown.cell(*theirs), mean, differs])
+        note = f"{printed.note} A smaller twin says nothing of the published number."
+        made.append(Table(f"published-{number}", f"Beside {printed.source}", columns, rows, note))
     return made
 
 
 def runs(summary: Summary) -> Table:
     """Every run and where it is."""
     shown = unit_of(summary)
-    columns = ["arm", "seed", "status", "rounds", SCORE_TITLES[SCORES[0]], "folder"]
-    table = Table("runs", "Runs", columns)
+    columns = ["arm", "seed", "status", "rounds", SCORE_TITLES[MAIN], "folder"]
+    rows: Rows = []
     for arm in summary.arms.values():
         for run in arm.runs:
-            score = arm.scores[SCORES[0]].get(run.seed)
             asked = run.record.get("rounds")
             rounds = f"{run.rounds_done}"
             if asked and asked != run.rounds_done:
                 rounds += f" of {asked}"
-            table.add(
-                arm.name,
-                Cell(str(run.seed), run.seed),
-                Cell(run.status, mark=f"status {run.status}"),
-                Cell(rounds, run.rounds_done),
-                Cell(shown.value(score), score),
-                str(run.folder),
-            )
-    return table
+            status = Cell(run.status, mark=f"status {run.status}")
+            score = shown.cell(arm.scores[MAIN].get(run.seed))
+            row = [arm.name, cell(str, run.seed), status, Cell(rounds, run.rounds_done)]
+            rows.append([*row, score, str(run.folder)])
+    return Table("runs", "Runs", columns, rows)

@@ -18,7 +18,7 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     # Sweeps whose arms had to be kept apart are groups of their own, all others are one.
     groups: dict[str, dict[str, Run]] = {}
     for run in found.runs:
-        groups.setdefault(found.apart.get(run.folder, ""), {}).setdefault(run.arm, run)
+        groups.setdefault(run.group, {}).setdefault(run.arm, run)
     placed = []
     for group, arms in groups.items():
         runs = list(arms.values())

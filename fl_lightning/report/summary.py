@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.report.claims import Claim, ClaimsFile, gather
 from fl_lightning.report.evidence import evidence, logged, named
-from fl_lightning.report.intervals import Interval, holm, mean_sd, paired
+from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.notes import notes_on
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES, reached, score_of
 from fl_lightning.report.settings import settings
-from fl_lightning.report.verdicts import judge
+from fl_lightning.report.verdicts import Comparison, judge
 
 BySeed = dict[int, float | None]
+COSTS = ("rounds", "bytes", "seconds")
+
+
+def _known(values: BySeed) -> list[float]:
+    return [value for value in values.values() if value is not None]
 
 
 @dataclass
@@ -45,7 +50,7 @@ class Arm:
 
     def mean_sd(self, score: str) -> tuple[float | None, float | None]:
         """Mean and deviation over the seeds that have this score."""
-        return mean_sd([value for value in self.scores[score].values() if value is not None])
+        return mean_sd(_known(self.scores[score]))
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it."""
@@ -53,82 +58,25 @@ class Arm:
         for score, values in self.scores.items():
             mean, sd = self.mean_sd(score)
             scores[score] = {"mean": mean, "sd": sd, "values": values}
-        costs: dict[str, dict[str, dict[int, Any]]] = {}
-        for what in ("rounds", "bytes", "seconds"):
-            until = costs[f"{what}_to"] = {}
-            for target, seeds in self.reached.items():
-                until[target] = {seed: cost[what] for seed, cost in seeds.items()}
         return {
             "n": len(self.finished),
             "diverged": self.diverged,
             "unfinished": self.unfinished,
             "runs": [str(run.folder) for run in self.runs],
             "scores": scores,
-            **costs,
+            **{f"{what}_to": self.until(what) for what in COSTS},
         }
 
+    def until(self, what: str) -> dict[str, BySeed]:
+        """Target → seed → the rounds, bytes or seconds until it."""
+        spent: dict[str, BySeed] = {}
+        for target, seeds in self.reached.items():
+            spent[target] = {seed: cost[what] for seed, cost in seeds.items()}
+        return spent
 
-@dataclass
-class Pair:
-    """``a`` against ``b``, paired by seed; ``differences`` are those of the seeds that count.
-
-    ``scale``: difference, log_ratio, or number (of ρ and of shares).
-    """
-
-    a: str
-    b: str
-    metric: str
-    score: str
-    interval: Interval
-    differences: dict[int, float] = field(default_factory=dict)
-    scale: str = "difference"
-    p_holm: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As report.json has it."""
-        head = {"a": self.a, "b": self.b, "metric": self.metric, "score": self.score}
-        return {**head, **asdict(self.interval), "p_holm": self.p_holm}
-
-
-@dataclass
-class Verdict:
-    """What the runs say about a claim; ``provisional`` while runs of its family are missing."""
-
-    claim: Claim
-    verdict: str
-    pair: Pair
-    changed: bool | None
-    left_out: int = 0
-    provisional: bool = False
-
-    @property
-    def printed(self) -> str:
-        """The verdict as a reader sees it."""
-        if self.provisional:
-            return f"{self.verdict}, provisional"
-        return self.verdict
-
-    def to_json(self) -> dict[str, Any]:
-        """As report.json has it."""
-        interval = self.pair.interval
-        return {
-            "id": self.claim.id,
-            "verdict": self.verdict,
-            "mean": interval.mean,
-            "low": interval.low,
-            "high": interval.high,
-            "margin": self.claim.margin,
-            "n": interval.n,
-            "changed": self.changed,
-            "kind": self.claim.kind,
-            "family": self.claim.family,
-            "primary": self.claim.primary,
-            "p": interval.p,
-            "p_holm": self.pair.p_holm,
-            "values": self.pair.differences,
-            "left_out": self.left_out,
-            "provisional": self.provisional,
-        }
+    def mean_until(self, target: str, what: str) -> float | None:
+        """The mean over the seeds that reached it."""
+        return mean_sd(_known(self.until(what)[target]))[0]
 
 
 @dataclass
@@ -142,8 +90,8 @@ class Summary:
     metric: str
     targets: tuple[str, ...]
     arms: dict[str, Arm]
-    pairs: list[Pair]
-    verdicts: list[Verdict]
+    pairs: list[Comparison]
+    verdicts: list[Comparison]
     notes: list[str]
     found: Found
     settings: dict[str, dict[str, str]]
@@ -163,8 +111,8 @@ class Summary:
         return {
             "metric": self.metric,
             "arms": {name: arm.to_json() for name, arm in self.arms.items()},
-            "pairs": [pair.to_json() for pair in self.pairs],
-            "claims": [verdict.to_json() for verdict in self.verdicts],
+            "pairs": [pair.to_pair() for pair in self.pairs],
+            "claims": [verdict.to_claim() for verdict in self.verdicts],
             "settings": self.settings,
         }
 
@@ -192,18 +140,17 @@ def summarise(
     # What stands out in the runs is noted before what stands out in a claim.
     notes = notes_on(found, metric, files)
     by_setting = settings(found)
-    verdicts = []
+    verdicts: list[Comparison] = []
     for file in files:
         verdicts += _judged(file, found, notes)
-    if files:
-        kinds = ("difference", "equivalence")
-        pairs = [verdict.pair for verdict in verdicts if verdict.claim.kind in kinds]
-    else:
+    pairs = [each for each in verdicts if each.claim.kind in ("difference", "equivalence")]
+    if not files:
         pairs = _within_settings(by_setting, metric, found, notes)
+    notes = list(dict.fromkeys(notes))
     return Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
 
 
-def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
+def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison]:
     """The verdicts on a file's claims, corrected within each family.
 
     The claims mean the runs of the file's own sweeps.
@@ -212,55 +159,37 @@ def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Verdict]:
     if file.folders:
         found = found.within({folder.resolve() for folder in file.folders})
     claims = [named(claim, file.names) for claim in file.claims]
-    measured = [evidence(claim, found, notes) for claim in claims]
-    verdicts: dict[int, Verdict] = {}
+    measured = [(claim, evidence(claim, found, notes)) for claim in claims]
+    verdicts: dict[str, Comparison] = {}
     for family in dict.fromkeys(claim.family for claim in claims):
-        places = [place for place, claim in enumerate(claims) if claim.family == family]
-        # A run that is still missing changes the p of the whole family.
-        provisional = any(measured[place].incomplete for place in places)
-        judged = judge([(claims[place], measured[place]) for place in places])
-        for place, outcome in zip(places, judged, strict=True):
-            claim = claims[place]
-            pair = Pair(
-                claim.a,
-                claim.b,
-                claim.metric,
-                claim.score,
-                outcome.interval,
-                measured[place].values,
-                claim.unit,
-                outcome.p_holm,
-            )
-            left_out = measured[place].left_out
-            verdicts[place] = Verdict(
-                claim, outcome.verdict, pair, file.changed, left_out, provisional
-            )
-    return [verdicts[place] for place in range(len(claims))]
+        members = [(claim, values) for claim, values in measured if claim.family == family]
+        for compared in judge(members):
+            compared.changed = file.changed
+            # A run that is still missing changes the p of the whole family.
+            compared.provisional = any(values.incomplete for _, values in members)
+            verdicts[compared.claim.id] = compared
+    return [verdicts[claim.id] for claim in claims]
 
 
 def _within_settings(
     by_setting: Mapping[str, Mapping[str, str]], metric: str, found: Found, notes: list[str]
-) -> list[Pair]:
+) -> list[Comparison]:
     """Without claims: pair every arm with its setting's first, corrected over all pairs."""
-    pairs = []
+    members = []
     for arms in by_setting.values():
         first, *others = arms.values()
         for name in others:
             # Nothing is claimed: the claim only says what is compared.
-            claim = Claim("", name, first, metric, "", 0.0)
-            values = evidence(claim, found, notes).values
-            interval = paired(list(values.values()))
-            pairs.append(Pair(name, first, metric, claim.score, interval, values))
+            claim = Claim("", name, first, metric, "greater", 0.0)
+            members.append((claim, evidence(claim, found, notes)))
     # Every pair that is looked at is a chance to be wrong, so all are one family.
-    for pair, corrected in zip(pairs, holm([pair.interval.p for pair in pairs]), strict=True):
-        pair.p_holm = corrected
-    return pairs
+    return judge(members)
 
 
 def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_logged: bool) -> Arm:
     scores: dict[str, BySeed] = {score: {} for score in SCORES}
     costs: dict[str, dict[int, dict[str, Any]]] = {target: {} for target in targets}
-    for run in [run for run in runs if run.finished]:
+    for run in filter(lambda run: run.finished, runs):
         # Where no run logs the metric nobody has lost in it, not even by diverging.
         for score in SCORES:
             scores[score][run.seed] = score_of(run, metric, score) if any_logged else None

@@ -1,14 +1,15 @@
-"""A table, and its four forms: Markdown, LaTeX, HTML and CSV."""
+"""Tables, and numbers in them as a reader meets them: accuracies in percent, fitting units."""
 
 from __future__ import annotations
 
-import csv
-import html
-import io
-import re
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+NONE = "–"
+# Cells, or texts, which are cells without a value.
+Rows = list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -33,161 +34,114 @@ class Table:
     key: str
     title: str
     columns: Sequence[str]
-    rows: list[list[Cell]] = field(default_factory=list)
+    rows: Rows
     note: str = ""
     folded: bool = False
 
-    def add(self, *cells: Cell | str) -> None:
-        """Add a row; texts are cells without a value."""
-        self.rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            row[:] = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+
+    def with_best(self, columns: Iterable[int], greater: Callable[[], bool]) -> Table:
+        """Mark the best of each of these columns; ``greater`` is asked where there are several."""
+        for column in columns:
+            known = [row[column].value for row in self.rows if row[column].value is not None]
+            if len(known) > 1:
+                best = max(known) if greater() else min(known)
+                for row in self.rows:
+                    if row[column].value == best:
+                        row[column] = Cell(row[column].text, best, "best")
+        return self
 
 
-def mark_best(table: Table, column: int, greater: Callable[[], bool]) -> None:
-    """Mark the best value of a column; ``greater`` is asked only where there are two or more."""
-    values = [row[column].value for row in table.rows]
-    known = [value for value in values if value is not None]
-    if len(known) > 1:
-        best = max(known) if greater() else min(known)
-        for row, value in zip(table.rows, values, strict=True):
-            if value == best:
-                row[column] = Cell(row[column].text, value, "best")
+@dataclass(frozen=True)
+class Unit:
+    """How values of a metric are shown: as they are, or in percent, and differences in points."""
+
+    percent: bool = False
+
+    @property
+    def factor(self) -> float:
+        return 100.0 if self.percent else 1.0
+
+    def value(self, value: float | None, sd: float | None = None) -> str:
+        """``75.95 ± 0.19``.
+
+        >>> PERCENT.value(0.75951, 0.0019), Unit().value(0.123456, 0.0123), PERCENT.value(None)
+        ('75.95 ± 0.19', '0.123 ± 0.012', '–')
+        """
+        if value is None or not math.isfinite(value):
+            return NONE
+        shown = value * self.factor
+        if sd is None:
+            return f"{shown:.2f}" if self.percent else f"{shown:.4g}"
+        spread = sd * self.factor
+        if self.percent:
+            return f"{shown:.2f} ± {spread:.2f}"
+        if not spread:
+            return f"{shown:.4g} ± 0"
+        # The deviation is shown by two digits, and the value by as many places.
+        places = max(0, 1 - math.floor(math.log10(spread)))
+        if places > 6 or abs(shown) >= 1e6:
+            return f"{shown:.4g} ± {spread:.2g}"
+        return f"{shown:.{places}f} ± {spread:.{places}f}"
+
+    def cell(self, value: float | None, sd: float | None = None) -> Cell:
+        return Cell(self.value(value, sd), value)
+
+    def difference(self, value: float | None, named: bool = False) -> str:
+        """With its sign: ``+2.10``; ``named``: and with its unit, where it has one."""
+        if value is None:
+            return NONE
+        text = f"{value * self.factor:{'+.2f' if self.percent else '+#.3g'}}"
+        # What rounds to 0 has no sign.
+        text = text.replace("-", "−", 1) if float(text) else text.lstrip("+-")
+        return f"{text} points" if named and self.percent else text
 
 
-def markdown(table: Table) -> str:
-    """A GitHub table under its title."""
-
-    def escaped(cell: Cell) -> str:
-        text = _one_line(cell.text)
-        return f"**{text}**" if cell.mark == "best" else text
-
-    lines = [
-        f"## {table.title}",
-        "",
-        _row(map(_one_line, table.columns)),
-        "|---" * len(table.columns) + "|",
-        *(_row(map(escaped, row)) for row in table.rows),
-    ]
-    if table.note:
-        lines += ["", table.note]
-    return "\n".join([*lines, ""])
+PERCENT = Unit(percent=True)
 
 
-def _row(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+def cell(wording: Callable[[Any], str], value: float | None) -> Cell:
+    """A cell that shows a value as ``wording`` has it; a dash for None."""
+    return Cell(NONE if value is None else wording(value), value)
 
 
-def _one_line(text: str) -> str:
-    """The text of a Markdown cell, which neither a line break nor a bar may end."""
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-_TEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "−": r"$-$",
-    "–": r"\textendash{}",
-    "<": r"$<$",
-    ">": r"$>$",
-    "≤": r"$\leq$",
-    "≥": r"$\geq$",
-    "·": r"$\cdot$",
-    "Δ": r"$\Delta$",
-    "‖": r"$\|$",
-    "²": r"$^2$",
-    "→": r"$\to$",
-    "α": r"$\alpha$",
-    "β": r"$\beta$",
-    "∞": r"$\infty$",
-    "≈": r"$\approx$",
-    "ρ": r"$\rho$",
-}
-
-
-def tex(text: str) -> str:
-    """Text that LaTeX prints as it is.
-
-    >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
-    val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
+def p_value(p: float) -> str:
     """
-    escaped = "".join(_TEX.get(character, character) for character in text)
-    # LaTeX would make one dash of two hyphens of a name.
-    return escaped.replace("--", "-{}-")
+    >>> p_value(0.0312), p_value(0.00001)
+    ('0.031', '< 0.001')
+    """
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
-def latex(table: Table) -> str:
-    """A table of booktabs, with caption and label."""
-
-    def escaped(cell: Cell) -> str:
-        text = tex(cell.text)
-        return rf"\textbf{{{text}}}" if cell.mark == "best" else text
-
-    def line(texts: Iterable[str]) -> str:
-        return " & ".join(texts) + r" \\"
-
-    lines = [
-        r"\begin{table}[htb]",
-        r"\centering",
-        rf"\caption{{{tex(table.title)}. {tex(table.note)}}}".replace(". }", ".}"),
-        rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.key)}}}",
-        rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
-        r"\toprule",
-        line(map(tex, table.columns)),
-        r"\midrule",
-        *(line(map(escaped, row)) for row in table.rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-        "",
-    ]
-    return "\n".join(lines)
+def size(count: float) -> str:
+    """
+    >>> size(1234567), size(20)
+    ('1.23 MB', '20 B')
+    """
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
-def page(table: Table) -> str:
-    """An HTML table whose head sorts it by what cells are worth."""
-    buttons = [f'<button type="button">{html.escape(column)}</button>' for column in table.columns]
-    head = "".join(f'<th scope="col">{button}</th>' for button in buttons)
-    body = []
-    for name, *numbers in table.rows:
-        row = f'<th scope="row"{_attributes(name)}>{html.escape(name.text)}</th>'
-        for cell in numbers:
-            row += f"<td{_attributes(cell)}>{html.escape(cell.text)}</td>"
-        body.append(f"<tr>{row}</tr>")
-    whole = (
-        f'<div class="table"><table id="{html.escape(table.key)}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
-    if table.note:
-        whole += f'<p class="note">{html.escape(table.note)}</p>'
-    if not table.folded:
-        return whole
-    return f"<details><summary>{html.escape(table.title)}</summary>{whole}</details>"
+def seconds(value: float) -> str:
+    """
+    >>> seconds(0.1234), seconds(83.0), seconds(7300.0)
+    ('0.123 s', '83.0 s', '2 h 02 min')
+    """
+    if value < 10:
+        return f"{value:.3g} s"
+    if value < 600:
+        return f"{value:.1f} s"
+    minutes = round(value / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _attributes(cell: Cell) -> str:
-    text = ""
-    if cell.mark:
-        text += f' class="{html.escape(cell.mark)}"'
-    # The page's script sorts by this number, not by the text.
-    if cell.value is not None:
-        text += f' data-value="{cell.value!r}"'
-    return text
-
-
-def comma_separated(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A CSV file; None is an empty cell, numbers read back exactly."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    # Without a value the csv module writes an empty cell, too.
-    writer.writerows(rows)
-    return text.getvalue()
+# How a ratio is shown.
+times = "{:.2f} ×".format

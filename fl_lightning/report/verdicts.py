@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.intervals import Interval, equivalent, holm, mean_sd, paired
@@ -27,23 +28,71 @@ class Evidence:
     left_out: int = 0
     incomplete: bool = False
 
+    def take(self, seed: int, value: float | None, lost: bool = False) -> None:
+        """Count a seed; ``lost``: leaving it out would help the claim."""
+        if value is None:
+            self.left_out += 1
+            self.lost |= lost
+        else:
+            self.values[seed] = value
 
-@dataclass(frozen=True)
-class Judged:
-    """A claim's interval, its p corrected over its family, and what they come to."""
 
+@dataclass
+class Comparison:
+    """What the runs say about a claim.
+
+    ``p_holm`` is corrected over its family; ``changed``: whether the claims were edited after the
+    runs began; ``provisional`` while runs of its family are missing.
+    """
+
+    claim: Claim
+    evidence: Evidence
     interval: Interval
     p_holm: float | None
     verdict: str
+    changed: bool | None = None
+    provisional: bool = False
+
+    @property
+    def printed(self) -> str:
+        """The verdict as a reader sees it."""
+        return f"{self.verdict}{', provisional' * self.provisional}"
+
+    def to_pair(self) -> dict[str, Any]:
+        """As one of report.json's pairs."""
+        head = {key: getattr(self.claim, key) for key in ("a", "b", "metric", "score")}
+        return {**head, **vars(self.interval), "p_holm": self.p_holm}
+
+    def to_claim(self) -> dict[str, Any]:
+        """As one of report.json's claims."""
+        return {
+            "id": self.claim.id,
+            "verdict": self.verdict,
+            "mean": self.interval.mean,
+            "low": self.interval.low,
+            "high": self.interval.high,
+            "margin": self.claim.margin,
+            "n": self.interval.n,
+            "changed": self.changed,
+            "kind": self.claim.kind,
+            "family": self.claim.family,
+            "primary": self.claim.primary,
+            "p": self.interval.p,
+            "p_holm": self.p_holm,
+            "values": self.evidence.values,
+            "left_out": self.evidence.left_out,
+            "provisional": self.provisional,
+        }
 
 
-def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Judged]:
+def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Comparison]:
     """The verdicts on all claims of one family, which are corrected together."""
     intervals = [interval(claim, evidence) for claim, evidence in family]
     corrected = holm([measured.p for measured in intervals])
     judged = []
     for (claim, evidence), measured, p_holm in zip(family, intervals, corrected, strict=True):
-        judged.append(Judged(measured, p_holm, _verdict(claim, evidence, measured, p_holm)))
+        outcome = _verdict(claim, evidence, measured, p_holm)
+        judged.append(Comparison(claim, evidence, measured, p_holm, outcome))
     return judged
 
 

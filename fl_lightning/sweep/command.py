@@ -71,11 +71,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: what is to mend; nothing was trained then.
     """
-    try:
-        options = parser().parse_intermixed_args(list(argv))
-    except SystemExit as end:
-        # So ends --help.
-        return int(end.code or 0)
+    options = parser().parse_intermixed_args(list(argv))
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"sweep --jobs {options.jobs}: give how many runs go at once, at least 1.")
     spec = read_spec(options.file, options.overrides)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import hashlib
-import io
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import read_rows
+from fl_lightning.metrics import comma_separated, read_record, read_rows
+from fl_lightning.report import runs as reading
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.grid import Arm, Run
 from fl_lightning.sweep.spec import Spec
@@ -80,20 +78,11 @@ def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
 
 
 def _alive(holder: str) -> bool:
-    if not holder.isdecimal():
-        return False
     try:
-        os.kill(int(holder), 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{int(holder)}/stat").read_text()
+    except (OSError, ValueError):
         return False
-    except PermissionError:
-        # It lives, and is somebody else's.
-        pass
     # A zombie was killed, and not yet waited for by the process that started it.
-    try:
-        stat = Path(f"/proc/{holder}/stat").read_text()
-    except OSError:
-        return True
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
@@ -119,7 +108,7 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
             )
         with written_aside(kept) as file:
             file.write(data)
-    elif any(_read(path.parent).get("claims_hash") for path in records):
+    elif any(read_record(path.parent).get("claims_hash") for path in records):
         raise UserError(
             f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; "
             "all runs of a sweep have the same. Put the claims back, or start anew in another "
@@ -157,22 +146,9 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[Arm]) -> None:
                 )
 
 
-def record(run: Run) -> dict[str, Any]:
-    """run.json of ``run``; empty where there is none."""
-    return _read(run.folder)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    try:
-        document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def set_status(run: Run, status: str) -> None:
     """Mend run.json of a run whose process did not come to write it."""
-    if content := record(run):
+    if content := read_record(run.folder):
         content["status"] = status
         with written_aside(run.folder / "run.json") as file:
             file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
@@ -185,7 +161,7 @@ def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> 
         before: the states in runs.csv, by place.
         rounds: how many are asked for by now; None: as many as before.
     """
-    content = record(run)
+    content = read_record(run.folder)
     status = content.get("status")
     done = content.get("rounds")
     # A run that is done has more to do where more rounds are asked for.
@@ -198,24 +174,16 @@ def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> 
 
 def read_states(folder: Path) -> dict[str, str]:
     """Place → status, as runs.csv has them."""
-    try:
-        text = (folder / "runs.csv").read_text(encoding="utf-8")
-        rows = list(csv.DictReader(io.StringIO(text)))
-        return {f"{row['arm']}/seed-{row['seed']}": row["status"] or "" for row in rows}
-    except (OSError, UnicodeDecodeError, csv.Error, KeyError):
-        # A broken runs.csv is written anew, from the runs' own files.
-        return {}
+    # A broken runs.csv is written anew, from the runs' own files.
+    states = reading.read_states(folder)
+    return {f"{arm}/seed-{seed}": status for (arm, seed), status in states.items()}
 
 
 def write_states(folder: Path, states: Mapping[Run, str]) -> None:
     """Write runs.csv whole; it names a run's folder as seen from where the sweep was started."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["arm", "seed", "status", "folder"])
-    for run, status in states.items():
-        writer.writerow([run.arm, run.seed, status, str(run.folder)])
+    rows = [[run.arm, run.seed, status, str(run.folder)] for run, status in states.items()]
     with written_aside(folder / "runs.csv", durable=False) as file:
-        file.write(text.getvalue().encode())
+        file.write(comma_separated([["arm", "seed", "status", "folder"], *rows]).encode())
 
 
 def progress(run: Run, metric: str) -> tuple[int, float | None]:
@@ -231,7 +199,7 @@ def progress(run: Run, metric: str) -> tuple[int, float | None]:
 
 def shown_of(run: Run) -> list[str]:
     """The metrics by which a run is shown, as its run.json says; of an older run none."""
-    shown = record(run).get("shown")
+    shown = read_record(run.folder).get("shown")
     if not isinstance(shown, list):
         return []
     return [name for name in shown if isinstance(name, str)]

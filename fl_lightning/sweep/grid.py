@@ -110,7 +110,7 @@ def part_of(rounds: int, share: Fraction) -> int:
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0
 
 
 def seeds(spec: Spec, arm: Arm) -> list[int]:
@@ -118,7 +118,7 @@ def seeds(spec: Spec, arm: Arm) -> list[int]:
     if spec.seeds is not None:
         return spec.seeds
     seed = prepare("fit", arm.argv()).config.get(SEEDS, 0)
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if type(seed) is not int:
         raise UserError(
             f"sweep {spec.name}: {SEEDS} is {seed!r}, and a run's folder is named by its seed. "
             "Give integers."

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
+from fl_lightning.metrics import read_record
 from fl_lightning.sweep import folder as files
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.sweep.grid import Run
 from fl_lightning.sweep.table import Table
-from fl_lightning.sweep.workers import Place, start
+from fl_lightning.sweep.workers import STOPPING, Place, start
 
 # Seconds between two looks at the workers.
 _LOOK = 0.05
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Queue:
@@ -46,7 +47,7 @@ class Queue:
         self.listed = listed
         # They are taken from the end.
         self._free = list(reversed(places))
-        self._workers: dict[int, tuple[Run, Place]] = {}
+        self._workers: dict[ForkProcess, tuple[Run, Place]] = {}
         # The signal that asked to stop.
         self.stopped: int | None = None
         self._workers_know = False
@@ -57,7 +58,7 @@ class Queue:
         A signal that asks to stop ends it too, when the workers have ended.
         """
         handlers = {}
-        for number in _STOPPING:
+        for number in STOPPING:
             # What nohup has told this process to ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, self._on_signal)
@@ -68,16 +69,18 @@ class Queue:
             while self._workers or (waiting and self.stopped is None):
                 while waiting and self._free and self.stopped is None:
                     self._start(waiting.pop())
-                if not self._ended():
-                    time.sleep(_LOOK)
+                # A look now and then, as a signal may have asked to stop.
+                wait([worker.sentinel for worker in self._workers], timeout=_LOOK)
+                self._take_ended()
                 # The handler only notes the signal: a worker that starts meanwhile is told here.
                 if self.stopped is not None and not self._workers_know:
                     self._workers_know = True
-                    self._signal(signal.SIGTERM)
+                    for worker in self._workers:
+                        worker.terminate()
                 self.table.show(self.states)
         finally:
             # No worker is left, unless this ends by an error.
-            self._signal(signal.SIGKILL)
+            self._kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self.table.show(self.states, last=True)
@@ -89,25 +92,21 @@ class Queue:
         self._write()
         self._workers[start(run, place, self.claims_hash)] = (run, place)
 
-    def _ended(self) -> bool:
-        some_ended = False
-        for pid in list(self._workers):
-            ended_pid, status = os.waitpid(pid, os.WNOHANG)
-            if ended_pid:
-                run, place = self._workers.pop(pid)
-                # A run that was killed may have left processes of its own.
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-                self._free.append(place)
-                code = os.waitstatus_to_exitcode(status)
-                # A run that was stopped before it handled signals has lost nothing: it waits again.
-                unbegun = self.stopped is not None and -code in _STOPPING
-                self.states[run] = WAITING if unbegun else outcome(run, code)
-                self.table.tell(run, self.states)
-                some_ended = True
-        if some_ended:
+    def _take_ended(self) -> None:
+        for worker in list(self._workers):
+            code = worker.exitcode
+            if code is None or worker.pid is None:
+                continue
+            run, place = self._workers.pop(worker)
+            # A run that was killed may have left processes of its own.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            self._free.append(place)
+            # A run that was stopped before it handled signals has lost nothing: it waits again.
+            unbegun = self.stopped is not None and -code in STOPPING
+            self.states[run] = WAITING if unbegun else outcome(run, code)
+            self.table.tell(run, self.states)
             self._write()
-        return some_ended
 
     def _write(self) -> None:
         if self.listed is not None:
@@ -116,16 +115,15 @@ class Queue:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A second Ctrl-C does not wait for the end of rounds.
         if self.stopped is not None and number == signal.SIGINT:
-            self._signal(signal.SIGKILL)
+            self._kill()
         elif self.stopped is None:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: stopping each run after its round\n".encode())
         self.stopped = self.stopped or number
 
-    def _signal(self, number: int) -> None:
-        for pid in list(self._workers):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def _kill(self) -> None:
+        for worker in list(self._workers):
+            worker.kill()
 
 
 def outcome(run: Run, code: int) -> str:
@@ -133,7 +131,7 @@ def outcome(run: Run, code: int) -> str:
 
     Where a signal killed it, the code is minus the signal's number.
     """
-    status = files.record(run).get("status")
+    status = read_record(run.folder).get("status")
     if code == 0 and status in ("running", None):
         # It was killed after its last round, so there was nothing left to do.
         files.set_status(run, DONE)

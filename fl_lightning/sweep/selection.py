@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections import Counter
@@ -16,7 +14,7 @@ import yaml
 
 from fl_lightning.cli.compose import plain_yaml, prepare
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.metrics import Directions
+from fl_lightning.metrics import Directions, comma_separated
 from fl_lightning.report import runs as reading
 from fl_lightning.report.scores import SCORES, score_of
 from fl_lightning.storage.files import written_aside
@@ -172,16 +170,14 @@ def _write_scores(
     keys: dict[str, None] = {}
     for _, candidate in scored:
         keys |= dict.fromkeys(candidate.choice)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["arm", *keys, f"{metric} ({SCORE})", "runs", "chosen"])
+    rows: list[list[Any]] = [["arm", *keys, f"{metric} ({SCORE})", "runs", "chosen"]]
     for mean, candidate in scored:
         score = "" if mean is None or math.isnan(mean) else repr(mean)
         values = [candidate.choice.get(key, "") for key in keys]
         chosen = "yes" if best.get(candidate.arm) is candidate.choice else ""
-        writer.writerow([candidate.arm, *values, score, len(candidate.runs), chosen])
+        rows.append([candidate.arm, *values, score, len(candidate.runs), chosen])
     with written_aside(sweep / "select.csv") as file:
-        file.write(text.getvalue().encode())
+        file.write(comma_separated(rows).encode())
 
 
 def which_way(select: Selection) -> Directions:
@@ -195,7 +191,7 @@ def at_the_end(values: Sequence[Any], value: Any) -> str:
     >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
     (', the largest that was tried', '')
     """
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    numbers = [each for each in values if type(each) in (int, float)]
     if len(numbers) < max(3, len(values)) or value not in (min(numbers), max(numbers)):
         return ""
     return f", the {'least' if value == min(numbers) else 'largest'} that was tried"

@@ -189,7 +189,8 @@ def _texts(name: str, key: str, value: Any) -> list[str]:
 def _seeds(name: str, key: str, value: Any) -> list[int]:
     values = as_list(value)
     for seed in values:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        # A bool would pass for an int.
+        if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(
                 f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one a run."
             )
@@ -297,14 +298,12 @@ def _selection(
 
 def _check_measuring(name: str, rounds: Any, fraction: Any) -> None:
     """Refuse numbers of rounds and shares of the data by which nothing can be measured."""
-    whole = isinstance(rounds, int) and not isinstance(rounds, bool)
-    if rounds is not None and (not whole or rounds < 1):
+    if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise UserError(
             f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, "
             "at least 1."
         )
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not number or not 0 < fraction < 1:
+    if type(fraction) not in (int, float) or not 0 < fraction < 1:
         raise UserError(
             f"sweep {name}: select.val_fraction {fraction!r}: give a share of the training data, "
             "such as 0.1."

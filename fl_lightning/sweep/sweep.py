@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import yaml
 
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.metrics import read_record
 from fl_lightning.sweep import folder as files
-from fl_lightning.sweep import slurm, workers
+from fl_lightning.sweep import workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.sweep.grid import Arm, Run, arms, by_seed, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
@@ -41,6 +43,20 @@ _FREE = (
     "data.init_args.root",
     "data.init_args.download",
 )
+
+# One array job, a task a run.
+_SLURM = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --output={out}/slurm-%A_%a.log
+# Time, partition, cores and GPUs are your cluster's: add them here, or give them to sbatch.
+# Submit it in the folder where it was written.
+# A task that is requeued goes on from its last checkpoint.
+runs=(
+{runs}
+)
+exec {command} --run "${{runs[$SLURM_ARRAY_TASK_ID]}}"
+"""
 
 
 class Sweep:
@@ -155,7 +171,10 @@ class Sweep:
             return code
 
     def slurm(self, command: Sequence[str]) -> str:
-        """The array script of what is not done: of the runs to select from first."""
+        """The array script of what is not done: of the runs to select from first.
+
+        ``command``: ``fl-lightning sweep FILE …``, to which a task adds ``--run PLACE``.
+        """
         with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
             at_once = len(self._prepare(None))
             self._check([candidate.runs for candidate in self.candidates], at_once)
@@ -170,7 +189,13 @@ class Sweep:
         waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
         if not waiting:
             raise UserError(f"sweep --slurm: no run of {self.folder} is left to do.")
-        return slurm.script(self.spec.stem, str(self.folder), command, waiting)
+        return _SLURM.format(
+            name=shlex.quote(self.spec.stem),
+            out=self.folder,
+            last=len(waiting) - 1,
+            runs="\n".join(f"  {shlex.quote(run.place)}" for run in waiting),
+            command=shlex.join(command),
+        )
 
     # ----------------------------------------------------------------------- steps
 
@@ -349,7 +374,7 @@ class Sweep:
         """Compare the hash of a config, where config.yaml itself is missing."""
         from fl_lightning.cli.run_record import config_hash
 
-        then = files.record(run).get("config_hash")
+        then = read_record(run.folder).get("config_hash")
         if then is not None and then != config_hash(config):
             raise UserError(
                 f"sweep {self.spec.name}: {run.folder} has no config.yaml, and its run.json says "

@@ -5,25 +5,33 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import json
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from multiprocessing.context import ForkProcess
+from typing import TYPE_CHECKING, Any
 
 from fl_lightning.cli.compose import parse_yaml, prepare
 from fl_lightning.errors import UserError
-from fl_lightning.sweep.folder import DIVERGED, DONE, make, record
+from fl_lightning.metrics import read_record
+from fl_lightning.sweep.folder import DIVERGED, DONE, make
 from fl_lightning.sweep.grid import Run
+
+if TYPE_CHECKING:
+    from fl_lightning.cli.cli import FederatedCLI
 
 # As prctl.h has it.
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A server of forks would not inherit the sweep's lock, which its last worker gives back.
+_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
@@ -65,16 +73,16 @@ def usable_cores() -> list[int]:
 def usable_gpus() -> list[str]:
     """Names for CUDA_VISIBLE_DEVICES of the GPUs; a process of its own asks for them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-
-    def count() -> int:
-        import torch
-
-        return torch.cuda.device_count()
-
-    number = int(_answers([count])[0])
+    (number,) = _answers(_count_gpus, [0])
     if visible:
         return [name.strip() for name in visible.split(",")][:number]
     return [str(gpu) for gpu in range(number)]
+
+
+def _count_gpus(_: int) -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def places(
@@ -117,17 +125,15 @@ def places(
     return made
 
 
-def start(run: Run, place: Place, claims_hash: str | None) -> int:
-    """Fork a worker that is ``fl-lightning fit`` for this run, and give its process id.
+def start(run: Run, place: Place, claims_hash: str | None) -> ForkProcess:
+    """Fork a worker that is ``fl-lightning fit`` for this run.
 
     Its output goes to the run's log.txt.
     """
     make(run.folder)
-    parent = os.getpid()
-    pid = _fork()
-    if pid == 0:
-        _leave(partial(_fit, run, place, claims_hash, parent))
-    return pid
+    worker = _FORK.Process(target=_fit, args=(run, place, claims_hash, os.getpid()))
+    worker.start()
+    return worker
 
 
 def fit_here(run: Run, claims_hash: str | None) -> int:
@@ -137,9 +143,7 @@ def fit_here(run: Run, claims_hash: str | None) -> int:
     # Lightning's launcher starts further processes by this command line.
     sys.argv = [sys.argv[0], "fit", *run.argv]
     prepared = prepare("fit", list(run.argv))
-    prepared.arm = run.arm
-    prepared.claims_hash = claims_hash
-    prepared.axes = dict(run.axes)
+    prepared.record = {"arm": run.arm, "claims_hash": claims_hash, "axes": dict(run.axes)}
     return fit("fit", prepared)
 
 
@@ -151,54 +155,40 @@ def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
     Raises:
         UserError: what is wrong with the first run that cannot be.
     """
-    number = max(1, min(at_once, len(runs)))
-    shares = [runs[n::number] for n in range(number)]
-    answers = _answers([partial(_build, share) for share in shares])
-    outcomes: list[dict[str, Any]] = [{}] * len(runs)
-    for n, answer in enumerate(answers):
-        outcomes[n::number] = answer
-    for run, outcome in zip(runs, outcomes, strict=True):
-        if "error" in outcome:
-            raise UserError(f"{run.place}: {outcome['error']}")
-    return [outcome["config"] for outcome in outcomes]
+    configs = []
+    for run, outcome in zip(runs, _answers(_build, runs, at_once), strict=True):
+        if isinstance(outcome, str):
+            raise UserError(f"{run.place}: {outcome}")
+        configs.append(outcome)
+    return configs
 
 
-def _build(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The configuration of each run, or the error that keeps it from being built."""
-    from fl_lightning.cli.cli import FederatedCLI
-
-    _silence()
-    outcomes: list[dict[str, Any]] = []
-    for run in runs:
-        try:
-            cli = FederatedCLI("fit", prepare("fit", _to_build(run)))
-            outcomes.append({"config": parse_yaml(cli._config_text())})
-        except UserError as error:
-            outcomes.append({"error": str(error)})
-        except Exception:
-            outcomes.append({"error": traceback.format_exc().strip().split("\n")[-1]})
-    return outcomes
-
-
-def _silence() -> None:
-    """Close this forked process's ears and mouth: what is built may ask and print."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
+def _build(run: Run) -> dict[str, Any] | str:
+    """The configuration of a run, or the error that keeps it from being built."""
+    try:
+        config = parse_yaml(_built(run)._config_text())
+    except UserError as error:
+        return str(error)
+    except Exception:
+        return traceback.format_exc().strip().split("\n")[-1]
+    return dict(config)
 
 
 def may_tell_modes(runs: Sequence[Run]) -> bool:
     """Whether a learner of these runs has a torchmetrics metric that says which way is better."""
+    return any(_answers(_tells_mode, runs))
 
-    def build() -> bool:
-        from fl_lightning.aggregation.metric_states import tells_mode
-        from fl_lightning.cli.cli import FederatedCLI
 
-        _silence()
-        clis = (FederatedCLI("fit", prepare("fit", _to_build(run))) for run in runs)
-        return any(tells_mode(cli.model.learner) for cli in clis)
+def _tells_mode(run: Run) -> bool:
+    from fl_lightning.aggregation.metric_states import tells_mode
 
-    return bool(_answers([build])[0])
+    return tells_mode(_built(run).model.learner)
+
+
+def _built(run: Run) -> FederatedCLI:
+    from fl_lightning.cli.cli import FederatedCLI
+
+    return FederatedCLI("fit", prepare("fit", _to_build(run)))
 
 
 def _to_build(run: Run) -> list[str]:
@@ -206,45 +196,13 @@ def _to_build(run: Run) -> list[str]:
 
     A run that has ended and was kept without checkpoints takes no fit in its own folder.
     """
-    if record(run).get("status") not in (DONE, DIVERGED):
+    if read_record(run.folder).get("status") not in (DONE, DIVERGED):
         return list(run.argv)
     elsewhere = f"--trainer.default_root_dir={run.folder / 'rehearsal'}"
     return [*run.argv, elsewhere, "--ckpt_path=null"]
 
 
 # --------------------------------------------------------------------------- forking
-
-
-def _fork() -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return os.fork()
-
-
-def _leave(work: Callable[[], int]) -> None:
-    """End this forked process with the status of ``work``.
-
-    Exit hooks run, as loggers may need them.
-    """
-    status = 1
-    try:
-        status = work()
-    except UserError as error:
-        print(f"fl-lightning: {error}", file=sys.stderr)
-        status = 2
-    except SystemExit as error:
-        status = 0 if error.code is None else 1
-        if isinstance(error.code, int):
-            status = error.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(Exception):
-            atexit._run_exitfuncs()
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
 
 
 def _end_with(parent: int) -> None:
@@ -255,12 +213,12 @@ def _end_with(parent: int) -> None:
         os._exit(137)
 
 
-def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> int:
+def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> None:
     _end_with(parent)
     # A Ctrl-C is for the sweep, which tells its workers.
     os.setsid()
     # The sweep's own handlers are inherited by the fork.
-    for number in _SIGNALS:
+    for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A run asks nothing and prints into its log, also from processes that it starts itself.
@@ -272,7 +230,15 @@ def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpus
     os.sched_setaffinity(0, place.cores)
     _share_threads(len(place.cores))
-    return fit_here(run, claims_hash)
+    try:
+        sys.exit(fit_here(run, claims_hash))
+    except UserError as error:
+        print(f"fl-lightning: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        # A forked process leaves without them, and loggers may need them.
+        with suppress(Exception):
+            atexit._run_exitfuncs()
 
 
 def _share_threads(number: int) -> None:
@@ -290,34 +256,19 @@ def _share_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
-def _answers(questions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Ask each question in a process of its own, at the same time; answers are plain data."""
-    processes = []
-    parent = os.getpid()
-    for question in questions:
-        reading, writing = os.pipe()
-        pid = _fork()
-        if pid == 0:
-            os.close(reading)
-            _leave(partial(_tell, question, writing, parent))
-        # Else the pipe would not end when its process does.
-        os.close(writing)
-        processes.append((pid, reading))
-    answers = []
-    for pid, reading in processes:
-        with open(reading, encoding="utf-8") as file:
-            text = file.read()
-        _, status = os.waitpid(pid, 0)
-        if not text:
-            raise UserError(
-                f"sweep: a helper process ended with status {os.waitstatus_to_exitcode(status)}."
-            )
-        answers.append(json.loads(text))
-    return answers
+def _answers(question: Callable[[Any], Any], about: Sequence[Any], at_once: int = 1) -> list[Any]:
+    """Ask a question about each of these, in as many processes of their own."""
+    number = max(1, min(at_once, len(about)))
+    try:
+        with ProcessPoolExecutor(number, _FORK, _begin_helper, (os.getpid(),)) as pool:
+            return list(pool.map(question, about))
+    except BrokenProcessPool as error:
+        raise UserError(f"sweep: a helper process ended: {error}") from None
 
 
-def _tell(question: Callable[[], Any], writing: int, parent: int) -> int:
+def _begin_helper(parent: int) -> None:
+    """Close this forked process's ears and mouth: what is built may ask and print."""
     _end_with(parent)
-    with open(writing, "w", encoding="utf-8") as file:
-        file.write(json.dumps(question(), default=str))
-    return 0
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)

@@ -192,6 +192,21 @@ def test_the_gap_is_drawn_over_the_training_loss_of_the_rounds_that_measured_bot
     assert len(charts.generalisation(claimed)[0].figure.axes[0].lines) == 1
 
 
+def test_the_page_shows_every_figure_that_is_written(tmp_path: Path) -> None:
+    measured = {
+        **columns(0.7),
+        "global/train_loss": [1.0 / (t + 1) for t in range(20)],
+        "global/gap": [0.1] * 20,
+    }
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, measured)
+    report(tmp_path / "out", tmp_path / "s")
+    page = (tmp_path / "out/report.html").read_text()
+    written = {path.stem for path in (tmp_path / "out/figures").glob("*.svg")}
+    assert "generalisation" in written and page.count("<figure>") == len(written)
+
+
 def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_path: Path) -> None:
     """20 rounds of 10 gradients against 30 of 5.
 
