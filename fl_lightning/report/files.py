@@ -111,8 +111,10 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
     # The table of methods by settings is a file of its own, for spreadsheets.
     if len(summary.settings) > 1:
         pivot = sections.pivot(summary)
-        cells = ([cell.text for cell in row] for row in pivot.rows)
-        texts["pivot.csv"] = comma_separated([pivot.columns, *cells])
+        spreadsheet = [pivot.columns]
+        for row in pivot.rows:
+            spreadsheet.append([cell.text for cell in row])
+        texts["pivot.csv"] = comma_separated(spreadsheet)
     # All bytes are made before the first is written: an error leaves the old report whole.
     written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
