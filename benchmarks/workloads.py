@@ -40,6 +40,19 @@ class SmallConvolutions(nn.Sequential):
         )
 
 
+class SmallTransformer(nn.Sequential):
+    """Two encoder layers of width 32 over 16 positions, without dropout."""
+
+    def __init__(self) -> None:
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        super().__init__(
+            nn.Linear(16, 32),
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.Flatten(),
+            nn.Linear(16 * 32, 10),
+        )
+
+
 @dataclass(frozen=True)
 class Workload:
     """One line of the table."""
@@ -90,6 +103,7 @@ WORKLOADS = {
     "W5": Workload(
         SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0
     ),
+    "W6": Workload(SmallTransformer, (16, 16), 200, 2, 20),
 }
 
 
