@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.engines.choice.plan import EnginePlan
+from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner import all_finite
 from fl_lightning.methods import Methods

@@ -65,7 +65,7 @@ class FederatedModule(LearnerHooks):
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by
             side, each on one thread of a CPU or one stream of a GPU, same bits whatever their
             number; ``"stacked"``: many as one batch of models, the same to rounding; ``"auto"``:
-            the faster of the first two that a rehearsal proves to work.
+            one of the first two, by the table in `engines/auto.py`.
         clients_at_once: clients of a group of the stacked engine; ``"auto"``: as many as fit into a
             gigabyte.
         workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on

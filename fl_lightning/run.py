@@ -18,12 +18,12 @@ from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
 from fl_lightning.devices import prepare_process
 from fl_lightning.engines import client_optimizer, configured_optimizer
-from fl_lightning.engines.choice.build import NOT_CAPTURED, choose
-from fl_lightning.engines.choice.plan import EnginePlan
-from fl_lightning.engines.choice.workshop import setting_of
+from fl_lightning.engines.build import NOT_CAPTURED, choose
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
+from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.random_state import RandomState, seed_round
+from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import modes
@@ -284,24 +284,24 @@ class FederatedRun:
             settings.keep_optimizer_state,
         )
         work.evaluate = ClientEvaluation(self, trainer)
-        setting = setting_of(
+        situation = situation_of(
             trainer, settings, self.model, self.clients, self.schedule, work, cohort
         )
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
-        setting = replace(setting, keeps_loss=keeps_loss)
+        situation = replace(situation, keeps_loss=keeps_loss)
         earlier = self.plan
         if self.held is not None:
             earlier = EnginePlan.from_dict(self.held["engine"] or {})
         # An engine that an earlier fit left has threads and memory that the trials need.
         self.close_engine()
-        self.engine, self.plan = choose(setting, earlier, self.note, self._not_captured)
+        self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)
         self.model.written = self.plan.written
         if earlier is not None and earlier.engine != self.plan.engine:
             self.note(
                 f"engine='{self.plan.engine}' goes on with what '{earlier.engine}' began: "
                 "alike to rounding, not to the bit"
             )
-        return setting.policy
+        return situation.policy
 
     def identity(self, trainer: Any) -> Identity:
         """The settings that have to be the same when this run is resumed."""

@@ -20,6 +20,7 @@ if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
 
 from lightning_fabric.utilities import registry  # noqa: E402
 
+from fl_lightning.engines.door import why_closed  # noqa: E402
 from tests.helpers.zygote import Cli, Zygote  # noqa: E402
 
 torch.set_num_threads(1)
@@ -37,6 +38,24 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     finally:
         gc.enable()
         gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the parametrized cases of the fast ways, and skip these where they are switched off."""
+    closed = why_closed()
+    for item in items:
+        given = vars(item).get("callspec")
+        if given is not None and any(map(asks_for_a_fast_way, given.params.values())):
+            item.add_marker("fast")
+        if closed and item.get_closest_marker("fast"):
+            item.add_marker(pytest.mark.skip(reason=closed))
+
+
+def asks_for_a_fast_way(value: object) -> bool:
+    """Tell whether a parameter of a test is the stacked engine, or settings with a fast way."""
+    if isinstance(value, dict):
+        return value.get("engine") == "stacked" or value.get("capture") is True
+    return value == "stacked" if isinstance(value, str) else False
 
 
 @pytest.fixture(scope="session")

@@ -137,3 +137,13 @@ def test_packaged_methods_import_the_callback_alone() -> None:
         if name.startswith("callbacks.") and name.split(".")[-1] not in shown:
             own = {other for other in others if not other.startswith("evaluation.")}
             assert own <= ({"callback"} if own == others else measures), name
+
+
+def test_the_fast_ways_have_one_door() -> None:
+    within = "engines.fast"
+    entering = {
+        name
+        for name, others in GRAPH.items()
+        if not name.startswith(within) and any(other.startswith(within) for other in others)
+    }
+    assert entering == {"engines.door"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.checkpoint import KEY
-from fl_lightning.engines.choice.workshop import conversion, forward_context
+from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.samples import Samples, drawn

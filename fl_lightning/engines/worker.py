@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,27 @@ from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.engines.random_state import random_state_kept, seed_client
-from fl_lightning.engines.replay.capture import Capture
 from fl_lightning.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
+
+
+class Recorder(Protocol):
+    """Takes all local steps of a client, some of them as repetitions of a recorded one."""
+
+    stream: torch.cuda.Stream | None
+
+    def run(
+        self,
+        step: Callable[[Any, Any], None],
+        batches: Iterator[Any],
+        clients: ClientGroup,
+        optimizer: ClientOptimizer,
+        copy: LearnerCopy,
+    ) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 class Worker:
@@ -36,7 +52,7 @@ class Worker:
         work: Work,
         copy: LearnerCopy,
         optimizer: ClientOptimizer,
-        recorder: Capture | None = None,
+        recorder: Recorder | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.work = work

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
 from fl_lightning.engines import batch_callbacks
-from fl_lightning.engines.choice.workshop import conversion, forward_context
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.learner import Layout, flatten

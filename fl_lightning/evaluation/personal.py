@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fl_lightning.aggregation.contributions import FINISHED
 from fl_lightning.checkpoint import federated_part, restored
-from fl_lightning.engines.choice.workshop import Workshop, setting_of
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
+from fl_lightning.engines.situation import LearnerCopies, situation_of
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -202,14 +202,14 @@ class FineTuning:
         data = OtherBatches(trainer.datamodule)
         seed = int(generator(self.cohort.seed, "finetune").integers(2**63))
         work = Work(data, Methods([]), seed)
-        setting = setting_of(
+        situation = situation_of(
             trainer, run.settings, run.model, run.clients, run.schedule, work, self.cohort
         )
-        workshop = Workshop(setting)
-        workshop.treat_as_buffers(run.model.written)
+        copies = LearnerCopies(situation)
+        copies.treat_as_buffers(run.model.written)
         if run.plan is not None and run.plan.channels_last:
-            workshop.use_channels_last()
-        ((self.copy, optimizer),) = workshop.tried(1)
+            copies.use_channels_last()
+        ((self.copy, optimizer),) = copies.for_trials(1)
         self.worker = Worker(work, self.copy, optimizer)
 
     def __call__(

@@ -56,6 +56,7 @@ def test_the_mean_of_updates_that_nobody_changed_has_the_bits_of_the_mean(argume
     )
 
 
+@pytest.mark.fast
 def test_rows_are_what_each_client_transmitted_in_ascending_order() -> None:
     seen: dict[str, Any] = {}
 

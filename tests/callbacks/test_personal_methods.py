@@ -27,6 +27,7 @@ PERSONAL: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("learner", [Lit, Normed])
 @pytest.mark.parametrize("name", PERSONAL)
 def test_steps_are_recorded_with_the_same_bits(name: str, learner: type[Lit]) -> None:

@@ -125,6 +125,7 @@ def test_the_last_step_of_a_round_is_a_last_batch_and_full_gradients_are_the_cli
         torch.testing.assert_close(asking.global_vector, told.global_vector, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.fast
 def test_what_steps_look_at_is_not_recorded() -> None:
     class Seldom(Lit):
         """Takes another loss in the last batch of an epoch."""

@@ -86,6 +86,7 @@ def stacks(run: Run, case: Case) -> bool:
     return False
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", CASES)
 def test_packaged_methods_with_any_number_of_workers_or_clients_at_once(name: str) -> None:
     make = CASES[name]
@@ -100,6 +101,7 @@ def test_packaged_methods_with_any_number_of_workers_or_clients_at_once(name: st
         near(run, reference)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", CASES)
 def test_packaged_methods_without_clipping_and_in_float32(name: str) -> None:
     make = CASES[name]
@@ -110,6 +112,7 @@ def test_packaged_methods_without_clipping_and_in_float32(name: str) -> None:
     near(trained(make(), "stacked", **single), trained(make(), "sequential", **single), SINGLE)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", METHODS)
 def test_compositions(name: str) -> None:
     """Four rounds, so that parts with a period of three are kept, averaged, and kept again."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.engines.choice import build
+from fl_lightning.engines import auto
 from fl_lightning.errors import UserError
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -47,12 +47,13 @@ def ran(rounds: int = 3, in_place: bool = True, buffers: str = "average", **argu
     return module
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("buffers", ["average", "keep"])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
 def test_what_steps_write_follows_the_rule_of_buffers_in_every_engine(
     buffers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(auto, "TINY_SECONDS", 0.0)
     torch.manual_seed(3)
     at_first = federated(Teaching()).learner.teacher.weight.clone()
     expected = ran(engine="sequential", buffers=buffers)

@@ -100,6 +100,7 @@ def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradie
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+@pytest.mark.fast
 def test_engines_agree() -> None:
     reference = trained(([Second()], {}), "sequential", local_epochs=2.5, **CLIPPED)
     same_bits(
@@ -110,6 +111,7 @@ def test_engines_agree() -> None:
     near(stacked, reference)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("learner", [Lit, Normed])
 def test_a_step_that_asks_for_it_is_captured_with_the_same_bits(learner: type[Lit]) -> None:
     plain = ran(learner, lambda: [Second()], {}, capture=False)
@@ -151,6 +153,7 @@ def test_steps_of_epochs_and_the_number_of_the_step() -> None:
     assert seen[:6] == [["of", 1, 1, 3, 2], 0, 1, ["of", 2, 3, 8, 4], 0, 1]  # clients 0 and 4
 
 
+@pytest.mark.fast
 def test_what_it_costs_is_counted() -> None:
     class Whole(FederatedCallback):
         def on_local_end(self, clients: Any) -> None:

@@ -93,6 +93,7 @@ def test_auto_says_why_it_trains_one_after_the_other() -> None:
     assert "net.0.weight has a hook on its gradient" in module.engine_facts["why"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("learner", HOOKED)
 def test_engines_with_copies_are_refused_by_name(learner: type[Lit]) -> None:
     with pytest.raises(

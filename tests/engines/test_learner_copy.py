@@ -30,6 +30,7 @@ class Assigned(InPlace):
         self.running_mean = self.running_mean * 0.9 + 0.1 * x
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
 def test_assigning_to_a_buffer_is_as_changing_it_in_place(arguments: dict[str, Any]) -> None:
@@ -149,6 +150,7 @@ class Averaging(Lit):
         return loss
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("learner", [Counting, Gathering, Averaging])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
 def test_attributes_that_a_step_changes_let_clients_train_one_after_the_other(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_lightning import callbacks as c
 from fl_lightning.datamodules import FromDatasets
-from fl_lightning.engines.stacked import Stack
+from fl_lightning.engines.fast.stacked import Stack
 from tests.helpers.agreement import CLIPPED, EveryHook, Logged, in_memory, near, same_bits, trained
 from tests.helpers.federation import BATCH
 
@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
     """One to eight steps in one group, with state in the client optimizer, rows, uploads, logs and
@@ -56,6 +57,7 @@ def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
         near(run, reference)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("client", [0, 2, 4])
 def test_a_client_that_diverges_leaves_the_others_alone(client: int) -> None:
     """Of one step, the most steps, and in between."""
@@ -128,6 +130,7 @@ class Normed(Logged):
         return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("learner", "data"), [(Wordy, in_memory), (Dicts, dicts), (Normed, in_memory)]
 )
@@ -174,6 +177,7 @@ class Recurrent(Logged):
         return super().training_step((self.rnn(batch[0][..., None])[0][:, -1], batch[1]), batch_idx)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("learner", [Elsewhere, Counting, Recurrent])
 def test_learners_that_stacking_would_change_are_not_stacked(learner: type[Logged]) -> None:
     reference, run = (
@@ -183,6 +187,7 @@ def test_learners_that_stacking_would_change_are_not_stacked(learner: type[Logge
     same_bits(run, reference)
 
 
+@pytest.mark.fast
 def test_groups_are_halved_when_a_cpu_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Stack.gradient
 

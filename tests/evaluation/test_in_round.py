@@ -137,6 +137,7 @@ def test_the_contracts_know_it() -> None:
     assert report.ok, f"{report}"
 
 
+@pytest.mark.fast
 def test_a_step_that_asks_for_it_is_not_captured_and_says_why() -> None:
     class InSteps(FederatedCallback):
         def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": [
         "tests/round/test_cohort.py",
-        "tests/engines/choice/test_batch_sizes.py",
+        "tests/engines/test_batch_check.py",
     ],
     "fl_lightning/round/context.py": [
         "tests/round/test_context.py",
@@ -60,20 +60,37 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_worker.py",
         "tests/engines/test_local_step.py",
         "tests/engines/test_learner_metrics.py",
-        "tests/engines/replay/test_capture.py",
+        "tests/engines/fast/test_capture.py",
         "tests/callbacks/test_partial_averaging.py",
         STEPS,
         SERVER,
         HOOKS,
         THREADS,
     ],
-    "fl_lightning/engines/choice/plan.py": ["tests/engines/choice/test_plan.py"],
-    "fl_lightning/engines/choice/build.py": [
-        "tests/engines/choice/test_build.py",
-        "tests/engines/choice",
+    "fl_lightning/engines/plan.py": ["tests/engines/test_plan.py"],
+    "fl_lightning/engines/auto.py": [
+        "tests/engines/test_auto.py",
+        "tests/engines/test_auto_runs.py",
+    ],
+    "fl_lightning/engines/build.py": [
+        "tests/engines/test_build.py",
+        "tests/engines/test_proof.py",
+        "tests/engines/test_auto_runs.py",
+        "tests/engines/test_door.py",
         THREADS,
-        "tests/engines/test_stacked.py",
+        "tests/engines/fast/test_stacked.py",
         "tests/engines/test_frozen_parameters.py",
+    ],
+    "fl_lightning/engines/proof.py": [
+        "tests/engines/test_proof.py",
+        "tests/engines/test_hidden_state.py",
+        "tests/engines/test_caches.py",
+        "tests/engines/test_frozen_parameters.py",
+    ],
+    "fl_lightning/engines/attributes.py": [
+        "tests/engines/test_hidden_state.py",
+        "tests/engines/test_caches.py",
+        "tests/engines/fast/test_capture_refusals.py",
     ],
     "fl_lightning/loop.py": [
         "tests/test_loop_round.py",

@@ -166,16 +166,16 @@ SURVIVORS = {
         )
     },
     **_equal(
-        "fl_lightning/engines/choice/build.py",
+        "fl_lightning/engines/build.py",
         "torch.cuda.reset_peak_memory_stats(device)",
         "not equivalent: a GPU alone can tell it (gpu-check)",
         "left out: torch.cuda.reset_peak_memory_stats(device) (column 0)",
     ),
     **_equal(
-        "fl_lightning/engines/choice/build.py",
-        "return Streams(workers, setting.learner), plan",
+        "fl_lightning/engines/build.py",
+        "streams: Engine = fast_ways().Streams(workers, situation.learner)",
         "not equivalent: a GPU alone can tell it (gpu-check)",
-        "last two arguments swapped: Streams(workers, setting.learner) (column 7)",
+        "last two arguments swapped: fast_ways().Streams(workers, situation.learner) (column 18)",
     ),
     **_equal(
         "datamodules/partitions.py",

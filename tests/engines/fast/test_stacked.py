@@ -16,6 +16,8 @@ from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.engines import stacked
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, momentum, trainer
 
+pytestmark = pytest.mark.fast
+
 
 class Walking(FederatedCallback):
     """A row that changes at every step, and a frozen client's must not."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.engines.choice import build, trial
+from fl_lightning.engines import auto, build
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -25,40 +25,36 @@ class Waiting(Lit):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("call_seconds", [2e-6, 2e-8])
-def test_auto_takes_what_is_faster_and_says_why(
-    call_seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # this machine, and one on which calls take a hundredth
-    monkeypatch.setattr(trial, "CALL_SECONDS", call_seconds)
+def test_auto_takes_what_is_faster_and_says_why() -> None:
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
     trainer(1).fit(slow, blobs())
     trainer(1).fit(tiny, blobs(clients=4))
     assert slow.engine_facts["engine"] == "concurrent" and slow.engine_facts["workers"] == "2"
-    assert "measured" in slow.engine_facts["why"] and "concurrent × 2" in slow.describe()
+    assert "takes 2 ms or more: of" in slow.engine_facts["why"]
+    assert "concurrent × 2" in slow.describe()
     assert tiny.engine_facts["engine"] == "sequential"
 
 
 def test_short_steps_train_side_by_side_where_they_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(auto, "TINY_SECONDS", 0.0)
     for capture in (True, False):
         module = federated(Lit(), workers=2, capture=capture, local_epochs=4)
         trainer(1).fit(module, blobs())
         assert module.engine_facts["engine"] == ("concurrent" if capture else "sequential")
-        assert ("it is captured" in module.engine_facts["why"]) == capture
+        assert ("a step is captured: it takes" in module.engine_facts["why"]) == capture
 
 
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(auto, "TINY_SECONDS", 0.0)
     torch.manual_seed(3)
     one = federated(Normed(), engine="sequential")
     torch.manual_seed(3)
     two = federated(Normed(), workers=2)
     for module in (one, two):
         trainer(2).fit(module, blobs())
-    assert "measured" in two.engine_facts["why"]
+    assert two.engine_facts["engine"] == "concurrent"
     assert torch.equal(one.global_vector, two.global_vector)
     assert torch.equal(one.learner.net[1].running_var, two.learner.net[1].running_var)
 
@@ -79,7 +75,7 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
     run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(first, blobs())
     assert first.engine_facts["engine"] == "concurrent"
-    monkeypatch.setattr(build, "measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(build, "decided", lambda *_: pytest.fail("decided again"))
     callers: list[threading.Thread] = []
     monkeypatch.setattr(
         torch, "set_num_threads", lambda _: callers.append(threading.current_thread())
@@ -94,6 +90,7 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
     assert threading.main_thread() not in callers
 
 
+@pytest.mark.fast
 def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> None:
     run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(federated(Lit(), engine="sequential"), blobs())
@@ -155,7 +152,7 @@ def test_a_networks_preference_is_followed_by_every_engine_with_the_same_bits(
     x = torch.randn(80, 3, 8, 8, generator=generator)
     y = torch.randint(0, 4, (80,), generator=generator)
     clients = [range(8 * i, 8 * i + 8) for i in range(10)]
-    monkeypatch.setattr(build, "TINY_SECONDS", 0.0)
+    monkeypatch.setattr(auto, "TINY_SECONDS", 0.0)
     models = []
     for engine in ("auto", "concurrent", "sequential"):
         torch.manual_seed(1)

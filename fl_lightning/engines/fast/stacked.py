@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.attributes import Attributes
+from fl_lightning.engines.batch_check import first_line
+from fl_lightning.engines.client_optimizer import ClientOptimizer, is_flat, is_plain_sgd
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep
-from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.engines.random_state import RandomState, random_state_kept, seed_client
+from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.engines.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
-from fl_lightning.learner import check_gradient_hooks
+from fl_lightning.learner import check_gradient_hooks, gradient_hook
 from fl_lightning.parameters import check_same_parameters, slots_of_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
@@ -361,3 +364,56 @@ def out_of_memory(error: RuntimeError) -> bool:
     # A CPU's allocator has no error of its own: these are its words on Windows and Linux.
     words = ("not enough memory", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
+
+
+def why_not_stacked(copies: LearnerCopies) -> str:
+    """Why clients cannot be stacked: by what is declared, then by a step; empty: they can."""
+    situation = copies.situation
+    optimizer = situation.optimizer
+    if not is_flat(optimizer, situation.learner):
+        return f"{type(optimizer).__name__} does not treat every coordinate alike"
+    if situation.work.keep_optimizer_state and not is_plain_sgd(optimizer):
+        return "keep_optimizer_state"
+    if hooked := gradient_hook(situation.learner):
+        return f"its {hooked} has a hook on its gradient"
+    if copies.written:
+        return f"its training_step changes the frozen parameter {copies.written[0]}"
+    if (hooks := copies.original.hooks) is not None:
+        return f"its {hooks.names[0]} takes one client's batch"
+    if situation.looking:
+        return f"the callback {type(situation.looking[0]).__name__} takes one client's batch"
+    before = RandomState(situation.w)
+    try:
+        # A copy is tried, so that the learner keeps its attributes.
+        return what_a_stack_breaks(copies)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)[:120]}"
+    finally:
+        before.restore()
+
+
+def what_a_stack_breaks(copies: LearnerCopies) -> str:
+    """Take a step of two clients as a stack, and say what speaks against it."""
+    situation = copies.situation
+    ids = situation.cohort.tried(0)
+    copy = copies.original.another(aliased=False)
+    stack = Stack(copy, 2)
+    stack.x.copy_(situation.w.detach().expand_as(stack.x))
+    copy.begin(situation.work.data)
+    # Only a learner that reads parameters past the stack would look there.
+    copy.x.fill_(torch.nan)
+    before = Attributes(copy.learner, metrics=True)
+    own = {name: id(buffer) for name, buffer in copy.buffers.items()}
+    batches = []
+    for row, client in enumerate((ids[0], ids[-1])):
+        read = situation.work.data.client_batches(client, 0, 1, device=stack.x.device)
+        batches.append((row, next(iter(read))))
+    with torch.no_grad():
+        finite = stack.gradient(stack.groups(batches), 0).isfinite().all()
+    if not bool(finite):
+        return "its loss is not finite, or reads parameters that are not its modules'"
+    for name, buffer in copy.buffers.items():
+        if own.get(name) != id(buffer):
+            return f"its training_step assigns to the buffer {name}"
+    changed = before.changed(Attributes(copy.learner, metrics=True))
+    return f"its training_step changes {changed[0]}" if changed else ""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.worker import Worker
@@ -23,11 +22,6 @@ from fl_lightning.round.group import ClientGroup
 
 # From so many steps of a client on, capturing one saves more than it costs.
 WORTH = 8
-
-
-def own_stream(x: Tensor) -> torch.cuda.Stream | None:
-    """A stream on the GPU where x lies; None on a CPU."""
-    return torch.cuda.Stream(x.device) if x.is_cuda else None
 
 
 class Streams:

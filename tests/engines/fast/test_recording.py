@@ -15,9 +15,11 @@ from fl_lightning.callbacks import (
     ProximalTerm,
     SharpnessAwareMinimization,
 )
-from fl_lightning.engines.replay.recording import Recording
+from fl_lightning.engines.fast.recording import Recording
 from tests.helpers.learners import Lit
 from tests.helpers.replays import assert_same, ran, replayed
+
+pytestmark = pytest.mark.fast
 
 COPIES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], object]] = {
     "once": lambda x, w, out, other: out.copy_(x @ w),

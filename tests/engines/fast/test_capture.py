@@ -22,11 +22,13 @@ from fl_lightning.callbacks import (
     RelaxedInitialization,
     SharpnessAwareMinimization,
 )
-from fl_lightning.engines.choice import build
-from fl_lightning.engines.streams import Streams
+from fl_lightning.engines import build
+from fl_lightning.engines.fast.streams import Streams
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, Normed, blobs, federated, momentum, trainer
 from tests.helpers.replays import assert_same, ran, replayed
+
+pytestmark = pytest.mark.fast
 
 
 class Convolving(Lit):

@@ -14,6 +14,8 @@ from fl_lightning.callback import FederatedCallback
 from tests.helpers.learners import Lit, Normed
 from tests.helpers.replays import assert_same, ran, replayed
 
+pytestmark = pytest.mark.fast
+
 
 class Indexed(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is to be trained, where, and the workers that do it; shared by the trials and the engine built after them."""
+"""What is to be trained and where, and the copies of the learner that do it."""
 
 from __future__ import annotations
 
@@ -29,34 +29,37 @@ from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.settings import Settings
 
-STREAMS = 16  # on a GPU; PyTorch hands out 32
+STREAMS = 16  # at most, on a GPU; PyTorch hands out 32
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A run, as far as its engine depends on it.
+class Situation:
+    """What a run's engine depends on.
 
     Args:
         engine, workers, capture, clients_at_once: as the user gave them.
         w: the server's model ``(D,)``.
         optimizer: of the clients, over the learner's parameters.
-        rank, world_size, processes_here: of this process; processes of the run; those of them on this machine.
+        rank, world_size, processes_here: this process's number; how many processes the run has, and
+            how many of them are on this machine.
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
         policy: what becomes of buffers.
-        hooks_first: whether hooks that run later, at the start of training or of a round, may prepare the learner.
+        hooks_first: whether hooks that run later, at the start of training or of a round, may
+            prepare the learner.
         schedule: the learner's lr scheduler, where it is stepped.
         keeps_loss: whether a callback asks for the mean loss of local steps.
         looking: callbacks that are called with each batch, and may change it.
         rounds: how many the run has; -1: no end.
-        skips_nonfinite: whether clients whose model is not finite are left out, and the run goes on.
+        skips_nonfinite: whether clients whose model is not finite are left out, and the run goes
+            on.
     """
 
     engine: str
-    workers: int | str
+    workers: int | float | str
     capture: bool | str
-    clients_at_once: int | str
+    clients_at_once: int | float | str
     learner: Any
     layout: Layout
     w: Tensor
@@ -79,12 +82,10 @@ class Setting:
 
     @property
     def usable_cores(self) -> int:
-        """This process's share of the machine's cores, which it shares with the run's other processes there."""
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        """This process's share of the machine's cores; the run's others there have theirs."""
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
         return max(1, cores // self.processes_here)
 
     @property
@@ -94,13 +95,13 @@ class Setting:
 
     @property
     def most_beside(self) -> int:
-        """The most clients side by side: the process's cores; on a GPU as many as fit, up to ``STREAMS``."""
+        """The most clients side by side: the process's cores; on a GPU as many as fit into it."""
         device = self.w.device
         if device.type == "cpu":
             return self.usable_cores
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        # of the steps tried
+        # The most that the steps tried on a copy have taken.
         one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * self.w.nbytes)))
 
@@ -145,7 +146,7 @@ class Setting:
         )
 
 
-def setting_of(
+def situation_of(
     trainer: Any,
     settings: Settings,
     model: GlobalModel,
@@ -153,18 +154,14 @@ def setting_of(
     schedule: ClientSchedule | None,
     work: Work,
     cohort: Cohort,
-) -> Setting:
-    """The setting of a Trainer's run."""
+) -> Situation:
+    """The situation of a Trainer's run."""
     check_trainable(model.learner, model.layout)
-    return Setting(
+    return Situation(
         engine=settings.engine,
-        workers=settings.workers if isinstance(settings.workers, str) else int(settings.workers),
+        workers=settings.workers,
         capture=settings.capture,
-        clients_at_once=(
-            settings.clients_at_once
-            if isinstance(settings.clients_at_once, str)
-            else int(settings.clients_at_once)
-        ),
+        clients_at_once=settings.clients_at_once,
         learner=model.learner,
         layout=model.layout,
         w=model.w,
@@ -187,7 +184,7 @@ def setting_of(
 
 
 def begins_rounds(hooked: Any) -> bool:
-    """Whether a learner or callback of the user's does something at the start of training or of a round."""
+    """Tell whether a user's learner or callback acts at the start of training or of a round."""
     for hook in ("on_train_start", "on_train_epoch_start"):
         where = getattr(getattr(type(hooked), hook, None), "__module__", "lightning").split(".")[0]
         if hook in vars(hooked) or where not in ("lightning", "pytorch_lightning", "fl_lightning"):
@@ -199,11 +196,9 @@ def forward_context(
     trainer: Any, device: torch.device
 ) -> Callable[[], AbstractContextManager[Any]]:
     """What the Trainer's precision puts around the learner's forward passes."""
-    return (
-        partial(in_bfloat16, device.type)
-        if trainer.precision == "bf16-mixed"
-        else torch.enable_grad
-    )
+    if trainer.precision == "bf16-mixed":
+        return partial(in_bfloat16, device.type)
+    return torch.enable_grad
 
 
 def in_bfloat16(device: str) -> AbstractContextManager[Any]:
@@ -217,9 +212,10 @@ def in_bfloat16(device: str) -> AbstractContextManager[Any]:
 def conversion(
     trainer: Any, learner: Any, data: Any, hook: str = batch_callbacks.START
 ) -> Convert | None:
-    """How a client's batch becomes what the learner gets: its own transfer hooks, the Trainer's precision, callbacks.
+    """How a client's batch becomes what the learner gets.
 
-    Where the data module has such a hook too, that is called in its place, as Lightning does.
+    Its own transfer hooks, the Trainer's precision and callbacks change it. Where the data module
+    has such a hook too, that is called in its place, as Lightning does.
 
     Args:
         hook: of callbacks that may change the batch.
@@ -228,11 +224,8 @@ def conversion(
     of_data = getattr(data, "transfer_hooks", ())
     transfers = [hook for hook in TRANSFER if overrides(learner, hook) and hook not in of_data]
     change = batch_callbacks.changed(trainer, hook)
-    if (
-        not transfers
-        and change is None
-        and type(precision).convert_input is Precision.convert_input
-    ):
+    converts = type(precision).convert_input is not Precision.convert_input
+    if not transfers and change is None and not converts:
         return None
 
     def convert(learner: Any, batch: Any) -> Any:
@@ -245,18 +238,19 @@ def conversion(
     return convert
 
 
-class Workshop:
-    """Makes workers for a setting, each once."""
+class LearnerCopies:
+    """Makes copies of a run's learner, each with an optimizer, for trials and for workers."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        x = torch.empty(1, setting.layout.size, dtype=setting.w.dtype, device=setting.w.device)
+    def __init__(self, situation: Situation) -> None:
+        self.situation = situation
+        w = situation.w
+        x = torch.empty(1, situation.layout.size, dtype=w.dtype, device=w.device)
         self.original = LearnerCopy(
-            setting.learner, setting.layout, x, setting.forward_context, setting.convert
+            situation.learner, situation.layout, x, situation.forward_context, situation.convert
         )
-        self.original.keeps_loss = setting.keeps_loss
+        self.original.keeps_loss = situation.keeps_loss
         self.trial_work = replace(
-            setting.work,
+            situation.work,
             methods=Methods([]),
             clip_norm=None,
             keep_optimizer_state=False,
@@ -264,37 +258,37 @@ class Workshop:
         )
         self.written: tuple[str, ...] = ()
         self.step_seconds: float | None = None  # once it was measured
-        self.slowness = 1.0  # of this machine at that time
         self._tried: list[tuple[LearnerCopy, ClientOptimizer]] = []
 
     def optimizer(self, x: Tensor, gradient: Tensor) -> ClientOptimizer:
         """The clients' optimizer for models ``x`` ``(n, D)``."""
+        situation = self.situation
         return ClientOptimizer(
-            self.setting.optimizer, self.setting.learner, x, gradient, self.setting.layout
+            situation.optimizer, situation.learner, x, gradient, situation.layout
         )
 
     def optimizer_of(self, copy: LearnerCopy) -> ClientOptimizer:
-        """That of one copy, which its learner may look at."""
-        setting, made = self.setting, self.optimizer(copy.x, copy.g)
-        copy.optimizer = made.show(setting.optimizer, setting.learner, copy.learner)
-        copy.scheduler = (
-            None if setting.schedule is None else ShownScheduler(setting.schedule, copy.optimizer)
-        )
+        """The optimizer of one copy, which its learner may look at."""
+        situation = self.situation
+        made = self.optimizer(copy.x, copy.g)
+        copy.optimizer = made.show(situation.optimizer, situation.learner, copy.learner)
+        if situation.schedule is not None:
+            copy.scheduler = ShownScheduler(situation.schedule, copy.optimizer)
         return made
 
     def on_learner(self) -> Worker:
         """The worker that trains in the learner itself."""
-        return Worker(self.setting.work, self.original, self.optimizer_of(self.original))
+        return Worker(self.situation.work, self.original, self.optimizer_of(self.original))
 
-    def copies(self, number: int) -> Iterator[tuple[LearnerCopy, ClientOptimizer]]:
+    def make(self, number: int) -> Iterator[tuple[LearnerCopy, ClientOptimizer]]:
         """So many new copies of the learner, with their optimizers; those of trials are let go."""
         self.forget_trials()
         for _ in range(number):
             copy = self.original.another()
             yield copy, self.optimizer_of(copy)
 
-    def tried(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
-        """So many copies for trials, always the same; the first shares no tensor with the learner."""
+    def for_trials(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
+        """So many copies, always the same; the first shares no tensor with the learner."""
         while len(self._tried) < number:
             copy = self.original.another(aliased=bool(self._tried))
             self._tried.append((copy, self.optimizer_of(copy)))
@@ -316,7 +310,7 @@ class Workshop:
 
 
 def channels_last(convert: Convert | None) -> Convert:
-    """``convert``, and then images (four dimensions, floating point) go into channels-last memory."""
+    """Convert a batch, and put images (four dimensions, floating point) into channels-last."""
 
     def change(leaf: Any) -> Any:
         image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()

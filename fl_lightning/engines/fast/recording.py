@@ -1,7 +1,8 @@
-"""The ATen calls of a piece of code, recorded once, as a function that repeats them without that code's Python.
+"""The ATen calls of a piece of code, recorded once, as a function that repeats them.
 
-Sequences of calls become TorchScript functions, which do not hold the interpreter's lock; where that is not possible,
-Python makes the calls. Either way they are the same calls on the same memory, and so give the same bits.
+Sequences of calls become TorchScript functions, which do not hold the interpreter's lock; where
+that is not possible, Python makes the calls. Either way they are the same calls on the same memory,
+and so give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Call:
 
 
 class Recording(TorchDispatchMode):
-    """The ATen calls within, as a function of the batch's leaves and of tensors that existed before.
+    """The ATen calls within, as a function of the batch and of tensors that existed before.
 
     ``refused`` says why the calls may differ the next time; it is empty where they cannot.
 
@@ -70,6 +71,8 @@ class Recording(TorchDispatchMode):
         self._held: list[Any] = []  # so that no id is given twice
         self._calls: list[Call] = []
         self._run: Callable[..., None] | None = None
+        # Names of values that are views of one of `own`: of which, and where in it.
+        self._fixed_own: dict[str, tuple[Any, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,14 +91,15 @@ class Recording(TorchDispatchMode):
         if func in SAME or (func.is_view and not made):
             if made:
                 self._names[id(out)] = self._names[id(given[0])]
-            return out  # a view of a tensor that stays is fixed, too
+            # A view of a tensor that stays is fixed, too.
+            return out
         if func in FRESH:
             func, args, kwargs = aten.clone.default, (args[0],), {}
-        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        several = isinstance(out, list | tuple)
+        outs = list(out) if several else [out]
         uses: list[str] = []
-        texts = [self._text(a, uses) for a in args] + [
-            f"{k}={self._text(v, uses)}" for k, v in kwargs.items()
-        ]
+        texts = [self._text(a, uses) for a in args]
+        texts += [f"{name}={self._text(v, uses)}" for name, v in kwargs.items()]
         names: list[str] = []
         for o in outs:
             if isinstance(o, Tensor) and not any(o is a for a in given):
@@ -103,11 +107,10 @@ class Recording(TorchDispatchMode):
                 names.append(self._names[id(o)])
             else:
                 names.append("_")
-        alone = isinstance(out, (list, tuple)) and len(names) == 1
-        known = all(
-            name[0] != "c" or isinstance(self._values[name], (Tensor, float)) for name in uses
-        )
-        # TorchScript would not see such a change
+        alone = several and len(names) == 1
+        constants = [self._values[name] for name in uses if name[0] == "c"]
+        known = all(isinstance(value, Tensor | float) for value in constants)
+        # TorchScript would not see a change of tensors in a list.
         scripted = known and not alone and not changes_lists(func)
         self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone, given, out))
         return out
@@ -116,10 +119,8 @@ class Recording(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             self.refused = f"{func} reads a value, which may differ from step to step"
         elif torch.Tag.dynamic_output_shape in func.tags:
-            integers = func is aten.index.Tensor and not any(
-                a.dtype in (torch.bool, torch.uint8) for a in given[1:]
-            )
-            if not integers:
+            masks = [a.dtype in (torch.bool, torch.uint8) for a in given[1:]]
+            if func is not aten.index.Tensor or any(masks):
                 self.refused = f"the shape of {func}'s result may differ from step to step"
 
     def _text(self, value: Any, uses: list[str]) -> str:
@@ -136,7 +137,8 @@ class Recording(TorchDispatchMode):
         return name
 
     def _there(self, tensor: Tensor) -> str:
-        """A tensor that existed before; parameters may be tied elsewhere later, so it is named by where it lies now."""
+        """A tensor that existed before."""
+        # Parameters may be tied elsewhere later, so it is named by where it lies now.
         key = id(tensor), tensor.data_ptr()
         if key not in self._fixed:
             self._fixed[key] = self._constant(tensor.detach())
@@ -159,62 +161,63 @@ class Recording(TorchDispatchMode):
             piece = self._script(start, end) if end > start else None
             pieces += [piece] if piece is not None else self._calls[start : max(end, start + 1)]
             start = max(end, start + 1)
-        last = {name: j for j, piece in enumerate(pieces) for name in piece.uses}
+        last: dict[str, int] = {}
+        for j, piece in enumerate(pieces):
+            last.update(dict.fromkeys(piece.uses, j))
         lines = ["pass"]
         for j, piece in enumerate(pieces):
             lines.append(piece.line(self._constant(piece.function)))
-            ends = sorted(
-                {
-                    n
-                    for n in (*piece.uses, *piece.names)
-                    if n.startswith("t") and last.get(n, j) == j
-                }
-            )
-            lines += [" = ".join(ends) + " = None"] if ends else []
+            names = {name for name in (*piece.uses, *piece.names) if name.startswith("t")}
+            ends = sorted(name for name in names if last.get(name, j) == j)
+            if ends:
+                lines.append(" = ".join(ends) + " = None")
         self._values["torch"] = torch
         code = f"def replay({', '.join(self._arguments)}):\n " + "\n ".join(lines)
-        # made of names and numbers alone
+        # The code is made of names and numbers alone.
         exec(compile(code, "<recorded local step>", "exec"), self._values)
-        self._fixed_own = {
-            name: (self._storages[at], value.shape, value.stride(), value.storage_offset())
-            for name, value in self._values.items()
-            if isinstance(value, Tensor)
-            and (at := value.untyped_storage().data_ptr()) in self._storages
-        }
-        self._held, self._names, self._calls = [], {}, []
+        for name, value in self._values.items():
+            whose = isinstance(value, Tensor) and self._owner(value)
+            if whose:
+                place = value.shape, value.stride(), value.storage_offset()
+                self._fixed_own[name] = whose, *place
+        self._held = []
+        self._names = {}
+        self._calls = []
         replay: Callable[..., None] = self._values["replay"]
         return replay
 
     def _save_copies(self) -> None:
-        """Write matrix products that are only copied elsewhere, as gradients are, there in the first place."""
-        if any(t.layout is not torch.strided for call in self._calls for t in call.given):
-            return
-        made_by = {name: j for j, call in enumerate(self._calls) for name in call.names}
-        uses = Counter(name for call in self._calls for name in call.uses)
-        # by storage: which call, from which byte to which
+        """Write matrix products that are only copied elsewhere, as gradients are, there at once."""
+        made_by: dict[str, int] = {}
+        uses = Counter[str]()
+        # By storage: which call, from which byte to which.
         touched: dict[int, list[tuple[int, int, int]]] = {}
         for j, call in enumerate(self._calls):
+            made_by.update(dict.fromkeys(call.names, j))
+            uses.update(call.uses)
             for t in call.given:
+                if t.layout is not torch.strided:
+                    return
                 touched.setdefault(t.untyped_storage().data_ptr(), []).append((j, *reach(t)))
         unneeded: set[int] = set()
         for j, copy in enumerate(self._calls):
             if copy.function is not aten.copy_.default or copy.uses[0] not in self._values:
                 continue
-            (there, copied), name, views = copy.given, copy.uses[-1], []
-            while (
-                uses[name] == 1 and name in made_by and self._calls[made_by[name]].function in VIEWS
-            ):
-                views.append(made_by[name])
-                name = self._calls[views[-1]].uses[0]
+            there, copied = copy.given
+            name = copy.uses[-1]
+            views = []
             at = made_by.get(name, j)
+            # A product may be transposed or viewed before it is copied.
+            while uses[name] == 1 and self._calls[at].function in VIEWS:
+                views.append(at)
+                name = self._calls[at].uses[0]
+                at = made_by.get(name, j)
             product = self._calls[at]
-            if (
-                product.function is not aten.mm.default
-                or uses[name] > 1
-                or not alike(there, copied, product.out)
-            ):
+            is_product = product.function is aten.mm.default and uses[name] == 1
+            if not is_product or not alike(there, copied, product.out):
                 continue
-            storage, (begin, end) = there.untyped_storage().data_ptr(), reach(there)
+            storage = there.untyped_storage().data_ptr()
+            begin, end = reach(there)
             meanwhile = any(at <= k < j and begin < b and a < end for k, a, b in touched[storage])
             if meanwhile or storage in self._storages:
                 continue
@@ -227,25 +230,35 @@ class Recording(TorchDispatchMode):
 
     def _script(self, start: int, end: int) -> Call | None:
         """Consecutive calls as one TorchScript function; None where it cannot be compiled."""
-        calls = self._calls[start:end]
-        made = {name for call in calls for name in call.names}
-        later = {name for call in self._calls[end:] for name in call.uses}
-        needed = list(
-            dict.fromkeys(name for call in calls for name in call.uses if name not in made)
-        )
-        given = sorted(made & later)
-        floats = {name for name in needed if isinstance(self._values.get(name), float)}
-        typed = ", ".join(f"{name}: {'float' if name in floats else 'Tensor'}" for name in needed)
-        lines = [
-            call.line("torch.ops." + call.function._schema.name.replace("::", "."))
-            for call in calls
-        ]
+        made: dict[str, None] = {}
+        used: dict[str, None] = {}
+        lines = []
+        for call in self._calls[start:end]:
+            made.update(dict.fromkeys(call.names))
+            used.update(dict.fromkeys(call.uses))
+            lines.append(call.line("torch.ops." + call.function._schema.name.replace("::", ".")))
+        later: set[str] = set()
+        for call in self._calls[end:]:
+            later.update(call.uses)
+        needed = [name for name in used if name not in made]
+        given = sorted(later.intersection(made))
+        typed = ", ".join(f"{name}: {self._type(name)}" for name in needed)
         lines.append(f"return {', '.join(given)}" if given else "return None")
         function = script(f"def piece({typed}):\n " + "\n ".join(lines) + "\n")
         return None if function is None else Call(given, needed, function, ", ".join(needed), False)
 
+    def _type(self, name: str) -> str:
+        return "float" if isinstance(self._values.get(name), float) else "Tensor"
+
+    def _owner(self, tensor: Tensor) -> str:
+        """Which of the tensors that :meth:`bind` replaces this is a view of; empty: of none."""
+        return self._storages.get(tensor.untyped_storage().data_ptr(), "")
+
     def bind(self, own: dict[str, Tensor]) -> bool:
-        """Use these tensors from here on; False if some are missing, or the recording is good for one client only."""
+        """Use these tensors from here on.
+
+        False if some are missing, or if the recording is good for one client only.
+        """
         if self._run is None:
             self._run = self._compiled()
         if self.one_client or not {whose for whose, *_ in self._fixed_own.values()} <= own.keys():
@@ -266,12 +279,15 @@ class Recording(TorchDispatchMode):
 
 
 def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
-    """Whether the copy takes the whole product in its order in memory, so that writing it there gives the same bits."""
+    """Tell whether the copy takes the whole product in its order in memory.
+
+    Then writing the product there in the first place gives the same bits.
+    """
     whole = copied.data_ptr() == product.data_ptr() and there.shape == copied.shape
-    in_order = all(
-        t.is_contiguous() and t.numel() == product.numel() for t in (there, copied, product)
-    )
-    aligned = there.data_ptr() % ALIGNED == 0  # a product's last bits depend on it
+    tensors = (there, copied, product)
+    in_order = all(t.is_contiguous() and t.numel() == product.numel() for t in tensors)
+    # A product's last bits depend on how its place is aligned.
+    aligned = there.data_ptr() % ALIGNED == 0
     return whole and in_order and aligned and there.dtype == product.dtype
 
 
@@ -293,7 +309,7 @@ def changes_lists(func: Any) -> bool:
 
 @lru_cache(maxsize=64)
 def script(code: str) -> Callable[..., Any] | None:
-    """A TorchScript function, the same for all recordings of the same calls; None where it cannot be made."""
+    """A TorchScript function, one for all recordings of the same calls; None: it cannot be made."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

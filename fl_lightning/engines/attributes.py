@@ -1,0 +1,166 @@
+"""What a learner keeps besides parameters and buffers, so that one can tell whether a step changed it.
+
+An attribute is written down as pickle would save it, what is reached through it included. So it
+counts what it holds and not which object it is, and a learner's copy can be compared with another.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import warnings
+from hashlib import blake2b
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from fl_lightning.learner import IN_STEPS
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
+# Objects of these are the run's, and their inside is their own affair.
+OF_THE_RUN = {"fl_lightning", "lightning", "lightning_fabric", "pytorch_lightning"}
+# Classes and functions of these keep nothing that belongs to a learner.
+LIBRARIES = {*OF_THE_RUN, *sys.stdlib_module_names, "numpy", "torch", "torchmetrics", "torchvision"}
+
+
+class Attributes:
+    """The attributes of a learner's modules and of their classes as they are now.
+
+    Args:
+        metrics: whether those of torchmetrics count too.
+        values: a tensor is told by its values, and classes and functions are looked into. Without,
+            tensors, classes and functions are told by who they are: so a recorded step sees them,
+            which repeats what is done to a tensor in place. Only a metric's states count by value
+            then, as each client begins with a reset, which makes new tensors of them.
+    """
+
+    def __init__(self, learner: nn.Module, metrics: bool = False, values: bool = True) -> None:
+        self.kept: list[Any] = []  # so that no other object gets the id of one of them
+        self.found: dict[str, Any] = {}
+        modules = dict(learner.named_modules())
+        self.places = {id(module): name or "learner" for name, module in modules.items()}
+        tensors = [*learner.parameters(), *learner.buffers()]
+        self.storages = {t.untyped_storage().data_ptr() for t in tensors if is_strided(t)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for place, module in modules.items():
+                if metrics or not isinstance(module, Metric | MetricCollection):
+                    self._note_module(place, module, values)
+            if values:
+                kinds = [kind for module in modules.values() for kind in type(module).__mro__]
+                for kind in dict.fromkeys(kinds):
+                    self._note_class(kind)
+
+    def changed(self, later: Attributes) -> list[str]:
+        """The names of the attributes that are another in ``later``, or are in one alone."""
+        names = dict.fromkeys([*self.found, *later.found])
+        return [name for name in names if self.found.get(name) != later.found.get(name)]
+
+    def _note_module(self, place: str, module: nn.Module, values: bool) -> None:
+        states = module._defaults if isinstance(module, Metric) else ()
+        for name, value in vars(module).items():
+            if name not in SKIPPED:
+                full = f"{place}.{name}" if place else name
+                self.found[full] = self._written(value, values or name in states)
+
+    def _note_class(self, kind: type) -> None:
+        if not of_library(kind):
+            for name, value in vars(kind).items():
+                if not name.startswith("__") or isinstance(value, FunctionType):
+                    self.found[f"{kind.__name__}.{name}"] = self._written(value, True)
+
+    def _written(self, value: Any, values: bool) -> Any:
+        # Most attributes of a module are plain or empty, which need no pickle.
+        if isinstance(value, PLAIN):
+            return value, type(value)
+        if isinstance(value, dict | list | tuple | set) and not value:
+            return type(value)
+        written = io.BytesIO()
+        try:
+            Writer(written, self, values).dump(value)
+        except Exception:  # a lock, an open file
+            self.kept.append(value)
+            return id(value)
+        return written.getvalue()
+
+
+class Writer(pickle.Pickler):
+    """Pickles a value for comparison alone: nobody reads it back."""
+
+    def __init__(self, file: io.BytesIO, attributes: Attributes, values: bool) -> None:
+        super().__init__(file, protocol=4)
+        self.attributes = attributes
+        self.values = values
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Who an object is, where its inside does not count."""
+        if isinstance(value, PLAIN):
+            return None
+        if id(value) in self.attributes.places:
+            return self.attributes.places[id(value)]
+        if isinstance(value, type):
+            return value.__qualname__
+        by_value = self.values or not isinstance(value, Tensor | FunctionType)
+        top = type(value).__module__.split(".")[0]
+        of_run = top in OF_THE_RUN and not isinstance(value, nn.Module)
+        if by_value and not of_run and not isinstance(value, ModuleType | ReferenceType):
+            return None
+        self.attributes.kept.append(value)
+        return str(id(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        """Tensors, generators, functions and cells in a form that tells what they hold."""
+        if isinstance(value, Tensor):
+            return str, (self._of_tensor(value),)
+        # Its state is a new tensor each time, which has to be told by its values.
+        if isinstance(value, torch.Generator):
+            return str, (value.get_state().numpy().tobytes(),)
+        if isinstance(value, CellType):
+            return str, ("cell",), read(value)
+        if isinstance(value, property | staticmethod | classmethod):
+            return str, (type(value).__name__,), inside(value)
+        if isinstance(value, FunctionType):
+            own = (value.__qualname__,)
+            return (str, own) if of_library(value) else (str, own, of_function(value))
+        return NotImplemented
+
+    def _of_tensor(self, tensor: Tensor) -> str:
+        told = f"{tensor.shape} {tensor.dtype}"
+        if not is_strided(tensor) or tensor.is_meta:
+            return f"{told} {id(tensor)}"
+        if tensor.untyped_storage().data_ptr() in self.attributes.storages:
+            return f"{told} of a parameter or buffer"
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return f"{told} {blake2b(data, digest_size=16).hexdigest()}"
+
+
+def is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def of_library(kind: Any) -> bool:
+    return str(kind.__module__).split(".")[0] in LIBRARIES
+
+
+def read(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def inside(value: Any) -> Any:
+    return (value.fget, value.fset) if isinstance(value, property) else value.__func__
+
+
+def of_function(function: FunctionType) -> Any:
+    """A function's closure, defaults and attributes, and the globals that its code names."""
+    names = [name for name in function.__code__.co_names if name in function.__globals__]
+    named = [function.__globals__[name] for name in names]
+    return function.__closure__, function.__defaults__, vars(function), named

@@ -1,0 +1,201 @@
+"""Which engine trains the clients under ``engine="auto"``: the rows of ``TABLE``, tried in order.
+
+What the bits of a run depend on is decided by rule: by the device, the learner's own steps and the
+number of clients. A stopwatch chooses only among ways that leave the same bits, which is one
+thread a client, side by side or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from fl_lightning.engines.door import fast_ways, why_closed
+from fl_lightning.engines.dry_run import step_seconds
+from fl_lightning.engines.plan import EnginePlan
+from fl_lightning.engines.proof import FirstSteps, Reason, why_in_order
+from fl_lightning.engines.situation import LearnerCopies
+
+# A round's local work that is not worth threads.
+TINY_SECONDS = 0.02
+# A step that is not captured and takes less is mostly Python, which one thread runs at a time.
+PYTHON_SECONDS = 0.002
+
+
+class Known:
+    """What the conditions of the table ask; each is found out when it is first asked for."""
+
+    def __init__(self, copies: LearnerCopies, first_steps: FirstSteps) -> None:
+        self.copies = copies
+        self.situation = copies.situation
+        self.untried = first_steps.untried
+        self.alone = first_steps.alone
+        self.device = self.situation.w.device.type
+
+    @property
+    def wanted(self) -> int:
+        """Workers as asked for, or one a core, and no more than clients."""
+        situation = self.situation
+        wanted = situation.usable_cores if situation.workers == "auto" else int(situation.workers)
+        return min(wanted, situation.most_at_once)
+
+    @property
+    def one_client(self) -> bool:
+        """Whether a process with several cores gets one client a round."""
+        several = self.situation.usable_cores > 1 and self.situation.workers != 1
+        return self.device == "cpu" and self.wanted < 2 and several
+
+    @cached_property
+    def in_order(self) -> Reason | None:
+        """Why a client's steps on two copies do not prove that clients may train side by side."""
+        return why_in_order(self.copies)
+
+    @cached_property
+    def milliseconds(self) -> float:
+        """How long a local step takes on one thread."""
+        return 1000 * step_seconds(self.copies)
+
+    @property
+    def tiny(self) -> bool:
+        seconds = sum(self.situation.lengths()) * self.milliseconds / 1000
+        return seconds < TINY_SECONDS
+
+    @cached_property
+    def not_captured(self) -> str:
+        """Why local steps are not recorded and replayed; empty where they are."""
+        return why_closed() or str(fast_ways().why_not_captured(self.copies))
+
+    @property
+    def waits_for_python(self) -> bool:
+        return bool(self.not_captured) and self.milliseconds < 1000 * PYTHON_SECONDS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Args:
+        when: the condition, for a reader; ``holds``: the same for the program.
+        threads: of a client: ``"one"``, or ``"all"`` that the process has. On one thread clients
+            leave the same bits in both engines.
+        reason: for the run's card; in braces what was found out.
+    """
+
+    when: str
+    holds: Callable[[Known], bool]
+    engine: str
+    threads: str
+    reason: str
+
+
+TABLE = (
+    Row(
+        "the device is neither a CPU nor a CUDA GPU",
+        lambda known: known.device not in ("cpu", "cuda"),
+        "sequential",
+        "all",
+        "clients train side by side on CPUs and CUDA GPUs alone",
+    ),
+    Row(
+        "a process with several cores has one client a round",
+        lambda known: known.one_client,
+        "sequential",
+        "all",
+        "one client for each process",
+    ),
+    Row(
+        "no step can be tried before round 0",
+        lambda known: bool(known.untried),
+        "sequential",
+        "all",
+        "{known.untried}",
+    ),
+    Row(
+        "a first step shows that clients share something",
+        lambda known: known.alone is not None,
+        "sequential",
+        "all",
+        "{known.alone.text}, so clients train one after the other",
+    ),
+    Row(
+        "a client's steps on two copies show it",
+        lambda known: known.in_order is not None,
+        "sequential",
+        "all",
+        "{known.in_order.text}, so clients train one after the other",
+    ),
+    Row(
+        "the device is a GPU, and streams are switched off",
+        lambda known: known.device == "cuda" and bool(why_closed()),
+        "sequential",
+        "all",
+        "clients train side by side on streams, and {known.not_captured}",
+    ),
+    Row(
+        "the device is a GPU",
+        lambda known: known.device == "cuda",
+        "concurrent",
+        "one",
+        "on a GPU clients train on streams",
+    ),
+    Row(
+        "a round's local steps take less than 20 ms",
+        lambda known: known.tiny,
+        "sequential",
+        "one",
+        "a step of {known.milliseconds:.3g} ms is not worth threads",
+    ),
+    Row(
+        "there is one worker",
+        lambda known: known.wanted < 2,
+        "concurrent",
+        "one",
+        "one at a time, as asked or one core",
+    ),
+    Row(
+        "a step is not captured and takes less than 2 ms",
+        lambda known: known.waits_for_python,
+        "sequential",
+        "one",
+        "clients side by side would wait for Python's lock",
+    ),
+    Row(
+        "a step is captured",
+        lambda known: not known.not_captured,
+        "concurrent",
+        "one",
+        "it takes {known.milliseconds:.3g} ms, without Python's lock",
+    ),
+    Row(
+        "a step is not captured and takes 2 ms or more",
+        lambda known: True,
+        "concurrent",
+        "one",
+        "of {known.milliseconds:.3g} ms Python's lock holds a small part",
+    ),
+)
+
+
+def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, Reason | None]:
+    """The plan by the first row that holds, and why clients have to train one after the other."""
+    known = Known(copies, first_steps)
+    try:
+        row = next(row for row in TABLE if row.holds(known))
+    except Exception as error:  # The first round will meet it, and say where.
+        why = f"a trial before round 0 failed ({type(error).__name__}: {error})"
+        return EnginePlan("sequential", why, threads=torch.get_num_threads()), known.alone
+    plan = EnginePlan(
+        row.engine,
+        f"{row.when}: {row.reason.format(known=known)}",
+        threads=torch.get_num_threads() if row.threads == "all" else 1,
+    )
+    alone = None if known.untried else known.alone or vars(known).get("in_order")
+    if row.engine == "sequential":
+        return plan, alone
+    workers = known.wanted if known.device == "cpu" else 0
+    captured = not known.not_captured
+    plan = replace(plan, workers=workers, captured=captured, not_captured=known.not_captured)
+    return plan, alone

@@ -1,0 +1,144 @@
+"""Whether the learner can train on the smallest batch that a run has, tried before round 0.
+
+BatchNorm cannot, on one value a channel; nor can a loss that compares samples. Which learner can is
+not asked but tried, and so nobody is refused who can. A batch that nobody meets within the run is
+no reason to refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fl_lightning.engines.dry_run import DryRun
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.engines.situation import LearnerCopies, Situation
+from fl_lightning.errors import UserError
+
+# Samples of a batch, or twice the usual: a step on them shows whether their number is what fails.
+ENOUGH = 32
+# So many rounds are looked through for a client.
+MOST_ROUNDS = 10_000
+
+
+def check_batch_sizes(copies: LearnerCopies, failed: bool = False) -> str:
+    """Take a step on as few samples as the run's smallest batch has, where that is no usual one.
+
+    Returns:
+        What the user should know: that such a batch fails, but no client of this run's rounds has
+        one, or a hook may yet ready the learner for it; an empty string where there is nothing.
+
+    Args:
+        failed: a step on a usual batch has failed; that may be its size.
+
+    Raises:
+        UserError: it fails, and would in a round to come.
+    """
+    situation = copies.situation
+    smallest = situation.cohort.smallest_batch()
+    first = situation.cohort.tried(0)[0]
+    if smallest is None:
+        return ""
+    data = situation.work.data
+    usual = data.smallest_batch(1, [first])[0]
+    works = (first, usual)
+    if failed:
+        sizes = situation.cohort.data.client_sizes()
+        largest = int(sizes.argmax())
+        works = (largest, min(int(sizes[largest]), max(2 * usual, ENOUGH)))
+    if smallest[0] >= works[1]:
+        return ""
+    # Only where a step works on a usual batch is it the size that the small one fails by.
+    says = failure(copies, first, smallest[0])
+    if not says or failure(copies, *works):
+        return ""
+    met = first_met(situation, smallest[0])
+    # No client of these rounds has the smallest batch, but one may have another that is too small.
+    if met.samples > smallest[0]:
+        said = failure(copies, first, met.samples) if met.samples < usual else ""
+        if not said:
+            client = smallest[1]
+            told = paragraph(situation, Met(*smallest), says)
+            return f"{told} Client {client} takes part in none of this run's rounds, so it goes on"
+        says = said
+    text = paragraph(situation, met, says)
+    if situation.hooks_first:
+        return (
+            f"{text} The run goes on, as a hook at the start of training or of a round may ready "
+            "the learner for it"
+        )
+    raise UserError(f"{text} Nothing was started.")
+
+
+@dataclass(frozen=True)
+class Met:
+    """A batch of so many samples, of this client, in this round first; -1: in no round."""
+
+    samples: int
+    client: int
+    round: int = -1
+
+
+def first_met(situation: Situation, fewest: int) -> Met:
+    """The smallest batch of the run's rounds; the first of ``fewest`` samples ends the search."""
+    found = Met(2**63, 0)
+    rounds = MOST_ROUNDS if situation.rounds < 0 else min(situation.rounds, MOST_ROUNDS)
+    for t in range(max(1, rounds)):
+        of_round = situation.cohort.smallest_batch(situation.cohort.tried(t))
+        if of_round is not None and of_round[0] < found.samples:
+            found = Met(*of_round, t)
+            if found.samples <= fewest:
+                break
+    return found
+
+
+def failure(copies: LearnerCopies, client: int, samples: int) -> str:
+    """What a step on a client's first samples fails with, on a copy; empty: it can be taken."""
+    situation = copies.situation
+    try:
+        batch = situation.work.data.one_batch(client, samples, device=situation.w.device)
+    except Exception:  # of the data: the round that reads them will say where
+        return ""
+    before = RandomState(situation.w)
+    trial = DryRun(copies)
+    trial.worker.work = replace(trial.worker.work, data=OneBatch(batch))
+    try:
+        end, *_ = trial.run(client, 1)
+        finite = situation.skips_nonfinite or bool(end.isfinite().all())
+        return "" if finite else "the weights are not finite after it"
+    except Exception as error:
+        copies.forget_trials()  # a learner may be half-way through its step
+        return first_line(error).rstrip(".") or type(error).__name__
+    finally:
+        before.restore()
+        trial.copy.reset()
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; it may say nothing."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+class OneBatch:
+    """In place of the data, where a trial takes one step on a batch that is given."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def client_batches(
+        self, client: int, round: int, steps: int, device: torch.device
+    ) -> Iterator[Any]:
+        return iter([self.batch])
+
+
+def paragraph(situation: Situation, met: Met, says: str) -> str:
+    """Which batch is too small for the learner, and the ways out."""
+    holds, ways_out = situation.work.data.told_of_batch(met.client, met.samples)
+    when = f" (met in round {met.round})" if met.round >= 0 else ""
+    few = f"{met.samples} sample{'s' if met.samples > 1 else ''}"
+    name = type(situation.learner).__name__
+    step = f"a step of {name} on {few} fails: {says}"
+    return f"{holds}{when}, and {step}. Ways out: {ways_out}."

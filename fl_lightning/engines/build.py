@@ -1,0 +1,259 @@
+"""The engine of a run: the one asked for, the one that a resumed run began with, or auto's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from fl_lightning.engines.auto import decide
+from fl_lightning.engines.batch_check import check_batch_sizes, first_line
+from fl_lightning.engines.door import fast_ways, refused, why_closed
+from fl_lightning.engines.dry_run import tried_apart
+from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.plan import EnginePlan
+from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
+from fl_lightning.engines.sequential import Sequential
+from fl_lightning.engines.situation import LearnerCopies, Situation
+from fl_lightning.engines.threads import Threads
+from fl_lightning.engines.worker import Worker
+from fl_lightning.errors import UserError
+from fl_lightning.learner import gradient_hook
+
+NOT_CAPTURED = "local steps are not captured, and run one by one: "
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the first process found out, for all of them.
+
+    Args:
+        alone: why clients have to train one after the other.
+        failure: why nothing can start.
+        note: what the user should know of the batch sizes.
+        buffers: those that a step changed, by name.
+    """
+
+    plan: EnginePlan
+    alone: Reason | None = None
+    failure: str = ""
+    note: str = ""
+    buffers: tuple[str, ...] = ()
+
+
+def choose(
+    situation: Situation, held: EnginePlan | None, note: Tell, uncaptured: Tell
+) -> tuple[Engine, EnginePlan]:
+    """The run's engine and its plan.
+
+    Args:
+        held: the plan of the run that is resumed.
+        note: takes what the user should know, such as that an engine trains that was not asked for.
+        uncaptured: called with the reason when a later round turns out not to be captured.
+
+    Raises:
+        UserError: the engine asked for cannot train this learner, a packaged network does not fit
+            the data, or a batch is too small for the learner.
+        Exception: of the learner's first step, where a copy of the learner meets one.
+    """
+    check_door(situation)
+    copies = LearnerCopies(situation)
+    resumed = held is not None and goes_on(situation, held)
+    if held is not None and resumed:
+        decision = Decision(held)
+        if held.server_threads not in (0, torch.get_num_threads()):
+            torch.set_num_threads(held.server_threads)
+    else:
+        decision = decided(copies, () if held is None else held.written)
+    plan = replace(decision.plan, server_threads=torch.get_num_threads())
+    alone = decision.alone
+    if decision.note:
+        note(decision.note)
+    copies.treat_as_buffers(plan.written)
+    tell_of_buffers(situation, plan, decision.buffers, note)
+    if resumed and plan.channels_last:
+        copies.use_channels_last()
+    if plan.engine == "stacked":
+        with tried_apart(situation):
+            plan = stackable(copies, plan, alone, note)
+        if plan.engine == "stacked":
+            made: Engine = fast_ways().Stacked(
+                copies.on_learner(), copies.optimizer, plan.at_once, note
+            )
+            return made, plan
+    elif plan.engine == "concurrent" and situation.engine == "concurrent" and not resumed:
+        check_beside(situation, alone, note)
+    if plan.engine == "concurrent":
+        return concurrent(copies, plan, note, uncaptured)
+    if alone is not None and alone.keeps:
+        note(
+            f"{type(situation.learner).__name__} keeps state outside its buffers ({alone.text}): "
+            "under engine='sequential' it runs on from client to client, beginning with steps that "
+            "are tried before round 0 where copies of the learner share it, and no checkpoint "
+            "holds it. In a buffer (register_buffer) it would start at the server's for each client"
+        )
+    if alone is not None and alone.note:
+        note(alone.note)
+    if situation.capture is True:
+        note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
+    return Sequential(copies.on_learner(), plan.threads), plan
+
+
+def check_door(situation: Situation) -> None:
+    """Refuse what a fast way alone can do, where these are switched off."""
+    if not why_closed():
+        return
+    if situation.engine == "stacked":
+        raise refused("engine='stacked'", "engine='auto'")
+    if situation.capture is True:
+        raise refused("capture=True", "capture='auto'")
+    if situation.engine == "concurrent" and situation.w.is_cuda:
+        raise refused("engine='concurrent' on a GPU", "engine='auto'")
+
+
+def goes_on(situation: Situation, held: EnginePlan) -> bool:
+    """Tell whether a resumed run keeps the plan that it began with."""
+    if situation.engine not in ("auto", held.engine):
+        return False
+    streams = held.engine == "concurrent" and situation.w.is_cuda
+    if why_closed() and (streams or held.engine == "stacked"):
+        return False
+    # These came since: side by side they would not be called.
+    alone = bool(situation.looking) or bool(gradient_hook(situation.learner))
+    return held.engine == "sequential" or not alone
+
+
+def tell_of_buffers(
+    situation: Situation, plan: EnginePlan, changed: tuple[str, ...], note: Tell
+) -> None:
+    """Name the buffers that steps change and that stay the server's."""
+    policy = situation.policy
+    policy.written = plan.written
+    buffers = dict(situation.learner.named_buffers())
+    present = [name for name in changed if name in buffers]
+    policy.tell([name for name in present if policy.untold(name, buffers[name])], note)
+
+
+def decided(copies: LearnerCopies, written: tuple[str, ...]) -> Decision:
+    """What the first process finds out, for all; ``written``: frozen parameters known to be."""
+    situation = copies.situation
+    failure: Exception | None = None
+    decision: Decision | None = None
+    copies.treat_as_buffers(written)
+    # The network alone decides: with a measured choice two runs of one command had other bits.
+    channels_last = situation.prefers_channels_last and situation.engine != "stacked"
+    if channels_last:
+        copies.use_channels_last()
+    if situation.rank == 0:
+        try:
+            with tried_apart(situation):
+                first_steps = take_first_steps(copies)
+                told = "" if first_steps.untried else check_batch_sizes(copies)
+                decision = replace(
+                    planned(copies, first_steps), note=told, buffers=first_steps.buffers
+                )
+        except Exception as error:
+            failure = error
+            text = f"the first process could not start: {first_line(error)}"
+            decision = Decision(EnginePlan(""), failure=text)
+    agreed: Decision = situation.broadcast(decision)
+    if failure is not None:
+        raise failure
+    if agreed.failure:
+        raise UserError(agreed.failure)
+    return replace(agreed, plan=replace(agreed.plan, channels_last=channels_last))
+
+
+def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
+    """The engine asked for, or auto's."""
+    situation = copies.situation
+    alone = first_steps.alone
+    if situation.engine == "auto":
+        plan, alone = decide(copies, first_steps)
+    else:
+        plan = EnginePlan(situation.engine, "asked for", threads=torch.get_num_threads())
+        if alone is None and "cannot be copied" in first_steps.untried:
+            alone = Reason(first_steps.untried)
+    return Decision(replace(plan, written=copies.written), alone)
+
+
+def check_beside(situation: Situation, alone: Reason | None, note: Tell) -> None:
+    """Refuse what first steps showed not to work side by side; say what they cannot show.
+
+    Raises:
+        UserError: with the reason, and the way out.
+    """
+    name = type(situation.learner).__name__
+    if alone is not None:
+        way_out = ", or keep such state in a buffer" if alone.keeps else ""
+        raise UserError(
+            f"engine='concurrent' cannot train {name}: {alone.text}. Clients side by side share "
+            "the process's random generators and each has its own copy of the learner, so results "
+            "would depend on which copy trained which client. Use engine='sequential' (or 'auto')"
+            f"{way_out}."
+        )
+    note(
+        f"engine='concurrent' was asked for: first steps of {name} were looked at, and it is not "
+        "proven, as under engine='auto', that a client leaves the same bits whichever copy trains "
+        "it; state that it keeps outside its buffers (an own generator, a counter) would make "
+        "results depend on chance"
+    )
+
+
+def concurrent(
+    copies: LearnerCopies, plan: EnginePlan, note: Tell, uncaptured: Tell
+) -> tuple[Engine, EnginePlan]:
+    """Clients side by side, on threads of a CPU or streams of a GPU."""
+    situation = copies.situation
+    device = situation.w.device
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(
+            f"engine='concurrent' on {device.type}: it trains clients on threads of a CPU or "
+            "streams of a CUDA GPU. Use engine='sequential', or trainer.accelerator=cpu."
+        )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    closed = why_closed()
+    reason = closed or plan.not_captured
+    if not reason and not plan.captured:
+        with tried_apart(situation):
+            reason = fast_ways().why_not_captured(copies)
+    if reason and situation.capture is True:
+        note(NOT_CAPTURED + reason)
+    wanted = plan.workers if situation.workers == "auto" else int(situation.workers)
+    number = min(wanted or situation.most_beside, situation.most_at_once)
+    plan = replace(plan, workers=number, threads=1, captured=not reason, not_captured=reason)
+    work = replace(situation.work, draws=False)
+    alike = not work.methods.in_steps_of_others()
+    workers = []
+    for copy, optimizer in copies.make(number):
+        stream = None if closed else fast_ways().own_stream(copy.x)
+        recorder = fast_ways().Capture(uncaptured, stream, alike) if plan.captured else None
+        workers.append(Worker(work, copy, optimizer, recorder, stream))
+    if device.type == "cpu":
+        return Threads(workers, situation.learner, note), plan
+    streams: Engine = fast_ways().Streams(workers, situation.learner)
+    return streams, plan
+
+
+def stackable(
+    copies: LearnerCopies, plan: EnginePlan, alone: Reason | None, note: Tell
+) -> EnginePlan:
+    """The plan with the size of a stack, or the next best engine where nobody can be stacked."""
+    situation = copies.situation
+    reason = fast_ways().why_not_stacked(copies)
+    if not reason:
+        at_once = plan.at_once
+        if situation.clients_at_once != "auto":
+            at_once = int(situation.clients_at_once)
+        # Eight vectors of D a client.
+        gigabyte = max(1, 2**30 // (8 * situation.w.nbytes))
+        number = min(at_once or gigabyte, situation.most_at_once)
+        return replace(plan, at_once=number, threads=torch.get_num_threads())
+    beside = situation.w.device.type in ("cpu", "cuda") and alone is None
+    instead = "concurrent" if beside else "sequential"
+    name = type(situation.learner).__name__
+    note(f"engine='stacked' cannot train {name} ({reason}); engine='{instead}' does")
+    return replace(plan, engine=instead, why=f"it cannot be stacked: {reason}")

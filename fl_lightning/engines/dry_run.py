@@ -1,0 +1,85 @@
+"""Real steps of real clients on copies of the learner, before round 0."""
+
+from __future__ import annotations
+
+import copy
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.engine import intra_op_threads
+from fl_lightning.engines.random_state import random_state_kept
+from fl_lightning.engines.situation import LearnerCopies, Situation
+from fl_lightning.engines.worker import Recorder, Worker
+from fl_lightning.learner import IN_STEPS, buffer_values, lightning_modules
+
+TIMED = 3  # times of a step, of which the least counts: a busy machine can only add to a time
+
+
+class DryRun:
+    """Trains clients in the j-th copy of the learner for trials; the run stays as it is."""
+
+    def __init__(self, copies: LearnerCopies, j: int = 0, recorder: Recorder | None = None) -> None:
+        self.copies = copies
+        self.situation = copies.situation
+        self.copy, optimizer = copies.for_trials(j + 1)[j]
+        stream = None if recorder is None else recorder.stream
+        self.worker = Worker(copies.trial_work, self.copy, optimizer, recorder, stream)
+        self.buffers = buffer_values(self.situation.learner, copies.written)
+
+    def run(self, client: int, steps: int) -> list[Tensor]:
+        """Take ``steps`` steps of a client from the server's model.
+
+        Returns:
+            Its model, its buffers and what it logged, in a fixed order.
+        """
+        with torch.no_grad(), self.worker:
+            round = self.situation.round({client: steps}, self.buffers)
+            clients = self.worker.train(round, client)
+            logs = [value for _, value in sorted(clients.logs.items())]
+            buffers = [buffer.clone() for buffer in clients.buffers.values()]
+            return [self.copy.x.clone(), *buffers, *logs]
+
+
+def step_seconds(copies: LearnerCopies) -> float:
+    """Seconds of a local step on one thread, measured once, after steps were taken before."""
+    if copies.step_seconds is None:
+        client = copies.situation.cohort.tried(0)[0]
+        trial = DryRun(copies)
+        times = []
+        with intra_op_threads(1):
+            for _ in range(TIMED):
+                began = time.perf_counter()
+                trial.run(client, 1)
+                times.append(time.perf_counter() - began)
+        copies.step_seconds = min(times)
+    return copies.step_seconds
+
+
+def tried_apart(situation: Situation) -> ExitStack:
+    """Within, steps may be tried: generators and callbacks come back as they were.
+
+    Callbacks that look at each batch have no copies, so their attributes are copied meanwhile.
+    """
+    stack = ExitStack()
+    stack.enter_context(random_state_kept(situation.w))
+    apart = [situation.learner, *(part._trainer for part in lightning_modules(situation.learner))]
+    for callback in situation.looking:
+        own = {name: v for name, v in vars(callback).items() if name not in IN_STEPS}
+        stack.callback(put_back, callback, own)
+        for name, value in own.items():
+            try:
+                vars(callback)[name] = copy.deepcopy(value, {id(one): one for one in apart})
+            except Exception:  # what cannot be copied stays, and keeps what the steps do to it
+                continue
+    return stack
+
+
+def put_back(callback: Any, own: dict[str, Any]) -> None:
+    """Give a callback the attributes that it had, and no others."""
+    lent = {name: value for name, value in vars(callback).items() if name in IN_STEPS}
+    vars(callback).clear()
+    vars(callback).update(own, **lent)

@@ -1,0 +1,11 @@
+"""Ways of training that only save time: recorded steps, streams of a GPU, stacks of clients.
+
+`engines/door.py` is the one way in. Without this folder every run leaves what it leaves with it, to
+rounding where clients would be stacked, and takes longer.
+"""
+
+from fl_lightning.engines.fast.capture import Capture, own_stream, why_not_captured
+from fl_lightning.engines.fast.stacked import Stacked, why_not_stacked
+from fl_lightning.engines.fast.streams import Streams
+
+__all__ = ["Capture", "Stacked", "Streams", "own_stream", "why_not_captured", "why_not_stacked"]

@@ -1,0 +1,323 @@
+"""A local step recorded once and replayed: the same kernels on the same memory, without Python.
+
+On a GPU it is a CUDA graph; on a CPU its ATen calls, one after the other, without the interpreter's
+lock. The first step of each client runs as it is: it loads rows and makes what optimizers and
+methods need. The second is recorded, the rest are replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from fl_lightning.engines.attributes import Attributes
+from fl_lightning.engines.batch_check import first_line
+from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.dry_run import DryRun, step_seconds
+from fl_lightning.engines.fast.recording import Recording
+from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.engines.situation import LearnerCopies
+from fl_lightning.round.group import ClientGroup
+
+SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
+TRIED_STEPS = 30  # recorded and replayed before round 0, against as many that are not
+COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "format", "str")
+READS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
+Step = Callable[[Any, Any], None]
+
+
+class IndexUsed(RuntimeError):
+    """``training_step`` looked at ``batch_idx``, whose value a replay would repeat."""
+
+
+class NoIndex:
+    """Takes the place of ``batch_idx`` while a step is recorded: any use of it is refused."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise IndexUsed("training_step uses batch_idx")
+
+    __getattr__ = _refuse
+    for _name in dir(int):
+        if _name[:2] == "__" and (_name not in dir(object) or _name[2:-2] in COMPARED):
+            vars()[_name] = _refuse
+
+
+class Capture:
+    """Replays steps of the clients that one worker trains one after the other.
+
+    Args:
+        warn: called with the reason when a step turns out not to be replayable.
+        stream: the worker's, on a GPU; recordings are CUDA graphs there.
+        shared: whether a recording of one client may be replayed for others.
+    """
+
+    def __init__(
+        self,
+        warn: Callable[[str], None],
+        stream: torch.cuda.Stream | None = None,
+        shared: bool = True,
+    ) -> None:
+        self.warn = warn
+        self.stream = stream
+        self.shared = shared
+        self.replayed = 0
+        self._works = True
+        self._recorded: Recording | Graph | None = None
+        self._shape: Any = None
+        self._pool = None if stream is None else torch.cuda.graph_pool_handle()
+
+    def forget(self) -> None:
+        """Drop the recording: in a new round, what it holds fixed may have changed."""
+        self._recorded = None
+
+    def wait(self) -> None:
+        """Wait for the device, where there is one."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def unused(self) -> str:
+        """Why nothing was replayed; empty: something was."""
+        return "" if self.replayed else "no client has two batches of one shape"
+
+    def run(
+        self,
+        step: Step,
+        batches: Iterator[Any],
+        clients: ClientGroup,
+        optimizer: ClientOptimizer,
+        copy: LearnerCopy,
+    ) -> None:
+        """Take all steps of one client by ``step(batch, index)``, or as a recording has them."""
+        bound = False
+        first = None
+        for index, batch in enumerate(batches):
+            leaves, spec = flat(batch)
+            shape = (spec, [laid_out(leaf) for leaf in leaves])
+            if index == 0:
+                first = shape
+            elif not bound and self._works and shape == first and None not in shape[1]:
+                own = {**clients.step_tensors(), **optimizer.tensors()}
+                known = self._recorded if self.shared and shape == self._shape else None
+                bound = known is not None and known.bind(own)
+                if not bound:
+                    self._shape = shape
+                    bound = self._record(step, batch, index, own, clients, copy)
+                    continue
+            if bound and shape == self._shape:
+                assert self._recorded is not None
+                self._recorded.replay(leaves, copy.numbers)
+                self.replayed += 1
+            else:
+                step(batch, index)
+
+    def _record(
+        self,
+        step: Step,
+        batch: Any,
+        index: int,
+        own: dict[str, Tensor],
+        clients: ClientGroup,
+        copy: LearnerCopy,
+    ) -> bool:
+        """Take this step and record it for the next ones; False if it cannot be repeated."""
+        self._recorded = None
+        before = dict(copy.numbers)
+        leaves = tree_leaves(batch)
+        changing = [copy.x, *own.values(), *copy.buffers.values(), *copy.sums.values(), *leaves]
+        held = [tensor.clone() for tensor in changing]
+        unchanged = Unchanged(clients, own, copy, before)
+        try:
+            with ValueReads() as reads:
+                made = self._made(step, batch, leaves, own)
+        except RuntimeError as error:
+            if self.stream is None and not isinstance(error, IndexUsed):
+                raise
+            why = first_line(error)
+            # What was done of the step so far is undone, and it is taken as usual.
+            for tensor, value in zip(changing, held, strict=True):
+                tensor.copy_(value)
+            copy.logged.clear()
+            copy.numbers.clear()
+            copy.numbers.update(before)
+            step(batch, index)
+        else:
+            why = made.refused or unchanged.broken() or reads.seen
+            made.one_client = made.one_client or clients.looked_up
+            for name, number in copy.numbers.items():
+                made.counted[name] = number - before.get(name, 0)
+            if self.stream is not None:
+                # While a graph was recorded nothing was computed.
+                copy.numbers.update(before)
+                made.replay(leaves, copy.numbers)
+        if why:
+            self._works = False
+            self.warn(why)
+            return False
+        self._recorded = made
+        return True
+
+    def _made(
+        self, step: Step, batch: Any, leaves: list[Tensor], own: dict[str, Tensor]
+    ) -> Recording | Graph:
+        if self.stream is not None:
+            return Graph(step, batch, self.stream, self._pool)
+        recording = Recording(leaves, own)
+        with recording:
+            step(batch, NoIndex())
+        return recording
+
+
+class Unchanged:
+    """What a step must leave as it is, so that a replay does the same."""
+
+    def __init__(
+        self, clients: ClientGroup, own: dict[str, Tensor], copy: LearnerCopy, numbers: dict[str, int]
+    ) -> None:
+        self.clients = clients
+        self.copy = copy
+        self.given = clients.given()
+        self.rows = [v for name, v in own.items() if not name.startswith("optimizer.")]
+        self.numbers = numbers
+        self.attributes = Attributes(copy.learner, metrics=True, values=False)
+        self.buffers = [buffer.data_ptr() for buffer in copy.buffers.values()]
+        clients.looked_up = False
+
+    def broken(self) -> str:
+        """What the step has not left as it was; empty: nothing."""
+        clients = self.clients
+        copy = self.copy
+        if copy.numbers.keys() != self.numbers.keys():
+            return "not every step logs the same names"
+        if not same(clients.given(), self.given):
+            return "a hook logs or uploads in each step"
+        if not same([*clients.step_tensors().values()], self.rows):
+            return "a hook gives clients another tensor in each step"
+        if [buffer.data_ptr() for buffer in copy.buffers.values()] != self.buffers:
+            return "training_step assigns to a buffer"
+        later = Attributes(copy.learner, metrics=True, values=False)
+        changed = self.attributes.changed(later)
+        return f"training_step changes {changed[0]}" if changed else ""
+
+
+def why_not_captured(copies: LearnerCopies) -> str:
+    """Why local steps are not captured, tried on a few; empty: replays leave the same bits."""
+    situation = copies.situation
+    foreign = situation.work.methods.in_steps_of_others()
+    by_choice = situation.capture == "auto"
+    if not situation.capture:
+        return "not asked for"
+    if not type(situation.optimizer).__module__.startswith("torch.optim"):
+        return f"{type(situation.optimizer).__name__} is not one of torch's optimizers"
+    if foreign and by_choice:
+        return f"{foreign} is not a packaged method; capture=True captures it too"
+    if situation.schedule is not None and situation.schedule.by_step:
+        return "client_scheduler='local_steps' changes the learning rate in each step"
+    hooks = copies.original.hooks
+    if hooks is not None and hooks.of_gradients:
+        return f"its {hooks.of_gradients[0]} runs in each step"
+    reasons: list[str] = []
+    recorder = Capture(reasons.append, own_stream(situation.w))
+    trial = DryRun(copies, recorder=recorder)
+    try:
+        return tried(trial, recorder, by_choice) or "".join(reasons[:1]) or recorder.unused()
+    except Exception as error:  # the first round will meet it again if it is the learner's
+        return f"a step fails when it is recorded ({type(error).__name__}: {first_line(error)})"
+    finally:
+        recorder.wait()
+        recorder.forget()
+        trial.copy.reset()
+
+
+def tried(trial: DryRun, recorder: Capture, by_choice: bool) -> str:
+    """Take a client's steps as they are, then captured, and say what makes these another."""
+    situation = trial.situation
+    if by_choice and not situation.w.is_cuda and step_seconds(trial.copies) > SHORT_SECONDS:
+        return "a local step takes long, and Python's share of it is small"
+    client = situation.largest()
+    steps = min(situation.cohort.steps(client), TRIED_STEPS)
+    ends = []
+    for how in (None, recorder):
+        trial.worker.recorder = how
+        before = Attributes(trial.copy.learner, metrics=True, values=False)
+        ends.append(trial.run(client, steps))
+        recorder.wait()
+        changed = before.changed(Attributes(trial.copy.learner, metrics=True, values=False))
+        if changed:
+            return f"its training_step changes {changed[0]}"
+    if recorder.replayed and not all(map(torch.equal, *ends)):
+        return "replays do something else than its training_step does each time"
+    return ""
+
+
+class ValueReads(TorchFunctionMode):
+    """Notes in ``seen`` that the values of a tensor are read in a way that no ATen call shows."""
+
+    seen = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            self.seen = f"the values of a tensor are read ({func.__name__})"
+        return func(*args, **(kwargs or {}))
+
+
+def laid_out(leaf: Any) -> Any:
+    """How a batch's tensor lies in memory; None: it is no tensor."""
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def own_stream(x: Tensor) -> torch.cuda.Stream | None:
+    """A stream on the GPU where x lies; None on a CPU."""
+    return torch.cuda.Stream(x.device) if x.is_cuda else None
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def flat(batch: Any) -> tuple[list[Any], Any]:
+    """A batch's leaves and its structure; quick for the usual pair of tensors."""
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        return list(batch), len(batch)
+    return tree_flatten(batch)
+
+
+class Graph:
+    """A step as a CUDA graph on a stream of its own.
+
+    Raises:
+        RuntimeError: something in it cannot be captured; nothing has been computed.
+    """
+
+    def __init__(self, step: Step, batch: Any, stream: torch.cuda.Stream, pool: Any) -> None:
+        self.counted: dict[str, int] = {}
+        self.refused = ""
+        self.one_client = True
+        held = tree_map(torch.clone, batch)
+        self.leaves: list[Tensor] = tree_leaves(held)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # Not torch.cuda.graph, which waits for the whole device: other clients' steps are under
+            # way.
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                step(held, NoIndex())
+            finally:
+                self.graph.capture_end()
+
+    def bind(self, own: dict[str, Tensor]) -> bool:
+        """Addresses are fixed: another client is recorded anew."""
+        return False
+
+    def replay(self, leaves: list[Tensor], numbers: dict[str, int]) -> None:
+        """The step once more, on this batch."""
+        for held, leaf in zip(self.leaves, leaves, strict=True):
+            held.copy_(leaf, non_blocking=True)
+        self.graph.replay()
+        for name, number in self.counted.items():
+            numbers[name] += number

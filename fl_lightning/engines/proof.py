@@ -1,0 +1,301 @@
+"""A client's steps on copies of the learner before round 0: whether it fits, and what it keeps.
+
+Nobody can find all state of a Python object. What decides is what clients leave: a client that
+trains after another one has to leave the same bits and the same attributes as before it. What each
+step writes before it reads it (a cache) passes, and what goes on from client to client does not,
+wherever it is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fl_lightning.engines.attributes import Attributes
+from fl_lightning.engines.batch_check import check_batch_sizes, first_line
+from fl_lightning.engines.dry_run import DryRun
+from fl_lightning.engines.engine import intra_op_threads
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.engines.situation import LearnerCopies
+from fl_lightning.engines.worker import tell_where
+from fl_lightning.errors import UserError
+from fl_lightning.learner import gradient_hook, lightning_modules, same_bits
+
+SIZES = re.compile(
+    r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE
+)
+# So many of a client's steps are looked at, where frozen parameters may be written; and where
+# clients are to train side by side. By number and not by time: what they find decides over bits.
+FROZEN_STEPS = 20
+PROOF_STEPS = 30
+# Beginnings of names of hooks that run on the global model, between clients' steps.
+BETWEEN = (
+    *("on_train_epoch_", "on_train_start", "on_train_end", "on_fit_", "on_save_checkpoint"),
+    *("on_validation_", "on_test_", "on_predict_", "validation_", "test_", "predict_"),
+)
+DRAWS = "its training_step draws random numbers (dropout, say)"
+UNSEEDED = (
+    "the data give another batch when the same one is read again: they draw from something that "
+    "the run cannot seed, so a resumed run does not have the bits of one that was never "
+    "interrupted. Let the dataset draw from torch's, NumPy's or Python's global generator, or keep "
+    "a torch.Generator, numpy.random.Generator or random.Random"
+)
+PACKAGE = __name__.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why clients cannot train side by side.
+
+    Args:
+        keeps: the learner keeps something from client to client, which a buffer could hold.
+        note: what the user should know even where clients do not train side by side.
+    """
+
+    text: str
+    keeps: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """What a client's first steps showed.
+
+    Args:
+        alone: why clients have to train one after the other, where they have to.
+        untried: why no step could be taken, where it could not.
+        buffers: those that changed, by name.
+    """
+
+    alone: Reason | None = None
+    untried: str = ""
+    buffers: tuple[str, ...] = ()
+
+
+def take_first_steps(copies: LearnerCopies) -> FirstSteps:
+    """A step of round 0's first client before and after another client's; more for frozen weights.
+
+    Frozen parameters that the steps write are buffers to ``copies`` from here on. The number of
+    steps is the same whatever the engine and the machine, so that a learner that keeps state where
+    its copies share it (a global, a closure, its class) begins each run alike.
+
+    Raises:
+        UserError: the batch is too small, a packaged network does not fit the data, or the step
+            assigns to a trainable parameter's ``data``.
+        Exception: from the learner or the data, with a note that says where.
+    """
+    situation = copies.situation
+    client = situation.cohort.tried(0)[0]
+    name = type(situation.learner).__name__
+    try:
+        trial = DryRun(copies)
+    except Exception as error:
+        return FirstSteps(untried=f"{name} cannot be copied ({type(error).__name__}: {error})")
+    before = RandomState(situation.w)
+    batch = first_batch(copies, client)
+    if before.drawn_since():
+        return FirstSteps(Reason("its data set draws random numbers when a batch is read"))
+    if not same_batch(batch, first_batch(copies, client)):
+        text = "its data set gives another batch when the same one is read again"
+        return FirstSteps(Reason(text, note=UNSEEDED))
+    try:
+        with intra_op_threads(1):
+            if any(not p.requires_grad for p in trial.copy.learner.parameters()):
+                trial.run(client, min(situation.cohort.steps(client), FROZEN_STEPS))
+                written = frozen_that_changed(situation.learner, trial.copy.learner)
+                copies.treat_as_buffers(tuple(dict.fromkeys((*copies.written, *written))))
+                trial = DryRun(copies)
+            alone = what_first_steps_keep(trial, before)
+    except UserError:
+        raise
+    except Exception as error:
+        if situation.hooks_first:
+            text = f"a step before round 0 fails ({type(error).__name__}: {error})"
+            return FirstSteps(untried=text)
+        check_batch_sizes(copies, failed=True)
+        raise explained(error, situation.learner, client, batch) from (
+            error if explains(error, situation.learner) else None
+        )
+    finally:
+        before.restore()
+        trial.copy.reset()
+    check_tied(trial)
+    hooked = gradient_hook(situation.learner) or gradient_hook(trial.copy.learner)
+    if hooked:
+        alone = Reason(f"its {hooked} has a hook on its gradient, which copies do not have")
+    elif situation.looking:
+        callback = f"the callback {type(situation.looking[0]).__name__}"
+        alone = Reason(f"{callback} is called with each client's batch, and there is one for all")
+    return FirstSteps(alone, buffers=buffers_that_changed(trial))
+
+
+def first_batch(copies: LearnerCopies, client: int) -> Any:
+    situation = copies.situation
+    # The list reads to the end, so that what reads ahead has nothing left to read.
+    batches = situation.work.data.client_batches(client, 0, 1, device=situation.w.device)
+    return next(iter(list(batches)))
+
+
+def what_first_steps_keep(trial: DryRun, before: RandomState) -> Reason | None:
+    """Take a client's first step before and after another client's, and compare."""
+    ids = trial.situation.cohort.tried(0)
+    at_first = Attributes(trial.copy.learner)
+    bits = trial.run(ids[0], 1)
+    after_one = Attributes(trial.copy.learner)
+    trial.run(ids[-1], 1)
+    bits_again = trial.run(ids[0], 1)
+    if before.drawn_since():
+        return Reason(DRAWS)
+    kept = after_one.changed(Attributes(trial.copy.learner))
+    kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
+    if kept:
+        return goes_on(kept[0])
+    # On a GPU kernels need not repeat, and so bits alone prove nothing against the learner.
+    if not trial.situation.w.is_cuda and not same(bits, bits_again):
+        return Reason("a client's step leaves other bits when another client comes first", True)
+    return None
+
+
+def why_in_order(copies: LearnerCopies) -> Reason | None:
+    """Why clients' steps on two copies do not prove that clients may train side by side."""
+    situation = copies.situation
+    ids = situation.cohort.tried(0)
+    steps = min(situation.cohort.steps(ids[0]), PROOF_STEPS)
+    before = RandomState(situation.w)
+    one = DryRun(copies, 0)
+    at_first = Attributes(one.copy.learner)
+    trials = [one]
+    try:
+        with intra_op_threads(1):
+            first = one.run(ids[0], steps)
+            after_one = Attributes(one.copy.learner)
+            changed = at_first.changed(after_one)
+            late = set(frozen_that_changed(situation.learner, one.copy.learner))
+            if late := late - set(copies.written):
+                return Reason(f"its training_step changes {min(late)}, but not from the start")
+            # The second copy shares frozen parameters with the learner, so it comes after that.
+            two = DryRun(copies, 1)
+            trials.append(two)
+            two.run(ids[-1], min(situation.cohort.steps(ids[-1]), PROOF_STEPS))
+            second = two.run(ids[0], steps)
+        if before.drawn_since():
+            return Reason(DRAWS)
+        kept = set(after_one.changed(Attributes(two.copy.learner))) & set(changed)
+        kept.update(read_between_rounds(one.copy.learner, changed))
+        if kept:
+            return goes_on(min(kept))
+        if not same(first, second):
+            text = "a client's steps leave other bits when another client comes first"
+            return Reason(text, keeps=True)
+        return None
+    finally:
+        before.restore()
+        for trial in trials:
+            trial.copy.reset()
+
+
+def goes_on(name: str) -> Reason:
+    text = f"its training_step changes {name}, which goes on from client to client"
+    return Reason(text, keeps=True)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(same_bits, one, other))
+
+
+def read_between_rounds(learner: Any, names: list[str]) -> list[str]:
+    """Those attributes of which a hook speaks that runs on the global model, and not in a step."""
+    spoken: set[str] = set()
+    for part in lightning_modules(learner):
+        for kind in type(part).__mro__:
+            for function in vars(kind).values():
+                if isinstance(function, FunctionType) and function.__name__.startswith(BETWEEN):
+                    spoken.update(function.__code__.co_names)
+    return [name for name in names if name.rpartition(".")[2] in spoken]
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    """Tell whether floating-point numbers and pixels of two batches are the same.
+
+    Others may tell who read them, or when.
+    """
+    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=False):
+        if type(a) is not type(b) or not isinstance(a, Tensor | np.ndarray):
+            continue
+        if isinstance(a, np.ndarray) and a.dtype.kind not in "fu":
+            continue
+        numbers = torch.as_tensor(a)
+        counts = numbers.is_floating_point() or numbers.dtype == torch.uint8
+        if counts and not same_bits(numbers, torch.as_tensor(b)):
+            return False
+    return True
+
+
+def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
+    """Names of frozen parameters that are not the learner's in its copy."""
+    own = dict(copied.named_parameters())
+    frozen = ((name, p) for name, p in learner.named_parameters() if not p.requires_grad)
+    return tuple(name for name, p in frozen if not same_bits(p.data, own[name].data))
+
+
+def buffers_that_changed(trial: DryRun) -> tuple[str, ...]:
+    """Names of buffers that are no longer what the trial's steps began with."""
+    before = trial.buffers
+    changed = []
+    for name, value in trial.copy.buffers.items():
+        known = name in before and same_bits(value, before[name])
+        if not known and name not in trial.copy.written:
+            changed.append(name)
+    return tuple(changed)
+
+
+def check_tied(trial: DryRun) -> None:
+    """Refuse a learner whose step makes a trainable parameter another tensor.
+
+    Raises:
+        UserError: with the parameter.
+    """
+    copy = trial.copy
+    views = copy.layout.views(copy.x.view(-1))
+    for name, parameter, view in zip(copy.layout, copy.parameters, views, strict=True):
+        if parameter.data_ptr() != view.data_ptr():
+            raise UserError(
+                f"learner {type(copy.learner).__name__}: its training_step assigns another tensor "
+                f"to the trainable parameter {name} (its data), which would then no longer be "
+                "trained. Change it in place (…data.copy_(…), …data.clamp_(…)), or freeze it "
+                "(requires_grad_(False)) if only your code moves it."
+            )
+
+
+def explains(error: Exception, learner: Any) -> bool:
+    """Tell whether an error is that a packaged network does not fit the data's sizes or classes."""
+    parts = lightning_modules(learner)
+    packaged = all(type(part).__module__.split(".")[0] == PACKAGE for part in parts)
+    of_sizes = isinstance(error, RuntimeError | IndexError | ValueError)
+    return packaged and of_sizes and bool(SIZES.search(str(error)))
+
+
+def explained(error: Exception, learner: Any, client: int, batch: Any) -> Exception:
+    """The learner's own error with a note, or a UserError where a packaged network is at fault."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+    where = f"client {client}'s first batch ({shapes})"
+    if not explains(error, learner):
+        met = "met before round 0, in a first local step on a copy"
+        tell_where(error, f"{met}: {where}; nothing was started")
+        return error
+    network = type(getattr(learner, "network", learner)).__name__
+    labels = [t for t in tensors if not t.is_floating_point() and t.numel()]
+    told = f", labels from {int(labels[-1].min())} to {int(labels[-1].max())}" if labels else ""
+    return UserError(
+        f"the network {network} does not fit the data: a step on {where}{told} says: "
+        f"{first_line(error)}. Choose the network's sizes and num_classes, or the data, so that "
+        "they fit. Nothing was started."
+    )
