@@ -1,4 +1,4 @@
-"""What a learner keeps besides parameters and buffers, so that one can tell whether a step changed it.
+"""What a learner keeps besides parameters and buffers, so that a change of it can be told.
 
 An attribute is written down as pickle would save it, what is reached through it included. So it
 counts what it holds and not which object it is, and a learner's copy can be compared with another.
@@ -53,8 +53,10 @@ class Attributes:
                 if metrics or not isinstance(module, Metric | MetricCollection):
                     self._note_module(place, module, values)
             if values:
-                kinds = [kind for module in modules.values() for kind in type(module).__mro__]
-                for kind in dict.fromkeys(kinds):
+                kinds: dict[type, None] = {}
+                for module in modules.values():
+                    kinds.update(dict.fromkeys(type(module).__mro__))
+                for kind in kinds:
                     self._note_class(kind)
 
     def changed(self, later: Attributes) -> list[str]:

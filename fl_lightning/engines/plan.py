@@ -1,4 +1,4 @@
-"""Which engine trains the clients, and how; kept in each checkpoint, so that a resumed run goes on in the same way."""
+"""Which engine trains the clients, and how, as each checkpoint holds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EnginePlan:
         workers: clients side by side in a process; 0: as many as there is room for.
         at_once: how many clients the stacked engine stacks; 0: as many as fit into a gigabyte.
         threads: intra-op threads for a client; ``server_threads``: for everything else.
-        captured: whether local steps are recorded and replayed; ``not_captured``: why not, for a reader.
+        captured: whether local steps are recorded and replayed; ``not_captured``: why not.
         channels_last: whether images lie in channels-last memory.
         written: frozen parameters that the learner's steps write, by name: buffers to the run.
     """

@@ -94,7 +94,9 @@ class Recording(TorchDispatchMode):
             # A view of a tensor that stays is fixed, too.
             return out
         if func in FRESH:
-            func, args, kwargs = aten.clone.default, (args[0],), {}
+            func = aten.clone.default
+            args = args[:1]
+            kwargs = {}
         several = isinstance(out, list | tuple)
         outs = list(out) if several else [out]
         uses: list[str] = []
