@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 AS_BEFORE = "as when the run began"
+# What a resumed run goes on with, beside the names of written parameters.
+RESUMED = ("engine", "workers", "at_once", "threads", "server_threads", "channels_last")
 
 
 @dataclass(frozen=True)
@@ -41,23 +43,14 @@ class EnginePlan:
 
     @classmethod
     def from_dict(cls, held: Mapping[str, Any]) -> EnginePlan | None:
-        """The plan of a checkpoint, also of one that held it as text; None where it holds none."""
+        """The plan of a checkpoint; None where it holds none.
+
+        Whether steps are captured is tried again: that depends on the machine.
+        """
         if not held.get("engine"):
             return None
-        number = {
-            name: int(held.get(name) or 0) for name in ("workers", "threads", "server_threads")
-        }
-        old = held.get("clients", held.get("at_once")) or 0
-        return cls(
-            engine=str(held["engine"]),
-            why=AS_BEFORE,
-            workers=number["workers"],
-            at_once=int(old),
-            threads=number["threads"] or number["server_threads"] or 1,
-            server_threads=number["server_threads"],
-            channels_last=bool(held.get("channels_last")) or held.get("memory") == "channels_last",
-            written=tuple(held.get("written") or ()),
-        )
+        settings = {name: held[name] for name in RESUMED if name in held}
+        return cls(why=AS_BEFORE, **settings, written=tuple(held.get("written") or ()))
 
     def facts(self) -> dict[str, str]:
         """What the run's card says of it."""

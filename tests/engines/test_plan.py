@@ -21,36 +21,9 @@ def test_a_plan_comes_back_from_a_checkpoint() -> None:
     assert stacked is not None and stacked.at_once == 8 and not stacked.channels_last
 
 
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
-        (
-            {"engine": "stacked", "clients": "8", "threads": "2"},
-            EnginePlan("stacked", AS_BEFORE, at_once=8, threads=2, server_threads=0),
-        ),
-        (
-            {
-                "engine": "concurrent",
-                "workers": "4",
-                "memory": "channels_last",
-                "server_threads": "3",
-            },
-            EnginePlan(
-                "concurrent", AS_BEFORE, workers=4, threads=3, server_threads=3, channels_last=True
-            ),
-        ),
-        (
-            {"engine": "sequential", "memory": "plain"},
-            EnginePlan("sequential", AS_BEFORE, server_threads=0),
-        ),
-        ({}, None),
-        ({"engine": ""}, None),
-    ],
-)
-def test_checkpoints_that_held_it_as_text_are_read_too(
-    held: dict[str, Any], expected: EnginePlan | None
-) -> None:
-    assert EnginePlan.from_dict(held) == expected
+@pytest.mark.parametrize("held", [{}, {"engine": ""}])
+def test_a_checkpoint_may_hold_none(held: dict[str, Any]) -> None:
+    assert EnginePlan.from_dict(held) is None
 
 
 def test_a_card_tells_what_belongs_to_the_engine() -> None:
