@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_lightning import callbacks as methods
 from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.engines import stacked
+from fl_lightning.engines.fast import stacked
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, momentum, trainer
 
 pytestmark = pytest.mark.fast
