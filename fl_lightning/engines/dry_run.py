@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,11 @@ from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.worker import Recorder, Worker
 from fl_lightning.learner import IN_STEPS, buffer_values, lightning_modules
 
-TIMED = 3  # times of a step, of which the least counts: a busy machine can only add to a time
+if sys.platform == "linux":
+    import resource
+
+# So many times of a step are taken, of which the least counts: others can only add to a time.
+TIMED = 3
 
 
 class DryRun:
@@ -45,18 +50,35 @@ class DryRun:
 
 
 def step_seconds(copies: LearnerCopies) -> float:
-    """Seconds of a local step on one thread, measured once, after steps were taken before."""
+    """Seconds of a local step on one thread, measured once, after steps were taken before.
+
+    They are the processor's, which a busy neighbour hardly changes; of steps that wait each time,
+    for a disk, say, they are the clock's.
+    """
     if copies.step_seconds is None:
         client = copies.situation.cohort.tried(0)[0]
         trial = DryRun(copies)
-        times = []
+        by_clock = []
+        of_processor = []
+        waits = []
         with intra_op_threads(1):
             for _ in range(TIMED):
-                began = time.perf_counter()
+                before = waits_so_far()
+                clock = time.perf_counter()
+                processor = time.thread_time()
                 trial.run(client, 1)
-                times.append(time.perf_counter() - began)
-        copies.step_seconds = min(times)
+                of_processor.append(time.thread_time() - processor)
+                by_clock.append(time.perf_counter() - clock)
+                waits.append(waits_so_far() > before)
+        copies.step_seconds = min(by_clock if all(waits) else of_processor)
     return copies.step_seconds
+
+
+def waits_so_far() -> int:
+    """How often this thread waited; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def tried_apart(situation: Situation) -> ExitStack:
