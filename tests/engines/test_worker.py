@@ -135,6 +135,9 @@ class Seeded(Lit):
 
     purpose = "learner"
 
+    def on_train_start(self) -> None:
+        SEEDS.clear()  # of steps that are tried before round 0
+
 
 class Telling(FederatedCallback):
     def __init__(self, learner: Lit) -> None:
