@@ -176,7 +176,11 @@ class Unchanged:
     """What a step must leave as it is, so that a replay does the same."""
 
     def __init__(
-        self, clients: ClientGroup, own: dict[str, Tensor], copy: LearnerCopy, numbers: dict[str, int]
+        self,
+        clients: ClientGroup,
+        own: dict[str, Tensor],
+        copy: LearnerCopy,
+        numbers: dict[str, int],
     ) -> None:
         self.clients = clients
         self.copy = copy
