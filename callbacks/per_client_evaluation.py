@@ -8,8 +8,6 @@ arXiv:1905.10497: deviation and the worst 10 % of clients.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
+from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, lines_of
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
 from fl_lightning.options import number
@@ -44,8 +43,9 @@ class PerClientEvaluation(Measurement):
     ``modes`` says, else the learner's torchmetrics, else the name; where none of them does, it is
     asked before round 0. With fine-tuning the same of ``clients/acc_finetuned``, ….
 
-    At the end ``clients.csv`` (client, samples, every metric) and ``clients.png`` in the run's
-    folder, where a run keeps anything; the same is in ``table``. It is measured after the round, on
+    Where a run keeps anything, its folder has ``clients_rounds.csv`` (round, client, samples, every
+    metric), and at the end ``clients.csv`` and ``clients.png`` of the last round, whose values are
+    in ``table``. It is measured after the round, on
     a copy of the learner: no bit of the training changes. Sent and kept: nothing.
 
     Args:
@@ -110,6 +110,9 @@ class PerClientEvaluation(Measurement):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate one client, to learn the names of the metrics."""
         super().on_train_start(trainer, pl_module)
+        if keeps_files(trainer):
+            rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
+            rounds.keep(before=trainer.current_epoch)
         # Whether the user has to be asked for a metric's direction is known now, and not after the
         # last round.
         w = pl_module.evaluated_vector
@@ -185,10 +188,8 @@ class PerClientEvaluation(Measurement):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
         stopped = any(gathered(pl_module.stop_requested))
-        # A run without loggers and checkpoints keeps nothing, so neither do we.
-        keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
         ended = self._measured == self._ended >= 0 and not stopped
-        if not ended or not keeps or not trainer.is_global_zero:
+        if not ended or not keeps_files(trainer):
             return
         folder = Path(trainer.default_root_dir)
         with written_aside(folder / "clients.csv") as file:
@@ -202,14 +203,20 @@ class PerClientEvaluation(Measurement):
 
     def csv(self) -> str:
         """The table as text: client, samples, every metric; empty where a client has no value."""
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["client", "samples", *self.table])
-        for client, samples in self.samples.items():
-            values = [column.get(client) for column in self.table.values()]
-            texts = ["" if value is None else repr(value) for value in values]
-            rows.writerow([client, samples, *texts])
-        return text.getvalue()
+        header: list[object] = ["client", "samples", *self.table]
+        return lines_of([header, *client_rows(self.table, self.samples)])
+
+    def _measure(self, trainer: Any) -> None:
+        super()._measure(trainer)
+        if keeps_files(trainer):
+            rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
+            rounds.add(self._measured, self.table, self.samples)
+
+
+def keeps_files(trainer: Any) -> bool:
+    """Tell whether this process writes files of the run, which keeps loggers or checkpoints."""
+    keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
+    return keeps and bool(trainer.is_global_zero)
 
 
 def named(values: dict[str, float]) -> dict[str, float]:

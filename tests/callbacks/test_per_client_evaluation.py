@@ -20,6 +20,7 @@ from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import Clients, ClientState, FederatedCallback
 from fl_lightning.callbacks.per_client_evaluation import summary
+from fl_lightning.evaluation.client_tables import ClientRounds
 from tests.helpers.learners import Dropping, Lit, Normed, client_rows, federated, trainer
 from tests.helpers.processes import launched
 
@@ -339,3 +340,40 @@ def test_processes_share_the_work_to_the_same_bits(tmp_path: Path) -> None:
         assert launched(_ran, world, tmp_path) == [0] * world
     one, two = (torch.load(tmp_path / f"{world}.pt", weights_only=False) for world in (1, 2))
     assert one[:2] == two[:2] and torch.equal(one[2], two[2])
+
+
+def test_every_round_that_was_measured_is_kept_and_a_resumed_run_leaves_the_same_file(
+    tmp_path: Path,
+) -> None:
+    def trained(folder: Path, rounds: int, resumed: bool = False) -> Path:
+        settings = {"default_root_dir": str(folder), "enable_checkpointing": True}
+        last = str(folder / "last.ckpt") if resumed else None
+        torch.manual_seed(3)
+        training = trainer(rounds, [c.PerClientEvaluation(1)], **settings)
+        training.fit(federated(), data(), ckpt_path=last)
+        training.save_checkpoint(folder / "last.ckpt")
+        return folder / "clients_rounds.csv"
+
+    whole = trained(tmp_path / "whole", 4)
+    rows = list(csv.DictReader(whole.open()))
+    assert [int(row["round"]) for row in rows[::10]] == [0, 1, 2, 3] and len(rows) == 40
+    last = [{name: row[name] for name in row if name != "round"} for row in rows[-10:]]
+    assert last == list(csv.DictReader((tmp_path / "whole/clients.csv").open()))
+    # Killed in the middle of a line of round 2, and resumed from the end of round 1.
+    part = trained(tmp_path / "part", 2)
+    with part.open("a") as file:
+        file.write("".join(whole.read_text().splitlines(True)[21:24])[:-4])
+    assert trained(tmp_path / "part", 4, resumed=True).read_bytes() == whole.read_bytes()
+
+
+def test_a_metric_that_comes_later_has_a_column_of_its_own(tmp_path: Path) -> None:
+    rounds = ClientRounds(tmp_path / "clients_rounds.csv")
+    rounds.add(0, {"loss": {3: 0.5, 4: 1.0}}, {3: 7, 4: 2})
+    rounds.add(2, {"loss": {3: 0.25}, "acc": {3: 1.0}}, {3: 7, 4: 2})
+    rounds.add(4, {"loss": {3: 0.125}, "acc": {3: 0.5}}, {3: 7})
+    assert rounds.path.read_text() == (
+        "round,client,samples,loss,acc\n0,3,7,0.5,\n0,4,2,1.0,\n2,3,7,0.25,1.0\n2,4,2,,\n"
+        "4,3,7,0.125,0.5\n"
+    )
+    rounds.keep(before=2)
+    assert rounds.path.read_text() == "round,client,samples,loss,acc\n0,3,7,0.5,\n0,4,2,1.0,\n"

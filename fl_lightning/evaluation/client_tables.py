@@ -1,0 +1,91 @@
+"""Clients' values as CSV: after the last round, and after every one that was measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
+from fl_lightning.storage.files import written_aside
+
+Values = Mapping[str, Mapping[int, float]]  # metric → client → value
+
+
+def lines_of(rows: Iterable[list[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def client_rows(table: Values, samples: Mapping[int, int]) -> list[list[object]]:
+    """A row a client: client, samples, every metric; empty where a client has no value."""
+    rows: list[list[object]] = []
+    for client, number in samples.items():
+        values = [column.get(client) for column in table.values()]
+        texts = ["" if value is None else repr(value) for value in values]
+        rows.append([client, number, *texts])
+    return rows
+
+
+class ClientRounds:
+    """``clients_rounds.csv``: round, client, samples, every metric; rounds ascending.
+
+    A round's rows are added at its end, whatever the number of rounds before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def keep(self, before: int) -> None:
+        """Forget rounds from ``before`` on, which a resumed run measures again."""
+        if not self.path.exists():
+            return
+        header, rows = self._read()
+        kept = [row for row in rows if int(str(row[0])) < before]
+        with written_aside(self.path) as file:
+            file.write(lines_of([header, *kept]).encode())
+
+    def add(self, t: int, table: Values, samples: Mapping[int, int]) -> None:
+        """Add the rows of round t.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        header: list[object] = ["round", "client", "samples", *table]
+        new = [[t, *row] for row in client_rows(table, samples)]
+        if not self.path.exists() or self._header() != header:
+            self._rewrite(header, new)
+            return
+        lock.check(self.path)
+        try:
+            with open(self.path, "a", encoding="utf-8", newline="") as file:
+                file.write(lines_of(new))
+        except OSError as error:
+            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
+
+    def _rewrite(self, header: list[object], new: list[list[object]]) -> None:
+        """Write all rounds under a header that also has the columns of before."""
+        old_header, old = self._read() if self.path.exists() else ([], [])
+        every = [*old_header, *(name for name in header if name not in old_header)]
+        named = [dict(zip(old_header, row, strict=True)) for row in old]
+        named += [dict(zip(header, row, strict=True)) for row in new]
+        text = io.StringIO()
+        rows = csv.DictWriter(text, every, restval="", lineterminator="\n")
+        rows.writeheader()
+        rows.writerows(named)
+        with written_aside(self.path) as file:
+            file.write(text.getvalue().encode())
+
+    def _header(self) -> list[object]:
+        with open(self.path, encoding="utf-8", newline="") as file:
+            return list(next(csv.reader(file), []))
+
+    def _read(self) -> tuple[list[object], list[list[object]]]:
+        """The header and the whole rows; a killed process may have left half of one."""
+        text = self.path.read_bytes().decode()
+        whole = text[: text.rfind("\n") + 1]
+        header, *rows = list(csv.reader(io.StringIO(whole))) or [[]]
+        return list(header), [list(row) for row in rows if len(row) == len(header)]
