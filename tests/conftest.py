@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     closed = why_closed()
     for item in items:
         given = vars(item).get("callspec")
-        if given is not None and any(map(asks_for_a_fast_way, given.params.values())):
+        params = {} if given is None else given.params
+        if params.get("capture") is True or any(map(asks_for_a_fast_way, params.values())):
             item.add_marker("fast")
         if closed and item.get_closest_marker("fast"):
             item.add_marker(pytest.mark.skip(reason=closed))

@@ -7,12 +7,14 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "benchmarks.gpu_check"]
 
 
+@pytest.mark.fast
 def test_it_compares_times_and_profiles(python: str, tmp_path: Path) -> None:
     few = [
         "--check",

@@ -25,6 +25,7 @@ class Waiting(Lit):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.fast
 def test_auto_takes_what_is_faster_and_says_why() -> None:
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
     trainer(1).fit(slow, blobs())
@@ -35,6 +36,7 @@ def test_auto_takes_what_is_faster_and_says_why() -> None:
     assert tiny.engine_facts["engine"] == "sequential"
 
 
+@pytest.mark.fast
 def test_short_steps_train_side_by_side_where_they_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -46,6 +48,7 @@ def test_short_steps_train_side_by_side_where_they_are_captured(
         assert ("a step is captured: it takes" in module.engine_facts["why"]) == capture
 
 
+@pytest.mark.fast
 def test_choosing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "TINY_SECONDS", 0.0)
     torch.manual_seed(3)

@@ -120,6 +120,7 @@ def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: A
         )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("capture", ["auto", True])
 def test_who_asks_for_capturing_is_told_where_there_is_none(
     chosen: Any, monkeypatch: pytest.MonkeyPatch, capture: Any
@@ -138,6 +139,7 @@ def test_who_asks_for_capturing_is_told_where_there_is_none(
     )
 
 
+@pytest.mark.fast
 def test_steps_are_captured_as_they_were_tried(
     chosen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def test_steps_are_captured_as_they_were_tried(
         assert (plan.captured, plan.not_captured) == (known.captured, known.not_captured)
 
 
+@pytest.mark.fast
 def test_a_recording_with_steps_of_others_belongs_to_one_client(chosen: Any) -> None:
     class Foreign(FederatedCallback):
         def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -165,11 +168,13 @@ def test_no_more_workers_than_clients_in_a_round(chosen: Any) -> None:
     assert plan.workers == len(engine.workers) == 10
 
 
+@pytest.mark.fast
 def test_a_stack_of_clients(chosen: Any) -> None:
     engine, plan, notes = chosen("stacked", clients_at_once=4)
     assert isinstance(engine, Stacked) and engine.at_once == plan.at_once == 4 and notes == []
 
 
+@pytest.mark.fast
 def test_what_cannot_be_stacked_trains_side_by_side_and_says_so(
     chosen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_scheduler_that_cycles_momentum_cycles_it_from_none_too(engine: str) -
         )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("unit", ["rounds", "local_steps"])
 def test_captured_steps_have_the_bits_of_others(unit: str) -> None:
     given: dict[str, Any] = {

@@ -33,16 +33,16 @@ def ran(**arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({"engine": "stacked"}, "engine='stacked'"),
-        ({"engine": "concurrent", "capture": True}, "capture=True"),
-        ({"engine": "auto", "capture": True}, "capture=True"),
+        ((("engine", "stacked"),), "engine='stacked'"),
+        ((("engine", "concurrent"), ("capture", True)), "capture=True"),
+        ((("engine", "auto"), ("capture", True)), "capture=True"),
     ],
     ids=["stacks", "recordings", "recordings under auto"],
 )
 @pytest.mark.usefixtures("switched_off")
-def test_who_asks_for_a_fast_way_is_told(asked: dict[str, Any], name: str) -> None:
+def test_who_asks_for_a_fast_way_is_told(asked: tuple[tuple[str, Any], ...], name: str) -> None:
     with pytest.raises(UserError, match=rf"{name} is one of the fast ways.*FL_LIGHTNING_FAST=0"):
-        ran(**asked)
+        ran(**dict(asked))
 
 
 @pytest.mark.fast

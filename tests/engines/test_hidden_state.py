@@ -258,6 +258,7 @@ def test_data_that_draws_from_a_generator_of_its_own_is_read_in_order() -> None:
         )
 
 
+@pytest.mark.fast
 def test_what_keeps_nothing_trains_side_by_side() -> None:
     class Configured(Lit):
         """Attributes of every kind that nothing changes."""
