@@ -64,8 +64,10 @@ class FederatedModule(LearnerHooks):
         init_from: a checkpoint or exported file whose weights to start from.
         engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by
             side, each on one thread of a CPU or one stream of a GPU, same bits whatever their
-            number; ``"stacked"``: many as one batch of models, the same to rounding; ``"auto"``:
-            one of the first two, by the table in `engines/auto.py`.
+            number; ``"stacked"``: many as one batch of models, the same to rounding; ``"debug"``:
+            sequential's bits, and an error in a hook or in ``training_step`` has what it is about
+            as its attribute ``at`` (round, client, step, hook, arguments, batch); ``"auto"``: one
+            of the first two, by the table in `engines/auto.py`.
         clients_at_once: clients of a group of the stacked engine; ``"auto"``: as many as fit into a
             gigabyte.
         workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on

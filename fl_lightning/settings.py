@@ -74,7 +74,7 @@ class Settings:
         else:
             one_of("buffers", self.buffers, BUFFER_WORDS)
         one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
-        one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked"))
+        one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked", "debug"))
         one_of("capture", self.capture, ("auto", True, False))
         for name in ("clients_at_once", "workers"):
             value = getattr(self, name)

@@ -9,6 +9,7 @@ import torch
 
 from fl_lightning.engines.auto import decide
 from fl_lightning.engines.batch_check import check_batch_sizes, first_line
+from fl_lightning.engines.debug import Debug
 from fl_lightning.engines.door import fast_ways, refused, why_closed
 from fl_lightning.engines.dry_run import tried_apart
 from fl_lightning.engines.engine import Engine
@@ -98,6 +99,8 @@ def choose(
         note(alone.note)
     if situation.capture is True:
         note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
+    if situation.engine == "debug":
+        return Debug(copies.on_learner(), plan.threads), plan
     return Sequential(copies.on_learner(), plan.threads), plan
 
 
@@ -115,7 +118,8 @@ def check_door(situation: Situation) -> None:
 
 def goes_on(situation: Situation, held: EnginePlan) -> bool:
     """Tell whether a resumed run keeps the plan that it began with."""
-    if situation.engine not in ("auto", held.engine):
+    asked = "sequential" if situation.engine == "debug" else situation.engine
+    if asked not in ("auto", held.engine):
         return False
     streams = held.engine == "concurrent" and situation.w.is_cuda
     if why_closed() and (streams or held.engine == "stacked"):
@@ -173,7 +177,9 @@ def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
     if situation.engine == "auto":
         plan, alone = decide(copies, first_steps)
     else:
-        plan = EnginePlan(situation.engine, "asked for", threads=torch.get_num_threads())
+        # To debug is to train one after the other, watched.
+        asked = "sequential" if situation.engine == "debug" else situation.engine
+        plan = EnginePlan(asked, "asked for", threads=torch.get_num_threads())
         if alone is None and "cannot be copied" in first_steps.untried:
             alone = Reason(first_steps.untried)
     return Decision(replace(plan, written=copies.written), alone)

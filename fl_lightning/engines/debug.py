@@ -1,0 +1,124 @@
+"""``engine="debug"``: sequential's bits, and errors that leave at hand what they are about."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.engines.sequential import Sequential
+from fl_lightning.engines.worker import Worker, tell_where
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.group import ClientGroup
+from fl_lightning.round.server import Server
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a run was when a hook or ``training_step`` raised an error, which has it as ``at``.
+
+    Args:
+        round: t, from 0.
+        client: its number; None: at the server.
+        step: the local step, from 0; None: outside of a client's steps.
+        hook: ``"training_step"``, or a method's, such as ``"ControlVariates.on_local_end"``.
+        arguments: a method's hook's by name, as they were before the call. Of ``clients``: ``x``
+            ``(n, D)`` and the rows of states that were read so far; of ``server``: ``w`` and
+            ``update`` ``(D,)``.
+        batch: the local step's; None outside of a client's steps.
+    """
+
+    round: int
+    client: int | None
+    step: int | None
+    hook: str
+    arguments: dict[str, Any]
+    batch: Any
+
+
+class Debug(Sequential):
+    """Trains as :class:`Sequential` does, and keeps each hook's arguments until it has returned."""
+
+    def __init__(self, worker: Worker, threads: int) -> None:
+        super().__init__(worker, threads)
+        worker.recorder = StepByStep()
+        # Server hooks are watched too, which are called between one `train` and the next.
+        worker.work.methods.watch = watched
+
+    def close(self) -> None:
+        self.worker.work.methods.watch = None
+
+
+class StepByStep:
+    """Takes a client's local steps as they are, in place of a recorder that replays them."""
+
+    stream: torch.cuda.Stream | None = None
+
+    def run(
+        self,
+        step: Callable[[Any, Any], None],
+        batches: Iterator[Any],
+        clients: ClientGroup,
+        optimizer: ClientOptimizer,
+        copy: LearnerCopy,
+    ) -> None:
+        """All steps of one client."""
+        for index, batch in enumerate(batches):
+            try:
+                step(batch, index)
+            except Exception as error:
+                place = At(clients.round.t, clients.ids[0], index, "training_step", {}, batch)
+                leave(error, place)
+                raise
+
+    def forget(self) -> None:
+        """Nothing is kept from one round to the next."""
+
+
+def watched(hook: Callable[..., Any], subject: Clients | Server, *more: Any) -> Any:
+    """Call a method's hook; its error has ``at``."""
+    name = getattr(hook, "__qualname__", repr(hook))
+    if hasattr(hook, "__self__"):
+        name = f"{type(hook.__self__).__name__}.{hook.__name__}"
+    # A hook may change what it is given, so it is kept as it was.
+    names = list(inspect.signature(hook).parameters)
+    arguments = dict(zip(names, [seen(subject), *map(copied, more)], strict=False))
+    try:
+        return hook(subject, *more)
+    except Exception as error:
+        if isinstance(subject, Server):
+            leave(error, At(subject.round, None, None, name, arguments, None))
+            raise
+        group = subject._group
+        step = group.local_step
+        index = None if step is None else int(step.index)
+        batch = None if step is None else getattr(step, "batch", None)
+        leave(error, At(group.round.t, group.ids[0], index, name, arguments, batch))
+        raise
+
+
+def leave(error: Exception, at: At) -> None:
+    """Put ``at`` on an error that has none yet."""
+    if hasattr(error, "at"):
+        return
+    error.at = at  # type: ignore[attr-defined]
+    tell_where(error, f"in {at.hook}; this error's attribute `at` has its arguments and the batch")
+
+
+def seen(subject: Clients | Server) -> dict[str, Any]:
+    """The tensors that a hook can change."""
+    if isinstance(subject, Server):
+        return {"w": subject.w.clone(), "update": subject.update.clone()}
+    group = subject._group
+    rows = {key: value.clone() for key, value in group.rows.items()}
+    return {"ids": list(group.ids), "x": group.x.clone(), **rows}
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
