@@ -199,7 +199,7 @@ def test_what_clients_log_is_kept_apart() -> None:
         seen: dict[int, float]
 
         def on_local_end(self, clients: Any) -> None:
-            self.seen[int(clients.ids[0])] = float(clients.logs["own"][0])
+            self.seen[int(clients.ids[0])] = float(clients._group.logs["own"][0])
 
     class Logging(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
