@@ -21,6 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 from fl_lightning.datamodules.own_generators import ONE_AT_A_TIME, generators_of, seed_all
 from fl_lightning.datamodules.reading import AheadReader, Reading, Workers
 from fl_lightning.devices import to_device
+from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.errors import UserError
 
 Batch = Any
@@ -297,16 +298,11 @@ def makes_batches(samples: Samples) -> bool:
 @contextmanager
 def drawing_apart() -> Iterator[None]:
     """Within, the process's generators begin at 0; afterwards they are as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(0)
-    np.random.seed(0)
-    random.seed(0)
-    try:
+    with random_state_kept():
+        torch.default_generator.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def _nbytes(batch: Batch) -> int:

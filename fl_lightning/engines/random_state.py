@@ -52,8 +52,8 @@ class RandomState:
 
 
 @contextmanager
-def random_state_kept(x: Tensor) -> Iterator[None]:
-    """Leave the global random generators as they were."""
+def random_state_kept(x: Tensor | None = None) -> Iterator[None]:
+    """Leave the global random generators as they were, also that of x's device."""
     state = RandomState(x)
     try:
         yield
