@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
-from fl_lightning import facts
 from fl_lightning.callbacks.run_card import LABELS, Tally, closing_table
 from fl_lightning.lightning import ProgressBar, Tqdm, pl
+from fl_lightning.record.shown import shown_metrics
 
 _PAUSE = 0.1  # seconds between two drawings
 _LINES = 20  # lines of a run whose output is not a terminal
@@ -174,7 +174,9 @@ class FederatedProgressBar(ProgressBar):
     def _read(self, trainer: pl.Trainer) -> None:
         metrics = trainer.callback_metrics
         texts = list[str]()
-        for name in dict.fromkeys(["train/loss", *facts.shown(trainer), "divergence/participants"]):
+        for name in dict.fromkeys(
+            ["train/loss", *shown_metrics(trainer), "divergence/participants"]
+        ):
             if name not in metrics:
                 continue
             form = "{:.4f}" if name in LABELS else "{:.4g}"

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning import facts
+from fl_lightning import hyper_parameters
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.lightning import TensorBoardLogger, pl
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.metrics import Metrics
+from fl_lightning.record.metrics_csv import MetricsCSV
+from fl_lightning.record.shown import metric_modes, shown_metrics
 from fl_lightning.schedules import arguments
 from fl_lightning.storage.files import written_aside
 
@@ -95,7 +96,7 @@ class Tally:
     def metrics(self, trainer: pl.Trainer) -> Metrics:
         """The table so far."""
         path = _csv(trainer)
-        modes = facts.modes(trainer)
+        modes = metric_modes(trainer)
         if path is not None:
             return Metrics.read(path, modes)
         rows = self._rows
@@ -115,7 +116,7 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
     """The results of a run as (label, value), where they were logged; its notes come last."""
     folder = Path(trainer.default_root_dir)
     rows = [("rounds", str(trainer.current_epoch))]
-    for name in facts.shown(trainer):
+    for name in shown_metrics(trainer):
         if name != "train/loss" and not math.isnan(metrics.last(name)):
             rows.append((LABELS.get(name, name), metrics.described(name)))
     for label, name, form in [
@@ -140,7 +141,7 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
 def _values(trainer: pl.Trainer) -> dict[str, float]:
     """The latest values of the metrics that are shown."""
     metrics = trainer.callback_metrics
-    names = (*_SHOWN, *facts.shown(trainer))
+    names = (*_SHOWN, *shown_metrics(trainer))
     return {name: float(metrics[name]) for name in names if name in metrics}
 
 
@@ -170,7 +171,7 @@ def _card(trainer: pl.Trainer) -> str:
             methods.append((name, arguments(callback)))
             for label, fact in callback.facts().items():
                 methods.append((f"{name}: {label}", fact))
-    learner = facts.of_learner(getattr(module, "learner", module))
+    learner = hyper_parameters.of_learner(getattr(module, "learner", module))
     network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
     named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"
     run = [("learner", named), ("data", type(data).__name__), ("rounds", str(trainer.max_epochs))]
@@ -184,7 +185,7 @@ def _card(trainer: pl.Trainer) -> str:
         _section("Run", run),
         _section("Callbacks", methods),
         _section("Data", [] if data_card is None else list(data_card().items())),
-        _section("Versions", list(facts.versions().items())),
+        _section("Versions", list(hyper_parameters.versions().items())),
         _section("Machine", machine),
     ]
     return f"# {head}\n" + "".join(sections)

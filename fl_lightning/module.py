@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, facts
+from fl_lightning import checkpoint, checks
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -186,7 +186,7 @@ class FederatedModule(LearnerHooks):
 
     def describe(self) -> str:
         """The run in one line."""
-        return facts.in_one_line(self.run)
+        return self.run.describe()
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, facts, sampling
+from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.buffers import BufferPolicy
@@ -26,6 +26,7 @@ from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.in_round import ClientEvaluation
+from fl_lightning.hyper_parameters import log_to, of_run
 from fl_lightning.learner import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics, Participants
@@ -35,7 +36,7 @@ from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
-from fl_lightning.schedules import decay_factor
+from fl_lightning.schedules import decay_factor, decay_text
 from fl_lightning.settings import Settings
 from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
@@ -303,6 +304,25 @@ class FederatedRun:
             )
         return situation.policy
 
+    def describe(self) -> str:
+        """Methods, cohort, optimizers and engine in one line.
+
+        Raises:
+            UserError: the run has not begun.
+        """
+        if self.loop is None:
+            raise UserError(
+                "describe(): what runs is known once a run has begun: after trainer.fit, or in "
+                "its callbacks."
+            )
+        rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
+        clients = f"{type(self.clients).__name__} {rate}"
+        if self.schedule is not None:
+            clients += f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
+        server = f"server {type(self.server).__name__} {self.server_rates[0]:g}"
+        parts = [self.methods.title(), self.loop.cohort.describe(), clients, server]
+        return " · ".join(filter(None, [*parts, str(self.plan or "")]))
+
     def identity(self, trainer: Any) -> Identity:
         """The settings that have to be the same when this run is resumed."""
         arguments = {**self.settings.compared(), **self._accounts}
@@ -316,7 +336,7 @@ class FederatedRun:
         for logger in self._trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(self.state.rounds)
-        facts.log_to(self._trainer.loggers, facts.of_run(self, self._trainer))
+        log_to(self._trainer.loggers, of_run(self, self._trainer))
         self._random_state = RandomState(self.model.w)
 
     def seed_round(self, t: int) -> None:

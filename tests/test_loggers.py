@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.errors import UserError
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.metrics import read_rows
+from fl_lightning.record.metrics_csv import MetricsCSV
 
 torch.set_num_threads(1)
 

@@ -26,7 +26,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.errors import UserError
-from fl_lightning.loggers import MetricsCSV
+from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
 

@@ -14,12 +14,14 @@ PACKAGE = ROOT / "fl_lightning"
 
 # from the ground up: a file may import what stands on an earlier line, and of its own package
 # anything but a circle
-LAYERS = """
+# Three storeys: the core runs any method, parts are what a run is made of, the workbench is
+# around runs.
+CORE = """
 errors lightning
-configs processes devices sampling schedules strategies metrics storage
+processes devices sampling schedules strategies metrics storage
 options
-optim checks learner parameters buffers settings state loggers facts
-round rounds
+optim checks learner parameters buffers settings state hyper_parameters
+round
 callback
 methods
 engines aggregation
@@ -28,13 +30,20 @@ evaluation
 run
 learner_hooks
 module
+"""
+PARTS = """
+configs record
 models datamodules callbacks
 contracts
-testing cli
+testing
+"""
+WORKBENCH = """
+cli
 results report
 sweep analysis
 __main__ __init__
 """
+LAYERS = CORE + PARTS + WORKBENCH
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
 
@@ -97,6 +106,18 @@ def test_imports_point_down() -> None:
         for other in others
         if top(other) != top(name) and LEVEL[top(other)] > LEVEL[top(name)]
     ]
+    assert not upwards
+
+
+def test_the_core_stands_without_parts_and_workbench_and_parts_without_the_workbench() -> None:
+    """Nowhere in a file: not in functions, and not for types."""
+    upwards = []
+    for name, others in GRAPH.items():
+        above = set(WORKBENCH.split())
+        if top(name) in CORE.split():
+            above |= set(PARTS.split())
+        if top(name) not in WORKBENCH.split():
+            upwards += [f"{name} imports {other}" for other in others if top(other) in above]
     assert not upwards
 
 

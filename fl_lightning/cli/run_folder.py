@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from fl_lightning import facts
 from fl_lightning.aggregation.metric_states import tells_mode
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.metrics import MODES, Directions, is_accuracy
 from fl_lightning.module import FederatedModule
+from fl_lightning.record.metrics_csv import MetricsCSV
+from fl_lightning.record.shown import shown_metrics
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
 from fl_lightning.storage.lock import RunLock, held_by_all
@@ -258,7 +258,7 @@ class RunFolder(pl.Callback):
             self._laid_out = True
             for logger in trainer.loggers:
                 if isinstance(logger, _Events):
-                    logger.log_layout(facts.shown(trainer))
+                    logger.log_layout(shown_metrics(trainer))
 
     def _claim(self) -> Path:
         """Create the folder: the next free one, where two runs start at once."""

@@ -12,11 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fl_lightning import facts
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
 from fl_lightning.metrics import read_modes, read_record
+from fl_lightning.record.shown import shown_metrics
 from fl_lightning.storage.files import written_aside
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
@@ -132,7 +132,7 @@ class RunRecord(pl.Callback):
         modes = dict(self._modes)
         shown = self._shown
         logged = getattr(trainer.lightning_module, "logged", None)
-        names = [name for name in facts.shown(trainer) if name in trainer.callback_metrics]
+        names = [name for name in shown_metrics(trainer) if name in trainer.callback_metrics]
         self._shown = names or shown
         if logged is not None:
             self._modes |= logged.modes_of(trainer.callback_metrics)

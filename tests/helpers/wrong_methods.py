@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ClientState, Coefficient, FederatedCallback
-from fl_lightning.rounds import Clients, Server
+from fl_lightning.callback import Clients, Server
 
 
 class Anchor(FederatedCallback):

@@ -23,7 +23,7 @@ from fl_lightning.callbacks import (
     DivergenceLogger,
     RelaxedInitialization,
 )
-from fl_lightning.loggers import MetricsCSV
+from fl_lightning.record.metrics_csv import MetricsCSV
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.helpers.processes import launched
 

@@ -1,4 +1,4 @@
-"""The facts of a run as one flat dict of numbers and text, for loggers and for the card."""
+"""A run as one flat dict of numbers and text: its hyper-parameters, as loggers get them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_only, rank_zero_warn
-from fl_lightning.metrics import MODES, without_prefix
-from fl_lightning.schedules import Schedule, decay_text
+from fl_lightning.schedules import Schedule
 from fl_lightning.storage.apart import is_plain
 
 Facts = dict[str, str | int | float | bool]
@@ -72,79 +70,6 @@ def of_run(run: Any, trainer: Any) -> Facts:
     for package, number in versions().items():
         facts[f"versions/{package}"] = number
     return facts
-
-
-def in_one_line(run: Any) -> str:
-    """Methods, cohort, optimizers and engine of a run in one line.
-
-    Raises:
-        UserError: it has not begun.
-    """
-    if run.loop is None:
-        raise UserError(
-            "describe(): what runs is known once a run has begun: after trainer.fit, or in its "
-            "callbacks."
-        )
-    rate = f"{run.clients.param_groups[0]['lr']:g}{decay_text(run.settings.lr_decay)}"
-    clients = f"{type(run.clients).__name__} {rate}"
-    if run.schedule is not None:
-        clients += f", {run.schedule.name} by {run.schedule.unit.replace('_', ' ')}"
-    server = f"server {type(run.server).__name__} {run.server_rates[0]:g}"
-    parts = [run.methods.title(), run.loop.cohort.describe(), clients, server, str(run.plan or "")]
-    return " · ".join(filter(None, parts))
-
-
-def shown(trainer: Any) -> list[str]:
-    """The metrics by which a run is shown, the most important first.
-
-    They are the accuracy, what callbacks monitor, and what the learner logs with
-    ``prog_bar=True``. Where clients have parts or models of their own, and PerClientEvaluation
-    measures these, its values stand in place of what is validated: w with the mean of personal
-    parts serves nobody.
-    """
-    module = trainer.lightning_module
-    callbacks = trainer.callbacks
-    logged = getattr(module, "logged", None)
-    names = ["val/acc", *_monitored(trainer)]
-    names += [] if logged is None else logged.shown_of(trainer.callback_metrics)
-    if any(hasattr(callback, "of_own_models") for callback in callbacks) and _personal(module):
-        for j, name in enumerate(names):
-            if without_prefix(name) != name:
-                names[j] = f"clients/{without_prefix(name)}"
-    return list(dict.fromkeys(names))
-
-
-def modes(trainer: Any) -> dict[str, str]:
-    """``"max"`` or ``"min"``, whichever is better, by metric: as torchmetrics and callbacks say."""
-    logged = getattr(trainer.lightning_module, "logged", None)
-    modes: dict[str, str] = {}
-    if logged is not None:
-        modes.update(logged.modes_of(trainer.callback_metrics))
-    # A callback that monitors was given its mode by the user, whose word comes last.
-    for name, mode in _monitored(trainer).items():
-        if mode in MODES:
-            modes[name] = mode
-    return modes
-
-
-def _monitored(trainer: Any) -> dict[str, Any]:
-    """The metrics that callbacks monitor, each with its mode."""
-    modes: dict[str, Any] = {}
-    for callback in trainer.callbacks:
-        metric = getattr(callback, "monitor", None)
-        if isinstance(metric, str):
-            modes[metric] = getattr(callback, "mode", None)
-    return modes
-
-
-def _personal(module: Any) -> bool:
-    """Tell whether clients end with parts or models of their own."""
-    run = getattr(module, "run", None)
-    if run is None or run.loop is None:
-        return False
-    return run.methods.owner("personal") is not None or (
-        run.loop.parts is not None and None in run.loop.parts.periods
-    )
 
 
 def log_to(loggers: list[Any], facts: Facts) -> None:
