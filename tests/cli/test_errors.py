@@ -138,11 +138,15 @@ OPTIONS = {
         ["SGD", "learning rate: -1.0", "model.client_optimizer"],
     ),
     "stray word": ("stray", "", ["stray"]),
-    "a part of a worker": ("--model.workers", "1.5", ["workers=1.5", "an integer above 0 or auto"]),
+    "a part of a worker": (
+        "--model.workers",
+        "1.5",
+        ["workers=1.5", "an integer above 0, or auto"],
+    ),
     "workers in words": (
         "--model.workers",
         "many",
-        ["workers='many'", "an integer above 0 or auto"],
+        ["workers='many'", "an integer above 0, or auto"],
     ),
 }
 
