@@ -158,11 +158,35 @@ def sweeps(folder: Path) -> list[Path]:
     )
 
 
-def report(folders: Sequence[Path], out: Path) -> int:
-    """One report over ``folders``."""
+def report(folders: Sequence[Path], out: Path, labels: Mapping[str, str] | None = None) -> int:
+    """One report over ``folders``; ``labels``: what arms are called."""
     from fl_lightning.__main__ import main as command
 
-    return int(command(["report", *map(str, folders), "--out", str(out)]) or 0)
+    options: list[str] = []
+    for arm, text in (labels or {}).items():
+        options += ["--label", f"{arm}={text}"]
+    return int(command(["report", *map(str, folders), "--out", str(out), *options]) or 0)
+
+
+def labels_of(folders: Sequence[Path], labels: Path) -> dict[str, str]:
+    """What the arms of these sweeps are called, of a file ``{sweep: {arm: text}}``.
+
+    An arm that two sweeps have is called ``<sweep>/<arm>`` by the report.
+    """
+    if not labels.is_file():
+        return {}
+    by_sweep = parse_yaml(labels.read_text("utf-8"))
+    held: dict[str, set[str]] = {}
+    for folder in folders:
+        held[folder.name] = {path.parent.name for path in folder.glob("*/seed-*")}
+    texts = {}
+    for sweep, arms in held.items():
+        others: set[str] = set()
+        others.update(*(names for name, names in held.items() if name != sweep))
+        for arm, text in by_sweep.get(sweep, {}).items():
+            if arm in arms:
+                texts[f"{sweep}/{arm}" if arm in others else arm] = text
+    return texts
 
 
 # --------------------------------------------------------------------------- what is kept
@@ -225,7 +249,7 @@ def page(results: Path, target: Path) -> int:
     if folders:
         with tempfile.TemporaryDirectory() as made:
             out = Path(made)
-            if report(folders, out):
+            if report(folders, out, labels_of(folders, results / "labels.yaml")):
                 return 1
             said = json.loads((out / "report.json").read_text("utf-8"))
             below = (out / "report.md").read_text("utf-8").partition("\n")[2]

@@ -118,8 +118,10 @@ def heat_map(summary: Summary) -> list[Drawing]:
     title = "Over the grid"
     caption = f"Mean over seeds: {summary.metric}, {SCORE_TITLES[MAIN]}."
     scores: dict[tuple[str, str], float | None] = {}
-    if grid := two_axes(list(summary.arms)):
-        scores = {place: summary.arms[arm].mean_sd(MAIN)[0] for place, arm in grid.items()}
+    names = {arm.key: name for name, arm in summary.arms.items()}
+    if grid := two_axes(list(names)):
+        for place, key in grid.items():
+            scores[place] = summary.arms[names[key]].mean_sd(MAIN)[0]
     else:
         title = "Arms by seeds"
         caption = f"{summary.metric}, {SCORE_TITLES[MAIN]}. "

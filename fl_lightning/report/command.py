@@ -52,6 +52,13 @@ def parser() -> ArgumentParser:
         metavar="FILE",
         help="claims to judge, in place of the sweeps' claims.yaml",
     )
+    made.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        metavar="ARM=TEXT",
+        help="what an arm is called in tables and figures; may be given several times",
+    )
     return made
 
 
@@ -72,11 +79,14 @@ def main(argv: Sequence[str]) -> int:
     found.directions.given[options.metric] = options.mode
     summary = summarise(found, options.metric, targets, options.claims)
     from fl_lightning.report.files import contents
+    from fl_lightning.report.labels import labels_of
+
+    labels = labels_of(options.label, list(summary.arms))
 
     title = " and ".join(folder.resolve().name for folder in options.folders[:3])
     if len(options.folders) > 3:
         title += " and others"
-    written = contents(summary, title)
+    written = contents(summary, title, labels)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     _write(out, written)
     for verdict in summary.verdicts:

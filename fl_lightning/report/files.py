@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fl_lightning.metrics import comma_separated
 from fl_lightning.report import charts, curves, sections
 from fl_lightning.report.drawing import Drawing, inline, png, svg
+from fl_lightning.report.labels import relabelled
 from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import COSTS, Summary
 from fl_lightning.report.tables import Table
@@ -80,8 +81,15 @@ class Section:
     group: str = ""
 
 
-def contents(summary: Summary, title: str) -> dict[str, bytes]:
-    """Name → bytes of every file of the report."""
+def contents(
+    summary: Summary, title: str, labels: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """Name → bytes of every file of the report.
+
+    ``labels``: arm → what it is called in tables and figures; report.json and report.csv keep arms.
+    """
+    original = summary
+    summary = relabelled(summary, labels or {})
     tables = sections.tables(summary)
     drawings = [
         *charts.intervals(summary),
@@ -105,8 +113,8 @@ def contents(summary: Summary, title: str) -> dict[str, bytes]:
     texts = {}
     for kind in ("html", "md", "tex"):
         texts[f"report.{kind}"] = _templates(kind).get_template(f"report.{kind}").render(shown)
-    texts["report.csv"] = comma_separated(rows(summary))
-    document = json.dumps(summary.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    texts["report.csv"] = comma_separated(rows(original))
+    document = json.dumps(original.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     texts["report.json"] = document + "\n"
     # The table of methods by settings is a file of its own, for spreadsheets.
     if len(summary.settings) > 1:

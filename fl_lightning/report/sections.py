@@ -397,7 +397,7 @@ def beside_published(summary: Summary) -> list[Table]:
         columns = ["arm", "published", ours, "what differs: ours (published)"]
         rows: Rows = []
         for arm in summary.arms.values():
-            theirs = printed.of(arm.name)
+            theirs = printed.of(arm.key)
             if theirs is None or printed.metric != summary.metric:
                 continue
             config = arm.runs[0].config

@@ -28,13 +28,15 @@ def _known(values: BySeed) -> list[float]:
 class Arm:
     """One arm: its runs, and the scores and costs of its finished runs by seed.
 
-    ``reached``: target → seed → rounds, bytes and seconds until it.
+    ``reached``: target → seed → rounds, bytes and seconds until it. ``key``: its name in the sweep,
+    where ``name`` is a label.
     """
 
     name: str
     runs: list[Run]
     scores: dict[str, BySeed]
     reached: dict[str, dict[int, dict[str, Any]]]
+    key: str
 
     @property
     def finished(self) -> list[Run]:
@@ -195,4 +197,4 @@ def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_lo
             scores[score][run.seed] = score_of(run, metric, score) if any_logged else None
         for target in targets:
             costs[target][run.seed] = reached(run, metric, float(target))
-    return Arm(name, runs, scores, costs)
+    return Arm(name, runs, scores, costs, name)

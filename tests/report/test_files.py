@@ -15,6 +15,7 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
+from fl_lightning.__main__ import main
 from fl_lightning.cli.compose import packaged
 from fl_lightning.report import charts
 from fl_lightning.report.budgets import views
@@ -331,3 +332,37 @@ def test_every_published_column_reads(tmp_path: Path) -> None:
         assert table.arms and table.setting and table.source and table.experiments
         most = 1 if table.metric.endswith("acc") else 10  # a loss
         assert all(0 < value < most for value, _ in table.arms.values())
+
+
+def test_arms_are_called_by_their_labels_where_a_reader_looks(tmp_path: Path) -> None:
+    for arm, more in (("fedavg", 0.0), ("mine_2", 0.05)):
+        make_arm(tmp_path / "s", arm, {seed: level + more for seed, level in LEVELS.items()})
+    plain = report(tmp_path / "plain", tmp_path / "s")
+    options = ["--label", "mine_2=FedMine, β = 2", "--label", "fedavg=FedAvg"]
+    labelled = report(tmp_path / "out", tmp_path / "s", *options)
+    assert labelled == plain, "report.json keeps the arms"
+    for name in ("report.csv", "report.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    for name in ("report.md", "report.html", "figures/curves-rounds.svg", "figures/intervals.svg"):
+        text = (tmp_path / "out" / name).read_text()
+        assert "FedMine, β = 2" in text and "mine_2 −" not in text, name
+    assert "| FedMine, β = 2 − FedAvg |" in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("fedavg", "give ARM=TEXT"),
+        ("fedavg=", "give ARM=TEXT"),
+        ("fedagv=FedAvg", "Did you mean 'fedavg'"),
+        ("fedavg=mine", "two arms would be called 'mine'"),
+    ],
+)
+def test_labels_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], label: str, words: str
+) -> None:
+    for arm in ("fedavg", "mine"):
+        make_arm(tmp_path / "s", arm, LEVELS)
+    out = tmp_path / "out"
+    assert main(["report", str(tmp_path / "s"), "--out", str(out), "--label", label]) == 2
+    assert words in capsys.readouterr().err and not out.exists()
