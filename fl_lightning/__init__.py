@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ServerState,
         Upload,
     )
+    from fl_lightning.cli.drop_in import FederatedCLI
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
     from fl_lightning.module import FederatedModule
@@ -30,6 +31,7 @@ _HOME = {
     ),
     **dict.fromkeys(("Cosine", "Exponential", "Schedule", "Steps"), "schedules"),
     **dict.fromkeys(("Diverged", "UserError"), "errors"),
+    "FederatedCLI": "cli.drop_in",
     "FederatedModule": "module",
     "FederatedStrategy": "strategies",
     "InMemoryDataModule": "datamodules",
@@ -42,6 +44,7 @@ __all__ = [
     "Cosine",
     "Diverged",
     "Exponential",
+    "FederatedCLI",
     "FederatedCallback",
     "FederatedModule",
     "FederatedStrategy",

@@ -35,6 +35,7 @@ _HOMES = {
     "TorchCheckpointIO": "plugins.io",
     "Tqdm": "callbacks.progress.tqdm_progress",
     "extract_batch_size": "utilities.data",
+    "instantiate_class": "cli",
     "isolate_rng": "utilities.seed",
     "rank_zero_only": "utilities",
     "rank_zero_warn": "utilities",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm as Tqdm
     from pytorch_lightning.cli import LightningArgumentParser as LightningArgumentParser
     from pytorch_lightning.cli import LightningCLI as LightningCLI
+    from pytorch_lightning.cli import instantiate_class as instantiate_class
     from pytorch_lightning.core.optimizer import LightningOptimizer as LightningOptimizer
     from pytorch_lightning.loggers import Logger as Logger
     from pytorch_lightning.loggers import TensorBoardLogger as TensorBoardLogger

@@ -1,15 +1,142 @@
-"""Each example runs as its user runs it, and says what it is there to say."""
+"""Each example runs as its user runs it, draws its picture, and says what it is there to say."""
 
 from __future__ import annotations
 
-import runpy
+import os
+import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.slow
+
+Example = Callable[[str], tuple[str, list[float]]]
 
 
-def test_scaffold_by_hand_has_the_bits_of_the_callback(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "scaffold_by_hand.py"), run_name="__main__")
-    assert "2,410 numbers, bit for bit" in capsys.readouterr().out
+@pytest.fixture
+def example(python: str, tmp_path: Path) -> Example:
+    """Run an example by its name: the sentence that it ends with, and the numbers in it.
+
+    Percentages are shares, 0.5 of 50%.
+    """
+
+    def run(name: str) -> tuple[str, list[float]]:
+        environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [python, str(EXAMPLES / f"{name}.py")],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        (picture,) = (tmp_path / "runs/examples" / name).glob("*.png")
+        pixels = matplotlib.image.imread(picture)
+        assert min(pixels.shape[:2]) > 200 and (pixels != pixels[0, 0]).any()
+        sentence = done.stdout.splitlines()[-1]
+        print(sentence)
+        found = re.findall(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?%?", sentence)
+        return sentence, [value(text) for text in found]
+
+    return run
+
+
+def value(text: str) -> float:
+    """``1,234`` is 1234, ``50%`` is 0.5."""
+    number = float(text.rstrip("%").replace(",", ""))
+    return number / 100 if text.endswith("%") else number
+
+
+def test_the_readme_lists_every_example() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
+    listed = set(re.findall(r"\(examples/(\w+)\.py\)", readme))
+    assert listed == {path.stem for path in EXAMPLES.glob("*.py")}
+    tested = set(re.findall(r'example\("(\w+)"\)', Path(__file__).read_text("utf-8")))
+    assert tested == listed
+
+
+def test_a_first_run_learns(example: Example) -> None:
+    _, numbers = example("first_run")
+    first, last = numbers[:2]
+    assert last > 0.85 and last > first + 0.2
+
+
+def test_an_own_learner_is_exported_as_it_was_validated(example: Example) -> None:
+    _, (error, variance, validated) = example("own_learner")
+    assert error == validated
+    assert error < 0.5 * variance
+
+
+def test_an_own_method_moves_its_bound(example: Example) -> None:
+    _, (start, bound, _, below, wanted) = example("own_method")
+    assert (start, wanted) == (10, 0.5)
+    assert bound < 1 and abs(below - wanted) <= 0.1
+
+
+def test_drift_is_seen_and_taken_out(example: Example) -> None:
+    _, (*_, fedavg, scaffold) = example("drift_pictured")
+    assert fedavg > 0.3 and scaffold < 0.02
+
+
+def test_splits_differ_as_their_names_say(example: Example) -> None:
+    _, (iid, dirichlet, _, pathological, _) = example("splits_pictured")
+    assert iid >= 8 and dirichlet < 4 and pathological < 3
+
+
+def test_personal_models_serve_those_that_one_model_serves_badly(example: Example) -> None:
+    _, (personal, one, worst_personal, worst_one) = example("personal_models")
+    assert personal > one + 0.05 and worst_personal > worst_one + 0.1
+
+
+def test_the_median_stands_an_attack_that_the_mean_does_not(example: Example) -> None:
+    _, (attacked, defended, peace) = example("attack_and_defence")
+    assert defended >= attacked + 0.2 and defended > peace - 0.1
+
+
+def test_a_privacy_budget_is_kept_and_costs_accuracy(example: Example) -> None:
+    _, (strict, poor, loose, fair, best) = example("privacy_budget")
+    assert 1.8 < strict <= 2 and 7 < loose <= 8
+    assert best > 0.8 and poor < fair - 0.05 and fair <= best + 0.03
+
+
+def test_a_killed_run_ends_with_the_same_bits(example: Example) -> None:
+    sentence, (killed, rounds, weights, clients) = example("kill_and_resume")
+    assert "and resumed: all of the" in sentence
+    assert 6 <= killed < rounds == 20 and weights > 1000 and clients == 10
+
+
+def test_a_claim_gets_a_verdict(example: Example) -> None:
+    sentence, (seeds, mean, _, low, high) = example("sweep_with_a_claim")
+    assert "The claim is reproduced" in sentence and seeds == 5
+    assert 0 < low < mean < high and mean > 0.02
+
+
+def test_a_landscape_is_flatter_where_it_was_sought(example: Example) -> None:
+    _, (fedavg, fedsam) = example("landscape")
+    assert 0 < fedsam < 0.9 * fedavg
+
+
+def test_lora_trains_a_small_part(example: Example) -> None:
+    _, (trained, whole, share, first, last) = example("text_with_lora")
+    assert trained / whole == pytest.approx(share, abs=1e-3) and share < 0.3
+    assert last < first - 0.1 and last < 4
+
+
+def test_hospitals_gain_from_each_other(example: Example) -> None:
+    _, (hospitals, together, alone) = example("clients_from_csv")
+    assert hospitals == 8 and together > alone + 0.02
+
+
+def test_an_own_cli_links_and_splits(example: Example) -> None:
+    _, (classes, clients, accuracy) = example("own_cli")
+    assert (classes, clients) == (7, 10) and accuracy > 0.8
+
+
+def test_scaffold_by_hand_has_the_bits_of_the_callback(example: Example) -> None:
+    sentence, (rounds, weights, accuracy) = example("scaffold_by_hand")
+    assert "the same 2,410 numbers, bit for bit" in sentence
+    assert (rounds, weights) == (5, 2410) and accuracy > 0.5

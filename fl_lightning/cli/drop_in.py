@@ -1,0 +1,90 @@
+"""LightningCLI for one's own learner and data, which trains federatedly."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+# The short names of packaged methods are then known to the parser.
+import fl_lightning.callbacks  # noqa: F401
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.datamodules import FederatedDataModule, FromDataModule
+from fl_lightning.errors import UserError
+from fl_lightning.lightning import LightningArgumentParser, LightningCLI, instantiate_class, pl
+from fl_lightning.module import FederatedModule
+
+
+class FederatedCLI(LightningCLI):
+    """``LightningCLI(MyLearner, MyDataModule, …)``, federated: whatever it takes, this takes.
+
+    ``--trainer``, ``--model`` and ``--data`` keep their meaning, ``add_arguments_to_parser`` and
+    ``link_arguments`` of a subclass work. Besides there are
+
+    - ``--federated.participation 0.1``, …: the arguments of ``FederatedModule``;
+    - ``--method+=ControlVariates``, …: the callbacks that make the method;
+    - ``--split.num_clients 10``, ``--split.partition Dirichlet``, …: the arguments of
+      ``FromDataModule``, of a data module that knows nothing about clients;
+    - ``--optimizer``: each client's, a new one every round.
+
+    ``model`` is the ``FederatedModule``, ``learner`` what it trains. Folders, checkpoints and
+    loggers are LightningCLI's: what ``fl-lightning fit`` adds to a run is not there.
+
+    Raises:
+        UserError: ``--lr_scheduler`` is given, or an option beside an object that has its own.
+    """
+
+    learner: pl.LightningModule
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        # Neither class is built by the parser: each takes an object that is built before it.
+        parser.add_class_arguments(
+            FederatedModule, "federated", skip={"learner"}, instantiate=False
+        )
+        parser.add_class_arguments(FromDataModule, "split", skip={"datamodule"}, instantiate=False)
+        parser.add_argument(
+            "--method",
+            type=list[FederatedCallback],
+            default=[],
+            help="Callbacks that make the method.",
+        )
+
+    def instantiate_classes(self) -> None:
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.learner = self._get(self.config_init, "model")
+        self.model = self._federated_module()
+        self.datamodule = self._federated_data()
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        settings = self._get(self.config_init, "trainer", default={})
+        given = kwargs.pop("callbacks", settings.get("callbacks")) or []
+        others = given if isinstance(given, list) else [given]
+        callbacks = [*self._get(self.config_init, "method"), *others]
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def _federated_module(self) -> pl.LightningModule:
+        """The learner, wrapped by the arguments under ``--federated``."""
+        settings = dict(self._get(self.config_init, "federated"))
+        optimizer = self._get(self.config_init, "optimizer")
+        if self._get(self.config_init, "lr_scheduler"):
+            raise UserError(
+                "--lr_scheduler: it would step one optimizer, and each client has its own. Give "
+                "--federated.lr_decay, over rounds; or return a scheduler from the learner's "
+                "configure_optimizers, with --federated.client_scheduler."
+            )
+        if optimizer:
+            if settings["client_optimizer"] is not None:
+                raise UserError(
+                    "--optimizer and --federated.client_optimizer both name the clients' "
+                    "optimizer: give one of the two."
+                )
+            settings["client_optimizer"] = partial(instantiate_class, init=dict(optimizer))
+        return FederatedModule(self.learner, **settings)
+
+    def _federated_data(self) -> Any:
+        """The data module; where it knows nothing about clients, split over them."""
+        data = self._get(self.config_init, "data")
+        if data is None or isinstance(data, FederatedDataModule):
+            return data
+        return FromDataModule(data, **dict(self._get(self.config_init, "split")))
