@@ -67,7 +67,7 @@ for name, metrics in runs.items():
         below.axhline(budgets[name], color="gray", ls=":", lw=1)
 above.set(title="What a privacy budget costs (δ = 0.001)", ylabel="test accuracy")
 above.legend()
-below.set(xlabel="round", ylabel="ε spent", yscale="log")
+below.set(xlabel="round", ylabel="ε spent", ylim=(0, None))
 figure.savefig(folder / "budget.png", dpi=150)
 
 spent = {name: runs[name]["privacy/epsilon"][-1] for name in budgets}
