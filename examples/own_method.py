@@ -45,7 +45,7 @@ class AdaptiveClipping(FederatedCallback):
         share = self.below.mean()
         server.log("clipping/bound", self.bound)
         server.log("clipping/below", share)
-        self.bound *= (-self.rate * (share - self.target)).exp()
+        self.bound = self.bound * (-self.rate * (share - self.target)).exp()
 
 
 # %%

@@ -49,12 +49,13 @@ architecture = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
     "dropout": 0.0,
+    "init_std": 0.1,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
 lora = {"r": 8, "target_modules": ["q_proj", "v_proj", "fc1", "fc2"]}
-learner = CausalLanguageModel(config=architecture, lora=lora, lr=0.01)
+learner = CausalLanguageModel(config=architecture, lora=lora, lr=0.02)
 
 # %%
 # From here on it is a run like any other.

@@ -70,6 +70,7 @@ def parsed(*options: str, cli: Any = Linked, **arguments: Any) -> Any:
         run=False,
         seed_everything_default=3,
         trainer_defaults={**QUIET, "max_epochs": 2},
+        save_config_callback=None,
         args=["--split.num_clients=4", "--federated.participation=all", *options],
         **arguments,
     )
