@@ -3,7 +3,7 @@ A privacy budget
 ================
 
 Client-level differential privacy: updates are clipped, and the server adds noise to their sum. The
-noise is chosen such that 15 rounds stay within a budget of epsilon. What does a smaller budget
+noise is chosen such that 10 rounds stay within a budget of epsilon. What does a smaller budget
 cost?
 """
 
@@ -26,10 +26,10 @@ folder = Path("runs/examples/privacy_budget")
 
 
 def run(name, method):
-    """The metrics of 15 rounds."""
+    """The metrics of 10 rounds."""
     pl.seed_everything(0)
     trainer = pl.Trainer(
-        max_epochs=15,
+        max_epochs=10,
         accelerator="cpu",
         callbacks=[method],
         logger=MetricsCSV(folder / name),
@@ -39,7 +39,7 @@ def run(name, method):
     )
     learner = ImageClassifier(MLP([64, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(
-        learner, participation=0.3, sampling="poisson", local_epochs=3, buffers="keep"
+        learner, participation=0.3, sampling="poisson", local_epochs=2, buffers="keep"
     )
     trainer.fit(module, Digits(num_clients=100, batch_size=8))
     return fl_lightning.load(folder / name).metrics
@@ -47,7 +47,7 @@ def run(name, method):
 
 # %%
 # Without ``noise_multiplier`` it is the least that keeps all rounds within ``target_epsilon``.
-budgets = {"strict": 2.0, "loose": 8.0}
+budgets = {"strict": 1.0, "loose": 8.0}
 runs = {
     name: run(name, DifferentialPrivacy(clip=1.0, target_epsilon=budget, delta=1e-3))
     for name, budget in budgets.items()
@@ -61,9 +61,9 @@ figure, (above, below) = plt.subplots(
 )
 for name, metrics in runs.items():
     label = f"budget ε = {budgets[name]:g}" if name in budgets else "no noise"
-    above.plot(range(1, 16), metrics["val/acc"], label=label)
+    above.plot(range(1, 11), metrics["val/acc"], label=label)
     if name in budgets:
-        below.plot(range(1, 16), metrics["privacy/epsilon"])
+        below.plot(range(1, 11), metrics["privacy/epsilon"])
         below.axhline(budgets[name], color="gray", ls=":", lw=1)
 above.set(title="What a privacy budget costs (δ = 0.001)", ylabel="test accuracy")
 above.legend()

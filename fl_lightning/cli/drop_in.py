@@ -65,7 +65,7 @@ class FederatedCLI(LightningCLI):
 
     def _federated_module(self) -> pl.LightningModule:
         """The learner, wrapped by the arguments under ``--federated``."""
-        settings = dict(self._get(self.config_init, "federated"))
+        settings = {**vars(self._get(self.config_init, "federated"))}
         optimizer = self._get(self.config_init, "optimizer")
         if self._get(self.config_init, "lr_scheduler"):
             raise UserError(
@@ -79,7 +79,7 @@ class FederatedCLI(LightningCLI):
                     "--optimizer and --federated.client_optimizer both name the clients' "
                     "optimizer: give one of the two."
                 )
-            settings["client_optimizer"] = partial(instantiate_class, init=dict(optimizer))
+            settings["client_optimizer"] = partial(instantiate_class, init=optimizer.as_dict())
         return FederatedModule(self.learner, **settings)
 
     def _federated_data(self) -> Any:
@@ -87,4 +87,4 @@ class FederatedCLI(LightningCLI):
         data = self._get(self.config_init, "data")
         if data is None or isinstance(data, FederatedDataModule):
             return data
-        return FromDataModule(data, **dict(self._get(self.config_init, "split")))
+        return FromDataModule(data, **vars(self._get(self.config_init, "split")))
