@@ -14,10 +14,9 @@ import matplotlib.pyplot as plt
 import pytorch_lightning as pl
 
 import fl_lightning
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.callbacks import ByzantineClients, RobustAggregation
 from fl_lightning.datamodules import Digits
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.models import MLP, ImageClassifier
 
 folder = Path("runs/examples/attack_and_defence")

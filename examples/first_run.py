@@ -16,9 +16,8 @@ import matplotlib.pyplot as plt
 import pytorch_lightning as pl
 
 import fl_lightning
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.datamodules import Digits, Dirichlet
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.models import MLP, ImageClassifier
 
 pl.seed_everything(0)

@@ -17,9 +17,15 @@ import matplotlib.pyplot as plt
 import pytorch_lightning as pl
 
 import fl_lightning
-from fl_lightning import Coefficient, FederatedCallback, FederatedModule, ServerState, Upload
+from fl_lightning import (
+    Coefficient,
+    FederatedCallback,
+    FederatedModule,
+    MetricsCSV,
+    ServerState,
+    Upload,
+)
 from fl_lightning.datamodules import Digits, Dirichlet
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.models import MLP, ImageClassifier
 
 

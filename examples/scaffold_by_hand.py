@@ -17,10 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fl_lightning
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.datamodules import Digits
-from fl_lightning.loggers import MetricsCSV
 from fl_lightning.models import MLP, ImageClassifier
 
 ROUNDS = 5

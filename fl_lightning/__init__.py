@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
     from fl_lightning.module import FederatedModule
+    from fl_lightning.record.metrics_csv import MetricsCSV
     from fl_lightning.results import load
     from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
     from fl_lightning.strategies import FederatedStrategy
@@ -35,6 +36,7 @@ _HOME = {
     "FederatedModule": "module",
     "FederatedStrategy": "strategies",
     "InMemoryDataModule": "datamodules",
+    "MetricsCSV": "record.metrics_csv",
     "load": "results",
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "FederatedModule",
     "FederatedStrategy",
     "InMemoryDataModule",
+    "MetricsCSV",
     "Schedule",
     "Scratch",
     "ServerState",
