@@ -16,14 +16,17 @@ from fl_lightning.round.group import LOSS, ClientGroup
 class Clients:
     """``n`` clients that train together, as local hooks see them.
 
-    Numbers that each client has one of are columns ``(n, 1)``.
+    Numbers that each client has one of are columns ``(n, 1)``. Attributes that a hook sets are
+    there in its later hooks of the round, for these clients alone.
     """
 
-    __slots__ = ("_caller", "_group")
+    __slots__ = ("__dict__", "_caller", "_group")
 
     def __init__(self, group: ClientGroup) -> None:
         self._group = group
         self._caller = "a method of this run"  # the class whose hook is being called
+        # What a hook puts on its clients is there for those after it, until the round ends.
+        self.__dict__ = group.attributes
 
     @property
     def client_ids(self) -> list[int]:

@@ -53,6 +53,7 @@ class ClientGroup:
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.declared: dict[str, PerClient] = {}
+        self.attributes: dict[str, object] = {}  # what hooks put on their clients
         # A row was written if its count of changes moved since it was loaded.
         self.versions: dict[str, int] = {}
 
@@ -108,8 +109,8 @@ class ClientGroup:
             "clipped": self.clipped,
             "step": self.step,
         }
-        present = {name: value for name, value in named.items() if value is not None}
-        return {**present, **self.columns, **self.rows}
+        everything = {**named, **self.attributes, **self.columns, **self.rows}
+        return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
 
     def given(self) -> list[Tensor]:
         """The values that hooks have logged and uploaded so far."""
@@ -220,6 +221,7 @@ class ClientGroup:
         own.ids = [self.ids[row]]
         own.x = self.x[part]
         own.columns = {}  # these are made anew for the one client
+        own.attributes = dict(self.attributes)
         own.rows = {key: rows[part] for key, rows in self.rows.items()}
         own.versions = dict(self.versions)
         own.declared = dict(self.declared)

@@ -153,8 +153,9 @@ class Server:
         self._ledger.notes.append(text)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Log a scalar against the round."""
-        self.logs[name] = value
+        """Log a scalar against the round, as it is now."""
+        # The hook may go on to change the tensor in place.
+        self.logs[name] = value.detach().clone() if isinstance(value, Tensor) else value
 
     def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
         """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""

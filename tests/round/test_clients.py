@@ -288,7 +288,9 @@ def test_what_an_author_finds_on_clients_is_what_the_page_of_methods_names() -> 
     assert named == {name for name in dir(Clients) if name[0] != "_"}
 
 
-def test_hooks_cannot_leave_anything_on_clients() -> None:
-    clients = Clients(a_group(a_round()))
-    with pytest.raises(AttributeError):
-        clients.remembered = 1  # type: ignore[attr-defined]
+def test_what_a_hook_puts_on_its_clients_is_there_for_its_later_hooks() -> None:
+    group = a_group(a_round())
+    Clients(group).remembered = ONES  # type: ignore[attr-defined]
+    assert Clients(group).remembered is ONES  # type: ignore[attr-defined]
+    assert group.step_tensors()["remembered"] is ONES, "a step may read it, so a replay gives it"
+    assert not hasattr(Clients(a_group(a_round())), "remembered")

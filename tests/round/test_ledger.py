@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning.callback import ClientState, ServerState, Upload
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.server import Server
 from tests.helpers.rounds import LAST, D, a_round, parts
 
 OWN, SHARED = ServerState(synchronised=False), ServerState(synchronised=True)
@@ -116,3 +117,12 @@ def test_uploads_are_summed_over_who_finished_and_zero_where_nobody_sent() -> No
     assert ledger.uploaded_weighted("M.u", sent).tolist() == [4.0] * D
     counted, _ = ledger.uploaded("M.never", Upload(shape=(2,), dtype=torch.int64))
     assert counted.tolist() == [0, 0] and not counted.dtype.is_floating_point
+
+
+def test_what_a_hook_logs_is_the_value_at_that_time() -> None:
+    round = a_round()
+    ledger = Ledger(round)
+    bound = torch.ones(())
+    Server(round, ledger).log("bound", bound)
+    bound *= 2
+    assert float(ledger.logs["bound"]) == 1.0
