@@ -34,7 +34,8 @@ for number, patients in enumerate((200, 160, 120, 80, 60, 50, 40, 40)):
 
 
 # %%
-# ``client`` names the column of the clients, ``target`` the one to predict; the others are features.
+# ``client`` names the column of the clients, ``target`` the one to predict.
+# The others are features.
 # Each hospital holds a quarter of its patients out.
 def accuracies(*method):
     """The accuracy of each hospital's model on its own patients, by hospital."""

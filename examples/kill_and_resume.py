@@ -15,6 +15,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import fl_lightning
 
@@ -55,8 +56,15 @@ subprocess.run([*fit, folder / "killed"], check=True)
 # %%
 # Models and the clients' rows are compared bit by bit.
 runs = [fl_lightning.load(folder / name) for name in ("undisturbed", "killed")]
-weights = [torch.cat([p.flatten() for p in run.learner.parameters()]) for run in runs]
-rows = [[run.client_state("ControlVariates.c_i", client) for client in range(10)] for run in runs]
+weights = [parameters_to_vector(run.learner.parameters()) for run in runs]
+
+
+def kept_by_clients(run):
+    """What SCAFFOLD keeps of each client."""
+    return [run.client_state("ControlVariates.c_i", client) for client in range(10)]
+
+
+rows = [kept_by_clients(run) for run in runs]
 equal = torch.equal(*weights) and all(map(torch.equal, *rows))
 
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")

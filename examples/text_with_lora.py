@@ -31,9 +31,12 @@ parts = [
     ["bread", "salt", "oven"],
     ["stars", "night", "moon"],
 ]
-text = " ".join(draw.choice(common + own * 2) for own in parts for _ in range(800))
-held_out = " ".join(draw.choice(common + draw.choice(parts) * 2) for _ in range(350))
-(folder / "input.txt").write_text(f"{text} {held_out}")
+words = []
+for own in parts:
+    words += [draw.choice(common + own * 2) for _ in range(800)]
+# Held out are words of all four.
+words += [draw.choice(common + draw.choice(parts) * 2) for _ in range(350)]
+(folder / "input.txt").write_text(" ".join(words))
 
 # %%
 # A tiny OPT of random weights; ``path="…/opt-125m"`` would read one from a local folder instead.

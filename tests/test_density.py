@@ -20,7 +20,7 @@ LONGEST_FUNCTION = 60
 LONGEST_FILE = 600
 
 # Code keeps every rule, tests and benchmarks the length of a line and of a file.
-CODE = ("fl_lightning", "callbacks", "datamodules")
+CODE = ("fl_lightning", "callbacks", "datamodules", "examples")
 TRIALS = ("tests", "benchmarks")
 
 # What is not mended yet: a file, or a folder that ends in "/" (its subfolders too). It only

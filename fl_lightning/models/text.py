@@ -85,7 +85,7 @@ class TextLearner(pl.LightningModule):
         That is -1 where nothing counts. A subclass predicts a class of the text, or each next
         token.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: what is predicted is what a subclass is
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, right, _ = _measured(*self.scores(batch))
