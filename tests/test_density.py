@@ -23,10 +23,6 @@ LONGEST_FILE = 600
 CODE = ("fl_lightning", "callbacks", "datamodules", "examples")
 TRIALS = ("tests", "benchmarks")
 
-# What is not mended yet: a file, or a folder that ends in "/" (its subfolders too). It only
-# shrinks.
-NOT_YET: tuple[str, ...] = ()
-
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -42,13 +38,6 @@ def files_of(folders: tuple[str, ...]) -> list[Path]:
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def is_mended(path: Path) -> bool:
-    name = name_of(path)
-    return not any(
-        name.startswith(place) if place.endswith("/") else name == place for place in NOT_YET
-    )
 
 
 def is_tuple_assignment(node: ast.AST) -> bool:
@@ -121,19 +110,15 @@ def test_rules_tell_dense_code_from_plain(text: str, rules: int) -> None:
     assert len(list(breaches_of_statements(text))) == rules
 
 
-@pytest.mark.parametrize("path", filter(is_mended, files_of(CODE)), ids=name_of)
+@pytest.mark.parametrize("path", files_of(CODE), ids=name_of)
 def test_code_breathes(path: Path) -> None:
     text = path.read_text("utf-8")
     assert not [*breaches_of_lines(text), *breaches_of_statements(text)]
 
 
-@pytest.mark.parametrize("path", filter(is_mended, files_of(TRIALS)), ids=name_of)
+@pytest.mark.parametrize("path", files_of(TRIALS), ids=name_of)
 def test_tests_and_benchmarks_have_short_lines(path: Path) -> None:
     assert not list(breaches_of_lines(path.read_text("utf-8")))
-
-
-def test_what_waits_to_be_mended_exists() -> None:
-    assert all((ROOT / place).exists() for place in NOT_YET)
 
 
 def lines_of_docstrings(tree: ast.AST) -> set[int]:

@@ -34,7 +34,10 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "board")]
     methods = [RelaxedInitialization(beta=Exponential(0.9)), RunCard()]
     run = trainer(1, methods, logger=loggers, default_root_dir=tmp_path)
-    run.fit(federated(Lit(hidden=6), client_optimizer=momentum, local_epochs=2), blobs())
+    module = federated(
+        Lit(hidden=6), client_optimizer=momentum, local_epochs=2, engine="sequential"
+    )
+    run.fit(module, blobs())
     told = yaml.safe_load((Path(loggers[0].log_dir) / "hparams.yaml").read_text())
     expected = {
         "learner": "Lit",
