@@ -17,8 +17,10 @@ from tests.faults.faults_list import FAULTS
 from tests.faults.mutants import mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.plant import SURVIVORS, Tally, edited, right
-from tests.faults.planting import DIED, ENDLESS, ROOT, Use, in_children, run_tests
+from tests.faults.planting import DIED, ENDLESS, ROOT, Use, in_children, prepare, run_tests
 
+# What stands under tests/ is collected with the conftest.py of a run.
+IMPORTING = "tests/test_schedules.py"
 TESTS = """
 def test_quick():
     pass
@@ -66,6 +68,7 @@ def test_children_say_what_became_of_them(python: str, tmp_path: Path) -> None:
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300
     ).stdout
     answers = ast.literal_eval(said)
+    assert "fl_lightning/schedules.py" in answers["changed"], "what is imported can be made wrong"
     assert answers["killed"].startswith("ERROR"), "by what else runs here"
     assert answers["left"].startswith(DIED)
     assert answers["test_quick"] == "[]"
@@ -78,6 +81,7 @@ def test_children_say_what_became_of_them(python: str, tmp_path: Path) -> None:
 def children(file: str) -> dict[str, str]:
     """What children say that run these tests, or end otherwise."""
     planting.SLACK = 1, 4
+    _, functions = prepare([IMPORTING])
     known = {test: Use(set(), 0.0, 0.0) for test in run_tests([file], "--collect-only").collected}
 
     def failed(name: str) -> str:
@@ -88,7 +92,8 @@ def children(file: str) -> dict[str, str]:
         return "unreached"
 
     tests = [(name, partial(failed, name)) for name in (test.rpartition("::")[2] for test in known)]
-    return dict(in_children([*tests, ("killed", killed), ("left", lambda: os._exit(3))]))
+    answers = dict(in_children([*tests, ("killed", killed), ("left", lambda: os._exit(3))]))
+    return answers | {"changed": " ".join(sorted({file for file, _ in functions}))}
 
 
 if __name__ == "__main__":
