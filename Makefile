@@ -37,7 +37,7 @@ demo: .venv/installed  ## train federatedly on real images (FedInit on skewed di
 	print(f'accuracy after the last round: {a:.3f} (at least 0.900 is expected)'); raise SystemExit(not a >= 0.9)"
 	@echo "Look at $(DEMO): card.md, metrics.csv, partition.png, checkpoints/; or $(BIN)/tensorboard --logdir $(DEMO)"
 
-# as many processes as cores, each test on one thread; one that runs out of tests takes over some of another's
+# one process more than cores (tests/conftest.py), each test on one thread; one that runs out takes over some of another's
 SIDE_BY_SIDE := --numprocesses logical --dist worksteal
 
 test: .venv/installed-test  ## the whole test suite

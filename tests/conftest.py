@@ -29,6 +29,14 @@ torch.set_num_threads(1)
 registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as cores and one more, which works while another's test waits."""
+    everywhere = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if everywhere else os.cpu_count() or 1
+    return cores + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Thousands of tests and the modules behind them: nothing of these is garbage."""
