@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.cli.cli import FederatedCLI
+from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
@@ -132,13 +132,13 @@ class Run:
         return data
 
     @cached_property
-    def built(self) -> FederatedCLI:
+    def built(self) -> CommandCLI:
         """Learner and data as config.yaml describes them."""
         # The command line seeds the process, which a notebook must not notice.
         seeds = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
         with isolate_rng():
             try:
-                return FederatedCLI("export", prepare("export", [str(self.folder)]))
+                return CommandCLI("export", prepare("export", [str(self.folder)]))
             finally:
                 for key, value in seeds.items():
                     os.environ.pop(key, None)

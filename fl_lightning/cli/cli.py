@@ -92,7 +92,7 @@ class Parser(LightningArgumentParser):
         raise UserError(refusal.paragraph()) from ex
 
 
-class FederatedCLI(LightningCLI):
+class CommandCLI(LightningCLI):
     """One command: it parses, and builds ``datamodule``, ``model`` and ``trainer``.
 
     ``commands`` runs it.

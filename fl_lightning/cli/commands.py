@@ -12,7 +12,7 @@ import torch
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.checkpoint import KEY
-from fl_lightning.cli.cli import FederatedCLI
+from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
@@ -47,7 +47,7 @@ _OF_A_RUN = (
 )
 
 
-def _partition(cli: FederatedCLI) -> None:
+def _partition(cli: CommandCLI) -> None:
     folder = named(cli.prepared.output or ".")
     check_writable(folder, "-o")
     for name in ("partition.png", "partition.npz"):
@@ -61,14 +61,14 @@ def _partition(cli: FederatedCLI) -> None:
     print(f"→ {folder / 'partition.png'}, {folder / 'partition.npz'}")
 
 
-def _output(cli: FederatedCLI, name: str) -> Path:
+def _output(cli: CommandCLI, name: str) -> Path:
     """The file that a command writes, refused before its work where that cannot be written."""
     path = cli.folder / name if cli.prepared.output is None else named(cli.prepared.output)
     check_writable(writable_as_file(path).parent, "-o")
     return path
 
 
-def _predict(cli: FederatedCLI) -> None:
+def _predict(cli: CommandCLI) -> None:
     path = _output(cli, "predictions.pt")
     predictions = cli.trainer.predict(cli.model, cli.datamodule, **cli.starts_from())
     with written_aside(path) as file:
@@ -76,7 +76,7 @@ def _predict(cli: FederatedCLI) -> None:
     print(f"→ {path}")
 
 
-def _export(cli: FederatedCLI) -> None:
+def _export(cli: CommandCLI) -> None:
     if cli.checkpoint is None:
         raise UserError(
             "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
@@ -101,7 +101,7 @@ def _export(cli: FederatedCLI) -> None:
     print(f"→ {path}")
 
 
-def _personal_weights(cli: FederatedCLI, checkpoint: dict[str, Any], client: int) -> Any:
+def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) -> Any:
     """The state dict of the model that ``client`` uses itself."""
     callbacks = vars(cli.trainer)["callbacks"]
     methods = Methods([each for each in callbacks if isinstance(each, FederatedCallback)])
@@ -110,7 +110,7 @@ def _personal_weights(cli: FederatedCLI, checkpoint: dict[str, Any], client: int
     return model.export(model=models.of(client)).state_dict()
 
 
-def _fit(cli: FederatedCLI) -> None:
+def _fit(cli: CommandCLI) -> None:
     trainer = cli.trainer
     try:
         trainer.fit(cli.model, cli.datamodule, **cli.starts_from())
@@ -124,7 +124,7 @@ def _fit(cli: FederatedCLI) -> None:
         print(f"{cli.folder}: {progress.processed} rounds are done already; {asked}")
 
 
-def _execute(cli: FederatedCLI) -> int:
+def _execute(cli: CommandCLI) -> int:
     if cli.command == "partition":
         _partition(cli)
         return 0
@@ -154,9 +154,9 @@ def quiet() -> None:
 def run(command: str, prepared: Command, debug: bool = False) -> int:
     """Run ``command`` and give its exit status; the caller prints a :class:`UserError`."""
     quiet()
-    cli: FederatedCLI | None = None
+    cli: CommandCLI | None = None
     try:
-        cli = FederatedCLI(command, prepared)
+        cli = CommandCLI(command, prepared)
         return _execute(cli)
     except Diverged as error:
         print(f"fl-lightning: {error}", file=sys.stderr)

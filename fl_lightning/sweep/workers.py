@@ -25,7 +25,7 @@ from fl_lightning.sweep.folder import DIVERGED, DONE, make
 from fl_lightning.sweep.grid import Run
 
 if TYPE_CHECKING:
-    from fl_lightning.cli.cli import FederatedCLI
+    from fl_lightning.cli.cli import CommandCLI
 
 # As prctl.h has it.
 _PR_SET_PDEATHSIG = 1
@@ -185,10 +185,10 @@ def _tells_mode(run: Run) -> bool:
     return tells_mode(_built(run).model.learner)
 
 
-def _built(run: Run) -> FederatedCLI:
-    from fl_lightning.cli.cli import FederatedCLI
+def _built(run: Run) -> CommandCLI:
+    from fl_lightning.cli.cli import CommandCLI
 
-    return FederatedCLI("fit", prepare("fit", _to_build(run)))
+    return CommandCLI("fit", prepare("fit", _to_build(run)))
 
 
 def _to_build(run: Run) -> list[str]:
