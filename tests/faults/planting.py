@@ -159,7 +159,8 @@ def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionT
     if recorder.failed:
         raise SystemExit(f"{recorder.failed[0]} cannot be imported")
     functions: dict[Function, list[FunctionType]] = {}
-    gc.unfreeze()  # Collecting tests froze what they import, which the collector then does not list.
+    # Collecting tests froze what they import, which the collector then does not list.
+    gc.unfreeze()
     for found in gc.get_objects():
         if isinstance(found, FunctionType) and (file := path_of(found.__code__.co_filename)):
             functions.setdefault((file, found.__code__.co_firstlineno), []).append(found)
