@@ -102,7 +102,11 @@ class ImageDataModule(FederatedDataModule):
 
 
 class MNIST(ImageDataModule):
-    __doc__ = ImageDataModule.__doc__
+    """70,000 grey images ``(1, 28, 28)`` of handwritten digits (LeCun et al., 1998).
+
+    The arguments are those of ``ImageDataModule``.
+    """
+
     sample_shape = (1, 28, 28)
     num_classes = 10
     mean = (0.1307,)
@@ -139,7 +143,11 @@ class MNIST(ImageDataModule):
 
 
 class FashionMNIST(MNIST):
-    __doc__ = ImageDataModule.__doc__
+    """70,000 grey images ``(1, 28, 28)`` of ten kinds of clothing (Xiao et al., 2017).
+
+    The arguments are those of ``ImageDataModule``.
+    """
+
     mean = (0.2860,)
     std = (0.3530,)
     folder = "FashionMNIST/raw"
@@ -151,7 +159,11 @@ class FashionMNIST(MNIST):
 
 
 class CIFAR10(ImageDataModule):
-    __doc__ = ImageDataModule.__doc__
+    """60,000 colour images ``(3, 32, 32)`` of ten classes (Krizhevsky, 2009).
+
+    The arguments are those of ``ImageDataModule``.
+    """
+
     sample_shape = (3, 32, 32)
     num_classes = 10
     mean = (0.4914, 0.4822, 0.4465)
@@ -186,7 +198,11 @@ class CIFAR10(ImageDataModule):
 
 
 class CIFAR100(CIFAR10):
-    __doc__ = ImageDataModule.__doc__
+    """60,000 colour images ``(3, 32, 32)`` of a hundred classes (Krizhevsky, 2009).
+
+    The arguments are those of ``ImageDataModule``.
+    """
+
     num_classes = 100
     mean = (0.5071, 0.4865, 0.4409)
     std = (0.2673, 0.2564, 0.2762)
@@ -201,7 +217,11 @@ class CIFAR100(CIFAR10):
 
 
 class SVHN(ImageDataModule):
-    __doc__ = ImageDataModule.__doc__
+    """99,289 colour images ``(3, 32, 32)`` of house numbers (Netzer et al., 2011).
+
+    The arguments are those of ``ImageDataModule``.
+    """
+
     sample_shape = (3, 32, 32)
     num_classes = 10
     mean = (0.4377, 0.4438, 0.4728)

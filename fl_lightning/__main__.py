@@ -44,7 +44,7 @@ def usage() -> str:
             "  -c NAME     a YAML file, or a packaged config (`fl-lightning configs`); several "
             "merge, left to right",
             "  RUN         a run's folder: stands for its config and its last checkpoint",
-            "  --help      after a command: every option of it",
+            "  --help      after a command: what it takes (--help all: every option)",
             "  --debug     show the traceback of an error (also FL_DEBUG=1)",
             "  --version   this program's version",
             "",
@@ -109,7 +109,12 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
 
         return sweep.main(rest)
     from fl_lightning.cli.compose import prepare
+    from fl_lightning.cli.help import asked
 
+    text = asked(command, COMMANDS[command], rest)
+    if text is not None:
+        print(text)
+        return 0
     # Names and YAML are checked before torch is imported, so that a typing error is said at once.
     prepared = prepare(command, rest)
     # The user's `my_learner.Lit` in the current directory has to be found.

@@ -193,7 +193,7 @@ class Refusal:
             # The hint quotes a key; an option is quoted as it is typed.
             hint = suggest(flag.removeprefix("--"), self.keys)
             hint = hint.replace("'", "`--", 1).replace("'", "`")
-        return f"{flag}: no such option.{hint} --help lists them all."
+        return f"{flag}: no such option.{hint} --help all lists every one."
 
     def _no_key(self, prefix: str, name: str) -> str:
         inside = [key for key in self.keys if key.startswith(f"{prefix}.")]
