@@ -320,8 +320,14 @@ class FederatedRun:
         if self.schedule is not None:
             clients += f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
         server = f"server {type(self.server).__name__} {self.server_rates[0]:g}"
-        parts = [self.methods.title(), self.loop.cohort.describe(), clients, server]
+        parts = [self.title(), self.loop.cohort.describe(), clients, server]
         return " · ".join(filter(None, [*parts, str(self.plan or "")]))
+
+    def title(self) -> str:
+        """The methods, and the learner where it is none of ours: ``FedAvg (MyLearner)``."""
+        learner = type(self.model.learner)
+        ours = learner.__module__.startswith("fl_lightning.")
+        return self.methods.title() + ("" if ours else f" ({learner.__name__})")
 
     def identity(self, trainer: Any) -> Identity:
         """The settings that have to be the same when this run is resumed."""

@@ -157,4 +157,5 @@ def test_a_run_is_named_after_its_methods_and_not_after_what_measures(
 ) -> None:
     module = federated()
     trainer(1, methods).fit(module, blobs())
-    assert module.describe().startswith(title + " · ")
+    # The learner is none of ours: its name stands beside.
+    assert module.describe().startswith(f"{title} (Lit) · ")

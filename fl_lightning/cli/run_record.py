@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,7 @@ def _out_of_time(trainer: pl.Trainer) -> bool:
     return any(seconds is not None and seconds <= 0 for seconds in remaining)
 
 
+@cache  # It reads what is installed, and the record is written several times a run.
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -53,7 +53,6 @@ def warm() -> None:
     # A run imports these late, on its way.
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
-    import sklearn.datasets  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
     import fl_lightning.cli.commands  # noqa: F401

@@ -1,0 +1,64 @@
+"""What a command imports: nothing that its run does not use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_lightning.datamodules import Digits
+
+# Packages that some run, report or test needs, and a run of the digits does not.
+ELSEWHERE = {
+    *("sklearn", "joblib", "narwhals", "pandas", "pyarrow", "transformers", "peft", "safetensors"),
+    *("dp_accounting", "opacus", "wandb", "mlflow", "hypothesis", "pytest"),
+    *("fl_lightning.report", "fl_lightning.sweep", "fl_lightning.analysis"),
+    *("fl_lightning.contracts", "fl_lightning.testing", "fl_lightning.cli.drop_in"),
+}
+CODE = """
+import json, sys
+from fl_lightning.__main__ import main
+status = main(sys.argv[1:])
+json.dump([status, sorted(sys.modules)], open("imported.json", "w"))
+"""
+
+
+def imported(folder: Path, *argv: str) -> tuple[int, set[str]]:
+    """The exit status of a command in a new interpreter, and the modules that it has then."""
+    here = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": here}
+    command = [sys.executable, "-c", CODE, "fit", "-c", "base", "-c", "data/digits", *argv]
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    status, modules = json.loads((folder / "imported.json").read_text())
+    return status, set(modules)
+
+
+@pytest.mark.slow
+def test_a_run_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    status, modules = imported(tmp_path, "-c", "debug/tiny", "-c", "logger/csv")
+    assert status == 0
+    assert not modules & (ELSEWHERE | {"tensorboard", "torch.utils.tensorboard"})
+
+
+@pytest.mark.slow
+def test_an_errors_paragraph_imports_no_more_than_the_parser(tmp_path: Path) -> None:
+    status, modules = imported(tmp_path, "--trainer.max_epoch", "1")
+    assert status == 2
+    assert not modules & (ELSEWHERE | {"tensorboard", "matplotlib.backends.backend_agg"})
+
+
+def test_the_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    data = Digits(num_clients=2)
+    data.load()
+    pixels, labels = load_digits(return_X_y=True)
+    sets = (data.train_set, data.test_set)
+    ours = np.concatenate([np.asarray(part.x).reshape(len(part.x), 64) for part in sets])
+    targets = np.concatenate([np.asarray(part.y) for part in sets])
+    assert sorted(map(tuple, np.c_[ours, targets])) == sorted(map(tuple, np.c_[pixels, labels]))
