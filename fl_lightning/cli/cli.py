@@ -19,13 +19,21 @@ import fl_lightning.models
 import fl_lightning.schedules
 import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cli.compose import Command, as_list, class_name, is_file, plain_yaml
+from fl_lightning.cli.compose import (
+    Command,
+    as_list,
+    as_loggers,
+    class_name,
+    is_file,
+    plain_yaml,
+)
 from fl_lightning.cli.learner_config import learner_config
 from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.cli.parsing_errors import Refusal, why_not_built
 from fl_lightning.cli.run_folder import (
     RunCheckpoint,
+    RunEvents,
     RunFolder,
     check_name,
     check_writable,
@@ -105,6 +113,7 @@ class CommandCLI(LightningCLI):
     def __init__(self, command: str, prepared: Command) -> None:
         prepared.config = full_paths(prepared.config)
         prepared.options = full_options(prepared.options)
+        _merge_loggers(prepared.config)
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
@@ -322,9 +331,7 @@ class CommandCLI(LightningCLI):
         # RunFolder adds the run's own loggers, once it has claimed the folder.
         settings["logger"] = False
         if self.command == "fit":
-            settings["logger"] = []
-            if logger is not None and not isinstance(logger, bool):
-                settings["logger"] = as_list(logger)
+            settings["logger"] = [each for each in _own(logger) if not isinstance(each, RunEvents)]
         settings["plugins"] = [*as_list(settings["plugins"]), AtomicCheckpointIO()]
         settings["default_root_dir"] = str(self.folder)
         return _built(settings)
@@ -340,7 +347,9 @@ class CommandCLI(LightningCLI):
             if name not in names and wanted:
                 callbacks.append(getattr(fl_lightning.callbacks, name)())
         if writes:
+            own = _own(settings["logger"])
             tensorboard = settings["logger"] in (None, True)
+            tensorboard = tensorboard or any(isinstance(each, RunEvents) for each in own)
             config = self._config_text()
             run = RunFolder(self.folder, self.stem, config, tensorboard)
             callbacks.insert(0, run)
@@ -352,6 +361,19 @@ class CommandCLI(LightningCLI):
         if self.command == "fit":
             callbacks.append(self.stop)
         return callbacks
+
+
+def _merge_loggers(config: dict[str, Any]) -> None:
+    """Make what configs of loggers added to each other what the parser takes."""
+    trainer = config.get("trainer")
+    if isinstance(trainer, dict) and isinstance(trainer.get("logger"), list):
+        events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
+        config["trainer"] = {**trainer, "logger": as_loggers(trainer["logger"], events)}
+
+
+def _own(logger: Any) -> list[Any]:
+    """The loggers that ``trainer.logger`` holds, which may be true or false alone."""
+    return [] if isinstance(logger, bool) else as_list(logger)
 
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:

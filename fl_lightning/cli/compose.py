@@ -239,6 +239,35 @@ def merge(base: Any, update: Any) -> Any:
     return merged
 
 
+def as_loggers(value: Any, events: str) -> Any:
+    """``trainer.logger`` as the parser takes it, from what configs added to each other.
+
+    Such a list may hold true, for TensorBoard's events, and false, for nothing. A class that comes
+    again is the one before, with its arguments over it.
+
+    Args:
+        value: of the merged configs.
+        events: the class that stands for TensorBoard's events beside other loggers.
+
+    >>> as_loggers([True, {"class_path": "A"}], "Events")
+    [{'class_path': 'Events'}, {'class_path': 'A'}]
+    >>> as_loggers([False, True], "Events")
+    True
+    """
+    if not isinstance(value, list):
+        return value
+    by_class: dict[str, Any] = {}
+    for item in value:
+        if not isinstance(item, bool):
+            item = item if isinstance(item, dict) else {"class_path": item}
+            path = str(item.get("class_path"))
+            by_class[path] = merge(by_class.get(path), item)
+    if True not in value:
+        return list(by_class.values()) or False
+    by_class.pop(events, None)
+    return [{"class_path": events}, *by_class.values()] if by_class else True
+
+
 def class_name(item: Any) -> str:
     """The bare class name of ``Name``, ``package.Name`` or ``{class_path: …}``."""
     if isinstance(item, dict):

@@ -120,11 +120,21 @@ _CHARTS = {
 _COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")
 
 
-class _Events(TensorBoardLogger):
+class RunEvents(TensorBoardLogger):
     """TensorBoard events directly in the run's folder.
 
-    The folder's config.yaml takes the place of hparams.yaml.
+    The folder's config.yaml takes the place of hparams.yaml. In a config it stands for these
+    events, beside other loggers; the folder is then the run's.
+
+    Args:
+        folder: the run's, once that is claimed.
+        first_round: what was written of later ones, before the run was resumed, is dropped.
     """
+
+    def __init__(self, folder: str | None = None, first_round: int = 0) -> None:
+        super().__init__(
+            folder or "", name="", version="", purge_step=first_round, default_hp_metric=False
+        )
 
     def save(self) -> None:
         self.experiment.flush()
@@ -227,14 +237,7 @@ class RunFolder(pl.Callback):
             self.write_config()
         loggers: list[Logger] = [MetricsCSV(self.folder)]
         if self.tensorboard:
-            events = _Events(
-                str(self.folder),
-                name="",
-                version="",
-                purge_step=first_round,
-                default_hp_metric=False,
-            )
-            loggers.append(events)
+            loggers.append(RunEvents(str(self.folder), first_round))
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
             print(pl_module.describe(), flush=True)
@@ -257,7 +260,7 @@ class RunFolder(pl.Callback):
         if not self._laid_out:
             self._laid_out = True
             for logger in trainer.loggers:
-                if isinstance(logger, _Events):
+                if isinstance(logger, RunEvents):
                     logger.log_layout(shown_metrics(trainer))
 
     def _claim(self) -> Path:

@@ -129,6 +129,41 @@ def test_a_file_beats_a_packaged_name(cli: Cli) -> None:
     assert printed(cli, "-c", "base")["trainer"]["max_epochs"] == 3
 
 
+LOGGERS = {
+    (): None,
+    ("tensorboard",): True,
+    ("csv",): False,
+    ("csv", "tensorboard"): True,
+    ("mlflow",): ["MLFlowLogger"],
+    ("tensorboard", "mlflow"): ["RunEvents", "MLFlowLogger"],
+    ("mlflow", "tensorboard", "wandb"): ["RunEvents", "MLFlowLogger", "WandbLogger"],
+    ("csv", "mlflow", "mlflow"): ["MLFlowLogger"],
+    ("mlflow", "csv"): False,
+}
+
+
+@pytest.mark.parametrize("given", LOGGERS, ids="+".join)
+def test_loggers_of_several_configs_log_side_by_side(cli: Cli, given: tuple[str, ...]) -> None:
+    configs = [text for name in given for text in ("-c", f"logger/{name}")]
+    logger = printed(cli, "-c", "base", *configs)["trainer"]["logger"]
+    if isinstance(logger, list):
+        logger = [item["class_path"].rsplit(".", 1)[-1] for item in logger]
+    assert logger == LOGGERS[given]
+
+
+@pytest.mark.slow
+def test_events_beside_another_logger_lie_in_the_runs_folder_and_go_on_there(cli: Cli) -> None:
+    own = "trainer: {logger+: {class_path: CSVLogger, init_args: {save_dir: mine}}}"
+    (cli.folder / "own.yaml").write_text(own)
+    tiny = ("-c", "debug/tiny", "--trainer.default_root_dir", "x")
+    assert cli(*FIT, *tiny, "-c", "logger/tensorboard", "-c", "own.yaml").returncode == 0
+    assert len(list((cli.folder / "x").glob("events.out.*"))) == 1
+    assert len(list((cli.folder / "mine").rglob("metrics.csv"))) == 1
+    assert cli("fit", "x", "--trainer.max_epochs", 3).returncode == 0
+    assert len(list((cli.folder / "x").glob("events.out.*"))) == 2
+    assert len(rows(cli.folder / "x")) == 3
+
+
 def read_text(name: str) -> str:
     return packaged()[name].read_text("utf-8")
 
