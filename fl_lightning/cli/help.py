@@ -231,7 +231,9 @@ def _of_class(cls: type, key: str) -> str:
 
     from fl_lightning.cli.parsing_errors import parameters
 
-    described = parse(inspect.cleandoc(cls.__doc__ or cls.__init__.__doc__ or ""))
+    # Lightning's Trainer is described where it is made.
+    text = cls.__doc__ or getattr(vars(cls).get("__init__"), "__doc__", None)
+    described = parse(inspect.cleandoc(text or ""))
     option = f"--{key}" if key in _FIXED else f"--{key} {cls.__name__}"
     lines = textwrap.wrap(f"{option}: {described.short_description or ''}", 100)
     if described.long_description:
