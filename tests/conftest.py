@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -96,3 +99,18 @@ def cli(zygote: Zygote, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
     runner = Cli(zygote, tmp_path, tmp_path_factory.mktemp("commands"))
     yield runner
     runner.kill_all()
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of FL_LIGHTNING_DATA, else one unpacked once from what lies beside the checkout."""
+    if "FL_LIGHTNING_DATA" in os.environ:
+        return Path(os.environ["FL_LIGHTNING_DATA"]).absolute()
+    unpack = Path(__file__).parents[2] / "shared" / "data" / "unpack.py"
+    if not unpack.is_file():
+        pytest.skip(
+            "no real data: set FL_LIGHTNING_DATA to a folder of MNIST, CIFAR-10, … to run this"
+        )
+    folder = Path(tempfile.gettempdir()) / "fl-lightning-data"
+    subprocess.run([sys.executable, str(unpack), str(folder)], check=True, capture_output=True)
+    return folder
