@@ -6,7 +6,7 @@ DEMO := runs/demo
 PUBLIC ?= .venv-public
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lightning test-oldest public check format faults gpu-check results papers papers-quick
+.PHONY: help demo test test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -78,6 +78,17 @@ format: .venv/installed-dev  ## put the code in form
 
 results: .venv/installed  ## docs/results.md from the runs that are committed in docs/results/
 	$(BIN)/python -m benchmarks.papers page
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs: .venv/installed-docs  ## the site, in build/site: open build/site/index.html, no network needed
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs build/site
+	@echo "build/site/index.html"
+
+gallery: .venv/installed-test  ## run the examples, and keep their pictures for the site (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/site/gallery.py
 
 # data from FL_LIGHTNING_DATA, else fetched; beside the committed results, in runs/papers
 papers-quick: .venv/installed  ## three of the papers' small twins again, cut; within twenty minutes on two cores

@@ -24,8 +24,8 @@ class HessianLogger(Measurement):
     clients' training samples, each counted as often as clients hold it: what ``training_step``
     gives in evaluation mode, biases applied, without augmentation and weight decay.
 
-    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: its residual
-      ‖Hv - λv‖ / |λ|.
+    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: its residual,
+      the norm of Hv - λv over that of λ.
     - trace: by Hutchinson's method, but exactly along directions in which H is large;
       trace_stderr: its standard error.
     - norm: ‖w‖ of the evaluated model. A dual variable changes it and curvature together: read them

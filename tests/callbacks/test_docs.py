@@ -12,7 +12,8 @@ from tests.helpers import clipped_median
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("methods.md", "personal.md")
+    path.read_text(encoding="utf-8")
+    for path in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/methods").glob("*.md")]
 ]
 BLOCKS = [
     block for page in PAGES for block in re.findall(r"```python (\S+)\n(.*?)```", page, re.DOTALL)

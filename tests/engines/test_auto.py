@@ -15,7 +15,7 @@ from fl_lightning.engines.proof import FirstSteps, Reason
 
 KEEPS = Reason("it counts", keeps=True)
 GPU = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
-DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
+DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 
 
 def copies(**given: Any) -> Any:

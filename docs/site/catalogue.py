@@ -1,0 +1,133 @@
+"""Pages that are written at each build: every public name, every packaged config."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+# Classes whose methods an author calls or writes; of the others the docstring says it all.
+WITH_MEMBERS = [
+    "fl_lightning.FederatedModule",
+    "fl_lightning.FederatedCallback",
+    "fl_lightning.Schedule",
+    "fl_lightning.datamodules.FederatedDataModule",
+    "fl_lightning.datamodules.Partition",
+    "fl_lightning.datamodules.Bias",
+    "fl_lightning.round.clients.Clients",
+    "fl_lightning.round.server.Server",
+    "fl_lightning.results.Run",
+    "fl_lightning.evaluation.evaluator.Evaluator",
+    "fl_lightning.evaluation.measurement.Measurement",
+]
+
+# A page each: its title, and the public names, or the module whose `__all__` they are.
+PAGES = {
+    "core": ("fl_lightning", "fl_lightning"),
+    "hooks": (
+        "What hooks see",
+        ["fl_lightning.round.clients.Clients", "fl_lightning.round.server.Server"],
+    ),
+    "callbacks": ("fl_lightning.callbacks", "fl_lightning.callbacks"),
+    "datamodules": ("fl_lightning.datamodules", "fl_lightning.datamodules"),
+    "models": ("fl_lightning.models", "fl_lightning.models"),
+    "optim": (
+        "fl_lightning.optim",
+        [f"fl_lightning.optim.{name}" for name in ("FedAdam", "FedYogi", "FedAdagrad")],
+    ),
+    "tools": (
+        "Finished runs, tests, measuring",
+        [
+            "fl_lightning.results.Run",
+            "fl_lightning.testing.check_method",
+            "fl_lightning.testing.tiny_run",
+            "fl_lightning.sampling.generator",
+            "fl_lightning.metrics.higher_is_better",
+            "fl_lightning.evaluation.evaluator.Evaluator",
+            "fl_lightning.evaluation.samples.samples_of",
+            "fl_lightning.evaluation.measurement.Measurement",
+        ],
+    ),
+}
+
+GROUPS = {
+    "method": "Methods: after a data config; each sets every key that belongs to methods.",
+    "data": "Data, each with a small network that fits.",
+    "model": "Networks, for any data.",
+    "trainer": "Machines.",
+    "logger": "Trackers.",
+    "debug": "Runs of seconds, to look at what goes on.",
+}
+
+
+def entry(name: str) -> str:
+    """The directive that documents one public name."""
+    module, _, last = name.rpartition(".")
+    kind = "autoclass" if isinstance(getattr(importlib.import_module(module), last), type) else ""
+    members = "\n   :members:" if name in WITH_MEMBERS else ""
+    return f".. {kind or 'autofunction'}:: {name}{members}\n"
+
+
+def reference(title: str, names: str | list[str]) -> str:
+    """A page of the reference, in reStructuredText."""
+    if isinstance(names, str):
+        module = importlib.import_module(names)
+        core = [] if names == "fl_lightning" else importlib.import_module("fl_lightning").__all__
+        names = [f"{names}.{name}" for name in module.__all__ if name not in core]
+    sections = [f"{title}\n{'=' * len(title)}\n"]
+    for name in names:
+        last = name.rpartition(".")[2]
+        sections.append(f"{last}\n{'-' * len(last)}\n\n{entry(name)}")
+    return "\n".join(sections)
+
+
+def first_comment(path: Path) -> str:
+    line = path.read_text("utf-8").splitlines()[0]
+    return line.removeprefix("#").strip() if line.startswith("#") else ""
+
+
+def configs_of(group: str, says: str) -> str:
+    """A page of one group of configs, each with its whole text."""
+    parts = [f"# {group}/\n\n{says} Each is given by its name: `-c {group}/NAME`.\n"]
+    for path in sorted((ROOT / "configs" / group).glob("*.yaml")):
+        text = path.read_text("utf-8").rstrip()
+        parts.append(f"## {group}/{path.stem}\n\n```yaml\n{text}\n```\n")
+    return "\n".join(parts)
+
+
+def experiments() -> str:
+    """The names of the experiments, and what each says of itself."""
+    parts = [
+        "# experiment/\n\nThe settings of three papers; [what they are](../../experiments.md)."
+    ]
+    for paper in sorted((ROOT / "configs/experiment").iterdir()):
+        parts.append(f"\n## {paper.name}\n\n| config | |\n|---|---|")
+        for path in sorted(paper.rglob("*.yaml")):
+            if not path.name.endswith(".claims.yaml"):
+                name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+                said = first_comment(path).replace("|", "\\|").replace("*", "\\*")
+                parts.append(f"| `{name}` | {said} |")
+    return "\n".join(parts) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Write what changed alone, so that a second build reads little."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text("utf-8") != text:
+        path.write_text(text, "utf-8")
+
+
+def write_pages(app: Any) -> None:
+    folder = Path(app.srcdir, "generated")
+    for page, (title, names) in PAGES.items():
+        write(folder / "api" / f"{page}.rst", reference(title, names))
+    for group, says in GROUPS.items():
+        write(folder / "configs" / f"{group}.md", configs_of(group, says))
+    write(folder / "configs" / "experiment.md", experiments())
+
+
+def setup(app: Any) -> dict[str, Any]:
+    app.connect("builder-inited", write_pages)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,169 @@
+"""What README and site print runs as printed, page by page, in the order in which it stands there.
+
+A Python block that begins with ``# name.py`` is that file, another is a program; a YAML block that
+begins with ``# name.yaml`` is that file. Of ``sh`` each command is run. A comment ``<!-- not run:
+why -->`` before a block says what is missing here: of its commands the options are parsed alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.zygote import Cli
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?^```(?P<language>\w+)(?P<rest>[^\n]*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+# Other files: frozen, or generated, or with outputs between their programs.
+APART = {"results.md", "protocol.md", "report.md", "sweep.md"}
+PAGES = [
+    path
+    for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("methods/*.md"))]
+    if path.name not in APART
+]
+
+
+# Programs that come with what is installed; others are not started by a test.
+AS_INSTALLED = ("python", "torchrun")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and why it is not run (None: it is)."""
+
+    language: str
+    text: str
+    why: str | None
+
+    @property
+    def file(self) -> str | None:
+        """The file that the block is, by its first line."""
+        found = re.match(r"# ([\w.]+\.(?:py|yaml))\n", self.text)
+        return None if found is None else found[1]
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Of a shell block: its commands as lists of words, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        words = [shlex.split(line, comments=True) for line in lines]
+        return [command for command in words if command]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    for found in FENCE.finditer(page.read_text("utf-8")):
+        # Lines of a source file, which another test compares with it.
+        if found["language"] == "python" and found["rest"].strip():
+            continue
+        if found["language"] in ("python", "yaml", "sh"):
+            yield Block(found["language"], found["text"], found["why"])
+
+
+def runs(block: Block) -> bool:
+    return block.why is None and block.language in ("python", "sh") and block.file is None
+
+
+WITH_PROGRAMS = [page for page in PAGES if any(runs(block) for block in blocks_of(page))]
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def run(python: str, cli: Cli) -> object:
+    """Run one command in the test's folder; it has to succeed."""
+
+    def one(words: list[str]) -> None:
+        words = list(words)
+        given = {}
+        while "=" in words[0]:
+            name, _, given[name] = words.pop(0).partition("=")
+        program, *arguments = words
+        if program == "fl-lightning":
+            done = cli(*arguments, env=given, timeout=280)
+            output, status = done.stdout + done.stderr, done.returncode
+        else:
+            assert program in AS_INSTALLED, f"{program}: say `not run` and why, or teach this test"
+            installed = str(Path(sys.executable).parent)
+            environment = {
+                **os.environ,
+                "MPLBACKEND": "Agg",
+                "PYTHONPATH": str(ROOT),
+                "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}",
+                **given,
+            }
+            name = python if program == "python" else f"{installed}/{program}"
+            other = subprocess.run(
+                [name, *arguments], cwd=cli.folder, env=environment, capture_output=True, text=True
+            )
+            output, status = other.stdout + other.stderr, other.returncode
+        assert status == 0, f"{shlex.join(words)}\n{output[-3000:]}"
+
+    return one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=named)
+def test_what_a_page_prints_runs(page: Path, run, cli: Cli) -> None:  # type: ignore[no-untyped-def]
+    for number, block in enumerate(blocks_of(page)):
+        if block.file is not None:
+            (cli.folder / block.file).write_text(block.text, "utf-8")
+        elif runs(block) and block.language == "python":
+            (cli.folder / f"program_{number}.py").write_text(block.text, "utf-8")
+            run(["python", f"program_{number}.py"])
+        elif runs(block):
+            for command in block.commands:
+                run(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_and_yaml_are_whole(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language == "python":
+            compile(block.text, named(page), "exec")
+            assert "..." not in block.text, "a program without placeholders"
+        if block.language == "yaml":
+            yaml.safe_load(block.text)
+
+
+NOT_RUN = [
+    pytest.param(command[1:], id=f"{named(page)}-{number}-{place}")
+    for page in PAGES
+    for number, block in enumerate(blocks_of(page))
+    if block.why is not None and block.language == "sh"
+    for place, command in enumerate(block.commands)
+    if command[:2] == ["fl-lightning", "fit"] and "-c" in command
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", NOT_RUN)
+def test_options_of_what_is_not_run_here_are_accepted(command: list[str], cli: Cli) -> None:
+    done = cli(*command, "--print_config")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_lines_are_short_enough_to_be_compared(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("|")]
+    assert not long
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
