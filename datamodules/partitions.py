@@ -187,14 +187,14 @@ def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
 
 class ByGroup(Partition):
     """The data's own clients: one for each distinct value of ``groups`` ``(N,)``, in ascending
-    order.
+    order; whole numbers or names.
 
     ``groups=None``: those that come with the data set (``HumanActivity``: the subjects).
     """
 
     needs_labels = False
 
-    def __init__(self, groups: Sequence[int] | None = None) -> None:
+    def __init__(self, groups: Sequence[int] | Sequence[str] | None = None) -> None:
         self.groups: NDArray[Any] | None = None
         if groups is not None:
             self.groups = np.asarray(cast(ArrayLike, groups))

@@ -128,6 +128,13 @@ def write_pages(app: Any) -> None:
     write(folder / "configs" / "experiment.md", experiments())
 
 
+def keep_colons(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    """Before napoleon, which takes what stands before an attribute's colon for its type."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = f": {lines[0]}"
+
+
 def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)
     return {"parallel_read_safe": True}
