@@ -6,6 +6,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from sphinx.util.inspect import signature as signature_of
+from sphinx.util.inspect import stringify_signature
+
+from fl_lightning import FederatedCallback
+
 ROOT = Path(__file__).parents[2]
 
 # Classes whose methods an author calls or writes; of the others the docstring says it all.
@@ -134,7 +139,17 @@ def keep_colons(app: Any, what: str, name: str, of: Any, options: Any, lines: li
         lines[0] = f": {lines[0]}"
 
 
+def own_signature(
+    app: Any, what: str, name: str, of: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str, Any] | None:
+    """What a callback's ``__init__`` takes; autodoc looks at the base class's ``__new__`` first."""
+    if what != "class" or not issubclass(of, FederatedCallback):
+        return None
+    return stringify_signature(signature_of(of.__init__, bound_method=True), False), returns
+
+
 def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-signature", own_signature)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)
     return {"parallel_read_safe": True}
