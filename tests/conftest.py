@@ -103,7 +103,7 @@ def cli(zygote: Zygote, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of FL_LIGHTNING_DATA, else one unpacked once from what lies beside the checkout."""
+    """The folder of FL_LIGHTNING_DATA, else one unpacked once from data beside the checkout."""
     if "FL_LIGHTNING_DATA" in os.environ:
         return Path(os.environ["FL_LIGHTNING_DATA"]).absolute()
     unpack = Path(__file__).parents[2] / "shared" / "data" / "unpack.py"
