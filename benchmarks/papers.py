@@ -59,6 +59,7 @@ CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
 UNITS: dict[str, Callable[[float], str]] = {
     "points": lambda value: f"{100 * value:+.2f}",
     "factor": lambda value: f"{math.exp(value):.2f}",
+    "percent": lambda value: f"{100 * value:.2f}",
 }
 OF_A_RUN = ("run.json", "config.yaml")  # and metrics.csv, packed
 OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
@@ -158,11 +159,13 @@ def sweeps(folder: Path) -> list[Path]:
     )
 
 
-def report(folders: Sequence[Path], out: Path, labels: Mapping[str, str] | None = None) -> int:
-    """One report over ``folders``; ``labels``: what arms are called."""
+def report(
+    folders: Sequence[Path], out: Path, labels: Mapping[str, str] | None = None, *more: str
+) -> int:
+    """One report over ``folders``; ``labels``: what arms are called, ``more``: options."""
     from fl_lightning.__main__ import main as command
 
-    options: list[str] = []
+    options = list(more)
     for arm, text in (labels or {}).items():
         options += ["--label", f"{arm}={text}"]
     return int(command(["report", *map(str, folders), "--out", str(out), *options]) or 0)
@@ -249,7 +252,8 @@ def page(results: Path, target: Path) -> int:
     if folders:
         with tempfile.TemporaryDirectory() as made:
             out = Path(made)
-            if report(folders, out, labels_of(folders, results / "labels.yaml")):
+            # The runs shared their machine with other work, which lengthens their seconds.
+            if report(folders, out, labels_of(folders, results / "labels.yaml"), "--no_seconds"):
                 return 1
             said = json.loads((out / "report.json").read_text("utf-8"))
             below = (out / "report.md").read_text("utf-8").partition("\n")[2]
@@ -265,17 +269,19 @@ def page(results: Path, target: Path) -> int:
         text += below.replace("](figures/", f"]({results.name}/figures/")
     begun = {folder.name for folder in folders}
     absent = {row: name for row, name in ROWS.items() if name.rpartition("/")[2] not in begun}
-    if absent:
-        text += (
-            "\n## No runs yet\n\n| claim | the paper predicts | we predict | sweep "
-            "|\n|---|---|---|---|\n"
-        )
+    rows = ""
     for name in absent.values():
         for claim in claims_of(name):
-            text += (
+            rows += (
                 f"| {claim['id']} | {claim['paper_predicts']} | {claim['we_predict']} | "
                 f"`{name}` |\n"
             )
+    if rows:
+        text += "\n## No runs yet\n\n<details><summary>{} rows</summary>\n\n".format(
+            rows.count("\n")
+        )
+        text += "| claim | the paper predicts | we predict | sweep |\n|---|---|---|---|\n"
+        text += f"{rows}\n</details>\n"
     target.write_text(text, "utf-8")
     print(f"→ {target}")
     return 0
@@ -283,6 +289,8 @@ def page(results: Path, target: Path) -> int:
 
 def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
     """How much of the protocol is judged so far, and what its runs came from."""
+    from fl_lightning.report.sections import machines
+
     every = [claim for name in ROWS.values() for claim in claims_of(name)]
     verdicts = Counter(claim["verdict"] for claim in said["claims"])
     judged = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
@@ -297,7 +305,8 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
     return (
         f"**So far {len(said['claims'])} of {len(every)} claims are judged** ({judged}), from "
         f"{len(runs)} runs of {len(folders)} of {len(ROWS)} sweeps, made from {days[0]} to "
-        f"{days[-1]} on processors, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
+        f"{days[-1]}, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
+        f"{machines(runs)} Other work ran on it meanwhile, so no seconds are compared.\n"
         "`val/acc` is accuracy on the test images, which choose nothing. Intervals cover the "
         "seeds: initial weights, split, participants and batches.\n"
     )
@@ -313,21 +322,23 @@ def filled(text: str, said: Mapping[str, Any]) -> str:
     """``text`` with ``{P1-helps.mean}``, ``{P1-helps.verdict}`` and the like from a report.json.
 
     ``{P1-helps.mean:points}`` is in points of a hundred, ``{P3-all.mean:factor}`` is e to the power
-    of it.
+    of it, ``{fedinit-0.15.tail:percent}`` an arm's mean of that score.
 
     >>> said = {"claims": [{"id": "A", "verdict": "reproduced", "mean": 0.03421}]}
     >>> filled("{A.verdict}: {A.mean}, {A.mean:points} points, {A.mean:factor} times", said)
     'reproduced: +0.0342, +3.42 points, 1.03 times'
     """
-    claims = {claim["id"]: claim for claim in said["claims"]}
+    rows = {claim["id"]: claim for claim in said["claims"]}
+    for name, arm in said.get("arms", {}).items():
+        rows[name] = {score: of["mean"] for score, of in arm["scores"].items()}
 
     def value(match: re.Match[str]) -> str:
-        number = claims[match["claim"]][match["field"]]
+        number = rows[match["row"]][match["field"]]
         if match["unit"] is not None:
             return UNITS[match["unit"]](number).replace("-", "−")
         return f"{number:+.3g}".replace("-", "−") if isinstance(number, float) else str(number)
 
-    return re.sub(r"\{(?P<claim>[\w-]+)\.(?P<field>\w+)(:(?P<unit>\w+))?\}", value, text)
+    return re.sub(r"\{(?P<row>[^{}]+)\.(?P<field>\w+)(:(?P<unit>\w+))?\}", value, text)
 
 
 def objections(results: Path) -> list[str]:

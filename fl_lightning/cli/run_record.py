@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -12,6 +14,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import Diverged
@@ -59,6 +63,48 @@ def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+def machine(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a run trains on; None where the system does not tell.
+
+    ``cores`` are those that the process may use, ``memory`` is the machine's in bytes, ``threads``
+    are those of one operation, ``gpu`` is the name of the one that this process uses.
+    """
+    device = trainer.strategy.root_device
+    return {
+        "processor": _processor(),
+        "cores": _usable_cores(),
+        "memory": _memory(),
+        "threads": torch.get_num_threads(),
+        "processes": trainer.world_size,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        # Elsewhere than on Linux the platform knows the name.
+        return platform.processor() or None
+    named = re.search(r"^model name\s*:\s*(.+)$", lines, re.MULTILINE)
+    return " ".join(named[1].split()) if named else None
+
+
+def _usable_cores() -> int | None:
+    # A container or a scheduler may leave fewer than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
 class RunRecord(pl.Callback):
     """Writes ``run.json`` in the run's folder when training starts and when it ends, in any way.
 
@@ -102,6 +148,7 @@ class RunRecord(pl.Callback):
         self._kept["started"] = earlier.get("started") or _now()
         self._modes = read_modes(earlier.get("modes"))
         self._kept["commit"] = checkout() if trainer.is_global_zero else None
+        self._kept["machine"] = machine(trainer)
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -166,6 +213,7 @@ class RunRecord(pl.Callback):
             "modes": self._modes,
             "shown": self._shown,
             "command": self.command,
+            "machine": self._kept["machine"],
             "versions": {
                 **{package: _version(package) for package in _PACKAGES},
                 "python": platform.python_version(),

@@ -51,15 +51,16 @@ def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
     return spent if axis == "bytes" else np.cumsum(spent)
 
 
-def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
+def views(arms: Mapping[str, list[Run]], metric: str, timed: bool = True) -> list[View]:
     """A view for each axis that every done run has measured.
 
-    There is one of the clock's seconds where no two runs overlapped.
+    There is one of the clock's seconds where no two runs overlapped. ``timed``: whether seconds
+    are asked for.
     """
     done: list[Run] = []
     for runs in arms.values():
         done += [run for run in runs if run.status == "done" and len(measured(run, metric)[0])]
-    seconds = timed_by(done)
+    seconds = timed_by(done) if timed else None
     made = []
     for axis in AXES:
         column = _COLUMNS.get(axis, seconds)
@@ -84,9 +85,13 @@ def views(arms: Mapping[str, list[Run]], metric: str) -> list[View]:
 def timed_by(runs: Sequence[Run]) -> str | None:
     """The column of seconds that can be compared.
 
-    It is the processor's, else the clock's of runs that were alone on the machine.
+    It is the processor's, else the clock's of runs that were alone on the machine; of runs on
+    several machines there is none.
     """
-    # A processor's seconds do not depend on what else ran; runs on a GPU have none.
+    # Seconds of other machines are no more of the same, nor are those of who knows which.
+    if len({(run.machine.get("processor"), run.machine.get("gpu")) for run in runs}) > 1:
+        return None
+    # A processor's seconds depend less on what else ran; runs on a GPU have none.
     if runs and all(np.isfinite(run.column(CPU)).any() for run in runs):
         return CPU
     # The clock's seconds of runs side by side would say how busy the machine was.

@@ -60,6 +60,9 @@ def intervals(summary: Summary) -> list[Drawing]:
         axes.set_xlabel(f"{label}{', points' * shown.percent} ({scores})")
     caption = "Line: mean and its 95 % interval, where there are two pairs or more. "
     caption += "Dots below: one a seed."
+    if any(row.percent == 90 for row in rows):
+        caption += " Of an equivalence (≈) the thick line is the 90 % interval, which belongs to "
+        caption += "its two one-sided tests, and the thin one goes on to 95 %."
     if summary.verdicts:
         caption += " Dotted: the claim's margin. Green: reproduced, red: contradicted, "
         caption += "grey: not reproduced, amber: inconclusive."
@@ -104,9 +107,11 @@ def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, colour: str) -> 
     seeds = [value * shown.factor for value in row.evidence.values.values()]
     dots: dict[str, Any] = {"color": colour, "markeredgewidth": 0}
     axes.plot(seeds, [y + 0.22] * len(seeds), "o", markersize=4.5, alpha=0.6, **dots)
-    if interval.low is not None and interval.high is not None:
-        ends = [interval.low * shown.factor, interval.high * shown.factor]
-        axes.plot(ends, [y, y], color=colour, linewidth=2.6, solid_capstyle="round")
+    # Thick is what the test of the claim looks at; of an equivalence 95 % goes further.
+    for percent, width in ((95, 1.0), (row.percent, 2.6)):
+        if ends := interval.ends(percent):
+            reach = [end * shown.factor for end in ends]
+            axes.plot(reach, [y, y], color=colour, linewidth=width, solid_capstyle="round")
     if interval.mean is not None:
         axes.plot([interval.mean * shown.factor], [y], "D", markersize=7, **dots)
 

@@ -59,6 +59,11 @@ def parser() -> ArgumentParser:
         metavar="ARM=TEXT",
         help="what an arm is called in tables and figures; may be given several times",
     )
+    made.add_argument(
+        "--no_seconds",
+        action="store_true",
+        help="leave seconds out, as for runs that shared their machine with other work",
+    )
     return made
 
 
@@ -78,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     found = find(options.folders)
     found.directions.given[options.metric] = options.mode
     summary = summarise(found, options.metric, targets, options.claims)
+    summary.timed = not options.no_seconds
     from fl_lightning.report.files import contents
     from fl_lightning.report.labels import labels_of
 

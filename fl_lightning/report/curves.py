@@ -51,6 +51,8 @@ def curves(summary: Summary) -> list[Drawing]:
     for axis, title in AXES.items():
         if not any(_has(run, summary.metric, axis) for run in summary.found.runs):
             continue
+        if axis == "seconds" and not summary.timed:
+            continue
         drawn = figure(9.2, 4.2)
         axes = drawn.add_subplot()
         handles: dict[str, Any] = {}

@@ -102,7 +102,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
     for seed in sorted(set.intersection(*(set(arms[name]) for name in names))):
         runs = {name: arms[name][seed] for name in names}
         values = {name: _value(claim, run, arms) for name, run in runs.items()}
-        differences = [_between(claim.scale, values[one], values[other]) for one, other in sides]
+        differences = [between(claim.scale, values[one], values[other]) for one, other in sides]
         known = [difference for difference in differences if difference is not None]
         whole = len(known) == len(sides)
         contrast = sum(s * p for s, p in zip((1, -1), known, strict=False)) if whole else None
@@ -153,7 +153,7 @@ def _score_if_done(run: Run | None, metric: str, score: str) -> float | None:
     return score_of(run, metric, score)
 
 
-def _between(scale: str, a: float | None, b: float | None) -> float | None:
+def between(scale: str, a: float | None, b: float | None) -> float | None:
     """a − b, or the log of a / b; None where a value is missing or has no log."""
     if a is None or b is None:
         return None

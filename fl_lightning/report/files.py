@@ -25,6 +25,7 @@ from fl_lightning.report.tables import Table
 # The first parts of keys, in the order of reading, with names for the list of contents.
 ORDER = {
     "claims": "",
+    "gains": "Published gains",
     "scores": "Scores",
     "pivot": "Settings",
     "intervals": "",
@@ -38,6 +39,7 @@ ORDER = {
     "generalisation": "Generalisation",
     "measurements": "Measurements",
     "published": "Published",
+    "chosen": "Chosen",
     "runs": "",
 }
 # Characters that LaTeX would not print as they are.
@@ -171,13 +173,14 @@ def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Sect
     made = []
     for key, name in ORDER.items():
         own = [table for table in tables if table.key.split("-")[0] == key]
+        group = [drawing for drawing in drawings if (drawing.group or drawing.key) == key]
         for table in own:
-            # A folded table stands below the figure that says the same.
-            if not table.folded:
+            # A folded table stands below the figure that says the same, where there is one.
+            if not (table.folded and group):
                 short = (name or table.title).format(table.key.partition("-")[2])
                 made.append(Section(table.key, short, table.title, [table]))
         # Figures that show the same in several ways lie behind tabs.
-        if group := [drawing for drawing in drawings if (drawing.group or drawing.key) == key]:
+        if group:
             title = "Curves" if len(group) > 1 else group[0].title
             folded = [table for table in own if table.folded]
             made.append(Section(f"figure-{key}", name or title, title, folded, group, key))

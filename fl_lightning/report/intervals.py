@@ -21,6 +21,17 @@ class Interval:
     high: float | None = None
     p: float | None = None
 
+    def ends(self, percent: int) -> tuple[float, float] | None:
+        """The ends of the interval of Student's t that covers so much.
+
+        >>> Interval(2, 0.5, 0.0).ends(90)
+        (0.5, 0.5)
+        """
+        if self.mean is None or self.sd is None:
+            return None
+        half = float(stdtrit(self.n - 1, 0.5 + percent / 200)) * (self.sd / math.sqrt(self.n))
+        return self.mean - half, self.mean + half
+
 
 def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean and sample deviation (n - 1).
@@ -43,10 +54,10 @@ def paired(differences: Sequence[float]) -> Interval:
     if mean is None or sd is None:
         return Interval(n, mean)
     error = sd / math.sqrt(n)
-    half = float(stdtrit(n - 1, 0.975)) * error
     # Without any spread the mean is certain: p is 1 where it is 0, and 0 where it is not.
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
-    return Interval(n, mean, sd, mean - half, mean + half, p)
+    low, high = Interval(n, mean, sd).ends(95) or (None, None)
+    return Interval(n, mean, sd, low, high, p)
 
 
 def equivalent(found: Interval, margin: float) -> float | None:

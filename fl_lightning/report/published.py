@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product, starmap
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.cli.compose import class_name, packaged, parse_yaml
-from fl_lightning.report.runs import Found, Run
+from fl_lightning.report.evidence import between
+from fl_lightning.report.runs import Found, Run, Sweep
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Published:
             ours = _plain(_at(config, key))
             if ours != _plain(theirs):
                 shown = "not set" if ours is None else ours
-                differences.append(f"{key.rpartition('.')[2]} {shown} ({_plain(theirs)})")
+                # A class is of what stands before: data, network.
+                words = key.removesuffix(".class_path").rpartition(".")[2]
+                differences.append(f"{words} {shown} ({_plain(theirs)})")
         return differences
 
 
@@ -62,33 +65,78 @@ def tables() -> Iterator[Published]:
             yield Published(experiments=tuple(item.pop("experiments")), arms=printed, **item)
 
 
-def published(found: Found) -> list[Published]:
-    """The columns of the experiments that the runs' configs name; empty where they name none."""
+@dataclass(frozen=True)
+class Gain:
+    """What a paper printed for both arms of a claim; ``mean``: a − b, or the log of a / b."""
+
+    source: str
+    mean: float
+    a: tuple[float, float | None]
+    b: tuple[float, float | None]
+
+
+# A column, and the folders of the runs beside which it stands.
+Beside = tuple[Published, frozenset[Path]]
+
+
+def gains(
+    metric: str, scale: str, arms: Sequence[tuple[str, Path]], tables: Sequence[Beside]
+) -> list[Gain]:
+    """What was printed for two arms, each given by its name and the folder of one of its runs."""
+    made: dict[float, Gain] = {}
+    for table, folders in tables:
+        if table.metric != metric or not all(folder in folders for _, folder in arms):
+            continue
+        a, b = (table.of(name) for name, _ in arms)
+        # One number for both arms is no difference between them.
+        if a is None or b is None or a is b:
+            continue
+        mean = between(scale, a[0], b[0])
+        # A number that a second table repeats stands here once.
+        if mean is not None:
+            made.setdefault(mean, Gain(table.source, mean, a, b))
+    return list(made.values())
+
+
+def published(found: Found) -> list[Beside]:
+    """The columns of the experiments that runs' configs name, each with these runs."""
     named = experiments(found)
     # Reading the tables takes a quarter of a small report's time.
-    if not named:
+    if not any(named.values()):
         return []
 
-    def meant(table: Published) -> bool:
-        return any(starmap(fnmatch.fnmatchcase, product(named, table.experiments)))
+    made = []
+    for table in tables():
 
-    return [table for table in tables() if meant(table)]
+        def meant(run: Run, table: Published = table) -> bool:
+            names = product(named[run.folder], table.experiments)
+            return any(starmap(fnmatch.fnmatchcase, names))
+
+        if folders := frozenset(run.folder for run in found.runs if meant(run)):
+            made.append((table, folders))
+    return made
 
 
-def experiments(found: Found) -> list[str]:
-    """The packaged configs called ``experiment/…`` that the runs are of.
+def experiments(found: Found) -> dict[Path, list[str]]:
+    """A run's folder → the packaged configs called ``experiment/…`` that it is of.
 
-    They stand in the sweeps' files and the runs' commands; packaged sweeps are of themselves.
+    They stand in its sweep's file and its command; a packaged sweep is of itself.
     """
-    named: list[Any] = []
+    of_sweep: dict[Path, list[Any]] = {}
     for sweep in found.sweeps:
-        named += _packaged_sweep(sweep.folder / "sweep.yaml")
-        configs = sweep.spec.get("configs")
-        named += configs if isinstance(configs, list) else [configs]
+        of_sweep |= dict.fromkeys(sweep.runs, _of_sweep(sweep))
+    made = {}
     for run in found.runs:
-        named += run.record.get("command") or []
-    names = (str(name).removeprefix("-c").removesuffix(".yaml") for name in named)
-    return list(dict.fromkeys(name for name in names if name.startswith("experiment/")))
+        named = [*of_sweep.get(run.folder, []), *(run.record.get("command") or [])]
+        names = (str(name).removeprefix("-c").removesuffix(".yaml") for name in named)
+        made[run.folder] = [name for name in names if name.startswith("experiment/")]
+    return made
+
+
+def _of_sweep(sweep: Sweep) -> list[Any]:
+    configs = sweep.spec.get("configs")
+    configs = configs if isinstance(configs, list) else [configs]
+    return [*_packaged_sweep(sweep.folder / "sweep.yaml"), *configs]
 
 
 def _packaged_sweep(path: Path) -> list[str]:

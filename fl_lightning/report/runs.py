@@ -58,6 +58,12 @@ class Run:
         return {str(key): str(value) for key, value in items}
 
     @property
+    def machine(self) -> dict[str, Any]:
+        """What it ran on; empty where it did not record that."""
+        machine = self.record.get("machine")
+        return machine if isinstance(machine, dict) else {}
+
+    @property
     def finished(self) -> bool:
         """Whether it takes part in scores: it ended by itself, well or badly."""
         return self.status in FINISHED

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from fl_lightning.metrics import is_accuracy
 from fl_lightning.report.budgets import CPU, View, views
+from fl_lightning.report.chosen import choices, short
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.communication import over, papers_ratio, traffic
-from fl_lightning.report.intervals import Interval, mean_sd
-from fl_lightning.report.published import published, setting
+from fl_lightning.report.intervals import mean_sd
+from fl_lightning.report.published import setting
 from fl_lightning.report.scores import (
     FORMS,
     SCORE_TITLES,
@@ -39,12 +41,15 @@ from fl_lightning.report.verdicts import Comparison
 
 MAIN = SCORES[0]
 SIGNS = {"greater": ">", "less": "<"}
+_ONE = {"cores": "core", "threads": "thread", "processes": "process"}
 
 
 def tables(summary: Summary) -> list[Table]:
     """Every table that has something to say, in the order of the page."""
     made = [
         claims(summary),
+        evidence(summary),
+        gains(summary),
         scores(summary),
         pivot(summary),
         pairs(summary),
@@ -53,6 +58,7 @@ def tables(summary: Summary) -> list[Table]:
         communication(summary),
         *consensus(summary),
         *beside_published(summary),
+        chosen(summary),
         runs(summary),
     ]
     return [table for table in made if table.rows]
@@ -81,27 +87,77 @@ def difference_unit(summary: Summary, compared: Comparison) -> Unit:
     return unit_of(summary, compared.claim.metric) if plain else Unit()
 
 
-def _interval(shown: Unit, found: Interval) -> Cell:
-    """The interval, or why there is none."""
-    if found.low is None:
-        return Cell("needs 2 pairs" if found.n == 1 else NONE)
-    return Cell(f"{shown.difference(found.low)} to {shown.difference(found.high)}", found.low)
+def _interval(shown: Unit, said: Comparison) -> Cell:
+    """The interval that belongs to the test, or why there is none."""
+    if said.ends is None:
+        return Cell("needs 2 pairs" if said.interval.n == 1 else NONE)
+    low, high = said.ends
+    text = f"{shown.difference(low)} to {shown.difference(high)}"
+    return Cell(f"{text} (90 %)" if said.percent == 90 else text, low)
 
 
 def claims(summary: Summary) -> Table:
     """The claims and their verdicts, each family's primary one first."""
-    columns = "claim|verdict|a − b|95 % interval|p, Holm|margin|n|each seed|predicted|setting"
+    columns = "claim|verdict|a − b|95 % interval|p, Holm|margin|n"
     rows = [_claim(summary, said) for said in shown_first(summary.verdicts)]
     note = (
         "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family "
         "is below 0.05, and the mean is at least the margin. Contradicted: the same the other way, "
         "margin aside. Not reproduced: the interval's upper end is below the margin. Inconclusive: "
         "else, and with fewer than five pairs. Equivalence (≈): two one-sided tests against ± "
-        "margin; contradicted where the interval lies outside. Divergence: in every seed, at least "
-        "three. Provisional: runs of its family are missing. These runs say nothing of a number "
-        "published for another network, data or number of rounds."
+        "margin, whose interval is the 90 % one: p before Holm's correction is below 0.05 where "
+        "it lies within ± margin; contradicted where the 95 % interval lies outside. "
+        "Divergence: in every seed, at least three. Provisional: runs of its family are missing. "
+        "These runs say nothing of a number published for another network, data or number of "
+        "rounds."
     )
-    return Table("claims", "Claims", columns.split("|"), rows, note)
+    table = Table("claims", "Claims", columns.split("|"), rows, note)
+    # What the runs were made for is never folded.
+    table.folded = False
+    return table
+
+
+def evidence(summary: Summary) -> Table:
+    """What stands behind each verdict: every seed, both predictions, the setting."""
+    columns = ["claim", "each seed", "predicted", "setting"]
+    rows: Rows = []
+    for said in shown_first(summary.verdicts):
+        claim = said.claim
+        shown = difference_unit(summary, said)
+        values = said.evidence.values
+        seeds = [f"{seed}: {shown.difference(value)}" for seed, value in values.items()]
+        predictions = {"paper": claim.paper_predicts, "we": claim.we_predict}
+        predicted = [f"{who}: {text}" for who, text in predictions.items() if text]
+        run = next((run for run in summary.found.runs if run.arm in claim.arms), None)
+        about = ""
+        if run is not None:
+            rounds = f"{run.record.get('rounds') or run.rounds_done} rounds"
+            about = ", ".join(filter(None, (setting(run), rounds)))
+        row = (claim.id, ", ".join(seeds), "; ".join(predicted), about)
+        rows.append([text or NONE for text in row])
+    title = "Each claim's seeds, predictions and setting"
+    return Table("claims-evidence", title, columns, rows, folded=True)
+
+
+def gains(summary: Summary) -> Table:
+    """Differences beside those that papers printed for the same two arms."""
+    columns = "claim|ours, a − b|95 % interval|published, a − b|printed|in"
+    rows: Rows = []
+    for said in shown_first(summary.verdicts):
+        shown = difference_unit(summary, said)
+        own = unit_of(summary, said.claim.metric)
+        for gain in summary.gains.get(said.claim.id, []):
+            sign = "−" if said.claim.scale == "difference" else "/"
+            row: list[Any] = [f"{said.claim.id}: {said.claim.a} {sign} {said.claim.b}"]
+            row += [cell(shown.difference, said.interval.mean), _interval(shown, said)]
+            printed = f"{own.value(*gain.a)} {sign} {own.value(*gain.b)}"
+            rows.append([*row, cell(shown.difference, gain.mean), printed, gain.source])
+    note = (
+        "Logs of ratios where the claim is about one. Ours is of another setting (below: what "
+        "differs), by the claim's score; theirs is by what the paper printed, unpaired, so it has "
+        "no interval of this kind. Signs and sizes can be looked at, not tested."
+    )
+    return Table("gains", "Beside published gains", columns.split("|"), rows, note)
 
 
 def _claim(summary: Summary, said: Comparison) -> list[Any]:
@@ -116,25 +172,14 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
     n = f"{between.n}"
     if said.evidence.left_out:
         n += f" ({said.evidence.left_out} left out)"
-    values = said.evidence.values
-    seeds = [f"{seed}: {shown.difference(value)}" for seed, value in values.items()]
-    predictions = {"paper": claim.paper_predicts, "we": claim.we_predict}
-    run = next((run for run in summary.found.runs if run.arm in claim.arms), None)
-    about = ""
-    if run is not None:
-        rounds = f"{run.record.get('rounds') or run.rounds_done} rounds"
-        about = ", ".join(filter(None, (setting(run), rounds)))
     return [
         f"{claim.id}: {sentence(claim)}{' (primary)' * claim.primary}",
         Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
         cell(shown.difference, between.mean),
-        _interval(shown, between),
+        _interval(shown, said),
         cell(p_value, said.p_holm),
         Cell(margin, claim.margin),
         Cell(n, between.n),
-        ", ".join(seeds) or NONE,
-        "; ".join(f"{who}: {text}" for who, text in predictions.items() if text) or NONE,
-        about or NONE,
     ]
 
 
@@ -186,18 +231,22 @@ def pairs(summary: Summary) -> Table:
                 f"{claim.a} − {claim.b}" if plain else f"log {claim.a} / {claim.b}",
                 f"{claim.metric}, {SCORE_TITLES[claim.score]}",
                 Cell(shown.difference(between.mean, named=True), between.mean),
-                _interval(shown, between),
+                _interval(shown, pair),
                 Cell(shown.difference(between.sd).lstrip("+"), between.sd),
                 cell(str, between.n),
                 cell(p_value, between.p),
                 cell(p_value, pair.p_holm),
             ]
         )
+    over_what = "within the claim's family" if summary.verdicts else "over the rows of this table"
     note = (
         "Differences of runs with the same seed, and so the same partition; Student's t, "
-        "two-sided; p also by Holm's step-down correction over the rows of this table."
+        "two-sided (with a 90 % interval: the two one-sided tests of an equivalence); p also by "
+        f"Holm's step-down correction {over_what}."
     )
-    return Table("pairs", "Paired differences in numbers", columns, rows, note)
+    # The claims say the same before.
+    folded = bool(summary.verdicts)
+    return Table("pairs", "Paired differences in numbers", columns, rows, note, folded)
 
 
 # ------------------------------------------------------------------------------- scores
@@ -266,8 +315,11 @@ def targets(summary: Summary) -> list[Table]:
     # Where no run logs the metric there is nothing to reach.
     if not summary.scored:
         return []
-    columns = "arm|rounds|sent|time|reached by|sent, × first arm|as papers count, × first arm"
-    costs = {"rounds": _rounds, "bytes": size, "seconds": seconds}
+    time = "time|" * summary.timed
+    columns = f"arm|rounds|sent|{time}reached by|sent, × first arm|as papers count, × first arm"
+    costs: dict[str, Callable[[float], str]] = {"rounds": _rounds, "bytes": size}
+    if summary.timed:
+        costs["seconds"] = seconds
     first = next(iter(summary.arms.values()))
     sign = "≥" if summary.greater else "≤"
     note = (
@@ -277,6 +329,8 @@ def targets(summary: Summary) -> list[Table]:
         "round, two for SCAFFOLD, FedCM, MoFedSAM, FedGamma and FedSMOO; FedALS counts "
         "parameters sent one way."
     )
+    if summary.timed:
+        note += " Time is the clock's, beside whatever else the machine did."
     made = []
     for target in summary.targets:
         rows: Rows = []
@@ -297,7 +351,7 @@ def targets(summary: Summary) -> list[Table]:
         title = f"Until {summary.metric} {sign} {target}"
         table = Table(f"target-{target}", title, columns.split("|"), rows, note.format(target))
         # Whatever the metric, to spend less until the target is better.
-        made.append(table.with_best((1, 2, 3), lambda: False))
+        made.append(table.with_best(range(1, 1 + len(costs)), lambda: False))
     return made
 
 
@@ -312,7 +366,8 @@ def _ratio(ours: float | None, theirs: float | None) -> float | None:
 def budgets(summary: Summary) -> Table:
     """The smoothed metric at equal rounds, gradients, bytes and seconds."""
     shown = unit_of(summary)
-    made = views({name: arm.runs for name, arm in summary.arms.items()}, summary.metric)
+    arms = {name: arm.runs for name, arm in summary.arms.items()}
+    made = views(arms, summary.metric, summary.timed)
     title = f"At equal cost: {metric_title(summary)}, last third of what was spent"
     rows: Rows = []
     for name in summary.arms if made else ():
@@ -323,9 +378,13 @@ def budgets(summary: Summary) -> Table:
         rows.append(row)
     note = (
         "Each column is what the run that spent least spent in all: every run is scored by its "
-        "mean over the last third of that, and by nothing later. Seconds are the processor's, all "
-        "threads and processes; on a GPU the clock's, of runs that did not overlap."
+        "mean over the last third of that, and by nothing later."
     )
+    if any(view.axis == "seconds" for view in made):
+        note += (
+            " Seconds are the processor's (time/cpu), all threads and processes, which other work "
+            "on the machine still lengthens; on a GPU the clock's, of runs that did not overlap."
+        )
     table = Table("budgets", title, ["arm", *map(_budget, made)], rows, note)
     return table.with_best(range(1, 1 + len(made)), lambda: summary.greater)
 
@@ -392,12 +451,12 @@ def beside_published(summary: Summary) -> list[Table]:
     """
     made = []
     shown = unit_of(summary)
-    for number, printed in enumerate(published(summary.found), start=1):
+    for number, (printed, folders) in enumerate(summary.published, start=1):
         ours = f"ours ({SCORE_TITLES[printed.score]})"
         columns = ["arm", "published", ours, "what differs: ours (published)"]
         rows: Rows = []
         for arm in summary.arms.values():
-            theirs = printed.of(arm.key)
+            theirs = printed.of(arm.own) if arm.runs[0].folder in folders else None
             if theirs is None or printed.metric != summary.metric:
                 continue
             config = arm.runs[0].config
@@ -409,6 +468,25 @@ def beside_published(summary: Summary) -> list[Table]:
         note = f"{printed.note} A smaller twin says nothing of the published number."
         made.append(Table(f"published-{number}", f"Beside {printed.source}", columns, rows, note))
     return made
+
+
+def chosen(summary: Summary) -> Table:
+    """What sweeps chose on held-out data, and where that is an end of what was tried."""
+    columns = ["arm", "chosen", "tried", "at an end", "candidates"]
+    labels = {arm.key: name for name, arm in summary.arms.items()}
+    rows: Rows = []
+    for sweep in summary.found.sweeps:
+        for choice in choices(sweep):
+            row: list[Any] = [labels.get(choice.arm, choice.arm)]
+            row.append("; ".join(f"{short(key)} {value}" for key, value in choice.taken.items()))
+            row.append("; ".join(f"{short(key)} {', '.join(v)}" for key, v in choice.tried.items()))
+            row.append(", ".join(map(short, choice.at_end)) or "no")
+            rows.append([*row, cell(str, choice.candidates)])
+    note = (
+        "Each candidate was trained with other seeds, for the rounds of the selection, and scored "
+        "on training data that it did not see. Beyond the end of a grid a better value may lie."
+    )
+    return Table("chosen", "Chosen on held-out data", columns, rows, note)
 
 
 def runs(summary: Summary) -> Table:
@@ -426,4 +504,27 @@ def runs(summary: Summary) -> Table:
             score = shown.cell(arm.scores[MAIN].get(run.seed))
             row = [arm.name, cell(str, run.seed), status, Cell(rounds, run.rounds_done)]
             rows.append([*row, score, str(run.folder)])
-    return Table("runs", "Runs", columns, rows)
+    note = machines([run.record for run in summary.found.runs])
+    return Table("runs", "Runs", columns, rows, note)
+
+
+def machines(records: Sequence[Mapping[str, Any]]) -> str:
+    """On what runs were made, as their run.json says it."""
+    counts = Counter(_machine(record.get("machine")) for record in records)
+    told = [f"{number} on {text}" for text, number in counts.items() if text]
+    if unknown := counts[""]:
+        told.append(f"of {unknown} not recorded")
+    return f"Machine: {'; '.join(told)}."
+
+
+def _machine(machine: Any) -> str:
+    """What a reader has to know of a machine; "" where nothing was recorded."""
+    if not isinstance(machine, dict):
+        return ""
+    texts = [machine.get("gpu"), machine.get("processor") or machine.get("system")]
+    for key in ("cores", "threads", "processes"):
+        if number := machine.get(key):
+            texts.append(f"{number} {key}" if number != 1 else f"1 {_ONE[key]}")
+    if type(memory := machine.get("memory")) is int:
+        texts.append(f"{memory / 2**30:.0f} GiB")
+    return ", ".join(str(text) for text in texts if text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from fl_lightning.report.claims import Claim, ClaimsFile, gather
 from fl_lightning.report.evidence import evidence, logged, named
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.notes import notes_on
+from fl_lightning.report.published import Beside, Gain, gains, published
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES, reached, score_of
 from fl_lightning.report.settings import settings
@@ -37,6 +38,11 @@ class Arm:
     scores: dict[str, BySeed]
     reached: dict[str, dict[int, dict[str, Any]]]
     key: str
+
+    @property
+    def own(self) -> str:
+        """Its key without the label of its sweep."""
+        return self.key.removeprefix(f"{self.runs[0].group}/")
 
     @property
     def finished(self) -> list[Run]:
@@ -86,7 +92,8 @@ class Summary:
     """A report as numbers.
 
     ``targets`` are as typed. ``notes`` say what a reader has to know to read the numbers right.
-    ``settings``: setting → method → arm.
+    ``settings``: setting → method → arm. ``published``: columns of papers beside the arms;
+    ``gains``: id of a claim → what they printed for its arms. ``timed``: whether seconds are shown.
     """
 
     metric: str
@@ -97,6 +104,9 @@ class Summary:
     notes: list[str]
     found: Found
     settings: dict[str, dict[str, str]]
+    published: list[Beside] = field(default_factory=list)
+    gains: dict[str, list[Gain]] = field(default_factory=dict)
+    timed: bool = True
 
     @property
     def greater(self) -> bool:
@@ -114,9 +124,15 @@ class Summary:
             "metric": self.metric,
             "arms": {name: arm.to_json() for name, arm in self.arms.items()},
             "pairs": [pair.to_pair() for pair in self.pairs],
-            "claims": [verdict.to_claim() for verdict in self.verdicts],
+            "claims": [self._claim(verdict) for verdict in self.verdicts],
             "settings": self.settings,
         }
+
+    def _claim(self, verdict: Comparison) -> dict[str, Any]:
+        """A claim of report.json, with published differences where there are any."""
+        printed = self.gains.get(verdict.claim.id, [])
+        theirs = [{"source": gain.source, "mean": gain.mean} for gain in printed]
+        return {**verdict.to_claim(), **({"published": theirs} if theirs else {})}
 
 
 def summarise(
@@ -146,10 +162,18 @@ def summarise(
     for file in files:
         verdicts += _judged(file, found, notes)
     pairs = [each for each in verdicts if each.claim.kind in ("difference", "equivalence")]
+    beside = published(found)
+    theirs = {}
+    for claim in (each.claim for each in pairs):
+        if claim.a in arms and claim.b in arms:
+            sides = [(arms[name].own, arms[name].runs[0].folder) for name in (claim.a, claim.b)]
+            theirs[claim.id] = gains(claim.metric, claim.scale, sides, beside)
     if not files:
         pairs = _within_settings(by_setting, metric, found, notes)
     notes = list(dict.fromkeys(notes))
-    return Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
+    return Summary(
+        metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting, beside, theirs
+    )
 
 
 def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 NONE = "–"
+# A table with more rows is folded.
+LONG = 16
 # Cells, or texts, which are cells without a value.
 Rows = list[list[Any]]
 
@@ -28,7 +30,8 @@ class Cell:
 class Table:
     """Columns and rows; the first column names the row. ``note`` is a sentence or two below it.
 
-    ``folded``: the page shows it when its title is clicked, because a figure says the same.
+    ``folded``: page and Markdown show it when its title is clicked, because something else says
+    the same, or because it is long.
     """
 
     key: str
@@ -39,6 +42,7 @@ class Table:
     folded: bool = False
 
     def __post_init__(self) -> None:
+        self.folded = self.folded or len(self.rows) > LONG
         for row in self.rows:
             row[:] = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
 

@@ -54,6 +54,19 @@ class Comparison:
     provisional: bool = False
 
     @property
+    def percent(self) -> int:
+        """How much its test's interval covers.
+
+        Two one-sided tests at 5 % ask whether the 90 % interval lies within the margin.
+        """
+        return 90 if self.claim.kind == "equivalence" else 95
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The interval that belongs to its test; None without one."""
+        return None if self.interval.low is None else self.interval.ends(self.percent)
+
+    @property
     def printed(self) -> str:
         """The verdict as a reader sees it."""
         return f"{self.verdict}{', provisional' * self.provisional}"
@@ -65,12 +78,17 @@ class Comparison:
 
     def to_claim(self) -> dict[str, Any]:
         """As one of report.json's claims."""
+        tested = {}
+        if self.claim.kind == "equivalence":
+            low, high = self.ends or (None, None)
+            tested = {"low_90": low, "high_90": high}
         return {
             "id": self.claim.id,
             "verdict": self.verdict,
             "mean": self.interval.mean,
             "low": self.interval.low,
             "high": self.interval.high,
+            **tested,
             "margin": self.claim.margin,
             "n": self.interval.n,
             "changed": self.changed,

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -183,13 +184,13 @@ class Interval:
     high: Number
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float], percent: int = 95) -> Interval:
     n = len(values)
     mean = sum(values) / n if n else None
     if mean is None or n < 2:
         return Interval(mean, None, None, None)
     sd = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
-    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
+    half = float(stats.t.ppf(0.5 + percent / 200, n - 1)) * sd / math.sqrt(n)
     return Interval(mean, sd, mean - half, mean + half)
 
 
@@ -478,6 +479,11 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
             "primary": claim.get("primary", False), "changed": sweeps.changed,
             "mean": found.mean, "low": found.low, "high": found.high, "id": claim["id"],
         }  # fmt: skip
+        if kind == "equivalence":
+            inner = interval(values, percent=90)
+            rows[claim["id"]] |= {"low_90": inner.low, "high_90": inner.high}
+        if theirs := printed_differences(claim, sweeps.folders):
+            rows[claim["id"]]["published"] = theirs
         families.setdefault(claim.get("family"), []).append(claim["id"])
     for ids in families.values():
         members = [rows[name] for name in ids]
@@ -487,6 +493,37 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
             row["provisional"] = incomplete
             row["verdict"] = verdict(row["claim"], row["evidence"], p, row["margin"])
     return rows
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed_differences(claim: dict[str, Any], folders: Sequence[Path]) -> dict[str, Number]:
+    """Source → what a paper printed for a less what it printed for b, or the log of their ratio.
+
+    The sweep is the packaged one whose file is called as its folder.
+    """
+    if claim.get("kind", "difference") not in ("difference", "equivalence"):
+        return {}
+    files = [path for folder in folders for path in ROOT.glob(f"configs/**/{folder.name}.yaml")]
+    names = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in files]
+    found: dict[str, Number] = {}
+    for path in sorted(ROOT.glob("fl_lightning/report/published/*.yaml")):
+        for table in yaml.safe_load(path.read_text()):
+            about = [
+                n for n in names for pattern in table["experiments"] if fnmatchcase(n, pattern)
+            ]
+            if not about or table["metric"] != claim["metric"]:
+                continue
+            printed = table["arms"]
+            rows = [next((p for p in printed if fnmatchcase(claim[x], p)), None) for x in "ab"]
+            if rows[0] is None or rows[1] is None or rows[0] == rows[1]:
+                continue
+            numbers = [printed[row][0] for row in rows if row is not None]
+            value = contrast(*numbers, claim.get("scale") == "log_ratio")
+            if value is not None and value not in found.values():
+                found[table["source"]] = value
+    return found
 
 
 def is_incomplete(claim: dict[str, Any], n: int, sweeps: Sweeps) -> bool:

@@ -101,6 +101,9 @@ def test_three_runs_and_their_report(cli: Cli) -> None:
     assert datetime.fromisoformat(a["started"]).utcoffset() == timedelta(0)
     assert a["commit"] == COMMIT and {"time/cpu", "time/round"} <= set(header(cli.folder / "a"))
     assert set(a["versions"]) >= {"fl-lightning", "torch", "pytorch-lightning", "python"}
+    machine = a["machine"]
+    assert machine["cores"] >= 1 and machine["threads"] >= 1 and machine["processes"] == 1
+    assert machine["gpu"] is None and machine["memory"] > 2**20 and machine["processor"]
     result = cli("report", "a", "b", "c", "--targets", "0.5", "--out", "out")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith("→ out/report.html")

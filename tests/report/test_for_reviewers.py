@@ -1,0 +1,154 @@
+"""What a reviewer asks of a table: the interval of the test, whose seconds, what was printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from folders import make_arm, make_run
+from scipy import stats
+
+from fl_lightning.cli.compose import packaged
+from fl_lightning.report import files, sections
+from fl_lightning.report.budgets import views
+from fl_lightning.report.charts import intervals
+from fl_lightning.report.files import contents
+from fl_lightning.report.runs import find
+from fl_lightning.report.summary import Summary, summarise
+from fl_lightning.report.tables import LONG, Table
+
+ALIKE = "- {id: X, kind: equivalence, a: new, b: old, metric: val/acc, margin: 0.01}\n"
+SEEDS = range(6)
+
+
+@pytest.fixture
+def likeness(tmp_path: Path) -> tuple[Summary, list[float]]:
+    """A claim of likeness, and its differences."""
+    rng = np.random.default_rng(3)
+    differences = [float(value) for value in rng.normal(0.001, 0.004, len(SEEDS))]
+    make_arm(tmp_path / "s", "old", dict.fromkeys(SEEDS, 0.7))
+    make_arm(tmp_path / "s", "new", {seed: 0.7 + differences[seed] for seed in SEEDS})
+    (tmp_path / "s/claims.yaml").write_text(ALIKE)
+    return summarise(find([tmp_path / "s"])), differences
+
+
+def cells(table: Table, column: str) -> list[str]:
+    place = list(table.columns).index(column)
+    return [row[place].text for row in table.rows]
+
+
+def test_an_equivalence_is_shown_with_the_interval_of_its_two_one_sided_tests(
+    likeness: tuple[Summary, list[float]],
+) -> None:
+    summary, differences = likeness
+    inner = stats.ttest_1samp(differences, 0).confidence_interval(0.9)
+    outer = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    claim = summary.to_json()["claims"][0]
+    assert [claim["low_90"], claim["high_90"]] == pytest.approx(inner, abs=1e-12)
+    assert [claim["low"], claim["high"]] == pytest.approx(outer, abs=1e-12)
+    # p is below 0.05 exactly where this interval lies within the margin.
+    assert (claim["p"] < 0.05) == (max(map(abs, inner)) < 0.01)
+    shown = " to ".join(f"{100 * end:+.2f}".replace("-", "−") for end in inner) + " (90 %)"
+    for table in (sections.claims(summary), sections.pairs(summary)):
+        assert cells(table, "95 % interval") == [shown]
+    written = contents(summary, "s")
+    assert f"90 % interval {shown.removesuffix(' (90 %)')}" in written["report.html"].decode()
+    # The figure has both: thin to 95 %, thick to 90 %.
+    lines = intervals(summary)[0].figure.axes[0].lines
+    drawn = {line.get_linewidth(): line.get_xdata() for line in lines if len(line.get_xdata()) == 2}
+    assert drawn[2.6] == pytest.approx([100 * end for end in inner])
+    assert drawn[1.0] == pytest.approx([100 * end for end in outer])
+
+
+def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_path: Path) -> None:
+    columns = {"val/acc": [0.5] * 9, "time/cpu": [1.0] * 9, "time/round": [2.0] * 9}
+    machine = {"processor": "One", "cores": 2, "threads": 1, "memory": 2**33, "gpu": None}
+    for seed in (0, 1):
+        make_run(tmp_path / f"s/a/seed-{seed}", "a", seed, columns, machine=machine)
+    found = find([tmp_path / "s"])
+    assert "seconds" in {view.axis for view in views(found.arms, "val/acc")}
+    summary = summarise(found, targets=["0.4"])
+    table = sections.runs(summary)
+    assert table.note == "Machine: 2 on One, 2 cores, 1 thread, 8 GiB."
+    summary.timed = False
+    written = contents(summary, "s")
+    for name in ("figures/curves-seconds.svg", "figures/curves-seconds.png"):
+        assert name not in written and "figures/curves-rounds.png" in written
+    text = written["report.md"].decode()
+    assert "of processors" not in text and "| time |" not in text
+    assert json.loads(written["report.json"])["arms"]["a"]["seconds_to"]["0.4"] == {
+        "0": 2.0,
+        "1": 2.0,
+    }
+    make_run(tmp_path / "s/a/seed-2", "a", 2, columns, machine={**machine, "processor": "Two"})
+    make_run(tmp_path / "s/a/seed-3", "a", 3, columns)
+    found = find([tmp_path / "s"])
+    assert "seconds" not in {view.axis for view in views(found.arms, "val/acc")}
+    note = sections.runs(summarise(found)).note
+    assert "1 on Two, 2 cores" in note and note.endswith("of 1 not recorded.")
+
+
+def test_long_tables_are_folded_and_none_is_lost(tmp_path: Path) -> None:
+    for number in range(LONG + 1):
+        make_arm(tmp_path / "s", f"arm-{number:02}", {0: 0.5})
+    summary = summarise(find([tmp_path / "s"]))
+    tables = {table.key: table for table in sections.tables(summary)}
+    assert tables["scores"].folded and tables["runs"].folded
+    page = files._sections(list(tables.values()), [])
+    assert {table.key for section in page for table in section.tables} == set(tables)
+    text = contents(summary, "s")["report.md"].decode()
+    assert text.count("<details>") == text.count("</details>") == 3
+    _, _, below = text.partition("## Runs\n\n<details><summary>17 rows</summary>\n\n| arm |")
+    assert below.index("| arm-16 |") < below.index("\n\n</details>\n")
+
+
+def test_a_claims_difference_stands_beside_the_one_that_the_paper_printed(tmp_path: Path) -> None:
+    """FedInit's Table 3: 75.95 at β = 0.1, 72.53 at 0, whose Δ is 0.760 and 0.855."""
+    name = "experiment/fedinit/table3-fashionmnist-dir0.1-100-small"
+    for folder, text in (("s", packaged()[name].read_text("utf-8")), ("t", "configs: [base]\n")):
+        for arm, level in (("fedinit-0.0", 0.7), ("fedinit-0.1", 0.74)):
+            for seed in SEEDS:
+                columns = {"val/acc": [level + seed / 100] * 9, "divergence/all": [level] * 9}
+                make_run(tmp_path / folder / arm / f"seed-{seed}", arm, seed, columns)
+        (tmp_path / folder / "sweep.yaml").write_text(text)
+        sides = {"a": "fedinit-0.1", "b": "fedinit-0.0", "direction": "greater", "margin": 0}
+        claims: list[dict[str, Any]] = [
+            {"id": f"{folder}-acc", "metric": "val/acc", **sides},
+            {"id": f"{folder}-all", "metric": "divergence/all", "scale": "log_ratio", **sides},
+        ]
+        (tmp_path / folder / "claims.yaml").write_text(yaml.safe_dump(claims))
+    summary = summarise(find([tmp_path / "s", tmp_path / "t"]))
+    # The second sweep has arms of the same names, and is of no published experiment.
+    assert [claim.get("published") is None for claim in summary.to_json()["claims"]] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    theirs = [claim["published"][0]["mean"] for claim in summary.to_json()["claims"][:2]]
+    assert theirs == pytest.approx([0.7595 - 0.7253, np.log(0.76 / 0.855)])
+    table = sections.gains(summary)
+    assert cells(table, "published, a − b") == ["+3.42", "−0.118"]
+    assert cells(table, "ours, a − b") == ["+4.00", "+0.0556"]
+    assert cells(table, "printed") == ["75.95 − 72.53", "0.76 / 0.855"]
+    (beside,) = [table for table in sections.beside_published(summary) if table.rows]
+    assert cells(beside, "arm") == ["s/fedinit-0.0", "s/fedinit-0.1"]
+
+
+def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "tuned", {0: 0.5})
+    head = "arm,model.learner.init_args.lr,method.beta,val/acc (tail),runs,chosen\n"
+    rows = "tuned,0.05,0.1,0.6,2,\ntuned,0.1,0.1,0.7,2,yes\ntuned,1.0,0.1,0.5,2,\n"
+    (tmp_path / "s/select.csv").write_text(head + rows)
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
+    table = sections.chosen(summarise(find([tmp_path / "s"])))
+    assert cells(table, "chosen") == ["learner lr 0.1; method beta 0.1"]
+    assert cells(table, "at an end") == ["no"] and cells(table, "candidates") == ["3"]
+    moved = rows.replace("yes", "").replace("0.5,2,", "0.9,2,yes")
+    (tmp_path / "s/select.csv").write_text(head + moved)
+    table = sections.chosen(summarise(find([tmp_path / "s"])))
+    assert cells(table, "at an end") == ["learner lr"]
