@@ -2,7 +2,8 @@
 {all,quick,full,keep,page,check}``.
 
 ``all`` runs every sweep of the protocol in its order, and takes up what a stop has left; ``quick``
-runs P1, P2 and P5 with five seeds, 60 rounds and the learning rates that were kept. Both write to
+runs P1, P2 and P5 with five seeds, 60 rounds, the learning rates that were kept, and the arms that
+claims are about. Both write to
 ``runs/papers`` and say how their verdicts compare with those of ``docs/results``, which they never
 touch. ``keep`` copies what has ended there into ``docs/results``, ``page`` makes
 ``docs/results.md`` of what is there, and ``check`` holds that to the protocol. ``full`` runs the
@@ -29,6 +30,8 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fl_lightning.cli.compose import packaged, parse_yaml
 
@@ -122,9 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sweep(name: str, what: str) -> list[str]:
     """The command of one sweep, from data that are there or are fetched."""
     stem = name.rpartition("/")[2]
+    file = f"experiment/{name.removeprefix('experiment/')}"
     command = [
         "sweep",
-        f"experiment/{name.removeprefix('experiment/')}",
+        str(cut(file)) if what == "quick" else file,
         "--out",
         str(OUT / what / stem),
     ]
@@ -143,6 +147,23 @@ def sweep(name: str, what: str) -> list[str]:
         if stored.is_file():
             command.append(f"select.from={stored}")
     return command
+
+
+def cut(name: str) -> Path:
+    """The packaged sweep with those arms alone that a claim is about: others decide no verdict."""
+    file = Path(str(packaged()[name]))
+    document = parse_yaml(file.read_text("utf-8"))
+    claims = file.with_name(document["claims"])
+    claimed: set[Any] = set()
+    for claim in parse_yaml(claims.read_text("utf-8")):
+        claimed.update(claim[key] for key in ("a", "b", "c", "d", "arm", "against") if key in claim)
+    methods = document["grid"]["method"]
+    document["grid"]["method"] = [method for method in methods if method["name"] in claimed]
+    document["claims"] = str(claims)
+    made = OUT / "quick" / file.name
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "utf-8")
+    return made
 
 
 def sweeps(folder: Path) -> list[Path]:

@@ -111,6 +111,20 @@ def test_quick_takes_stored_rates_and_never_writes_over_the_committed_results(ra
     assert command[command.index("--out") + 1].startswith("runs/papers/quick/")
 
 
+@pytest.mark.parametrize("row", papers.QUICK)
+def test_quick_judges_every_claim_of_its_rows_with_no_arm_more(row: str, ran: Path) -> None:
+    whole = read_spec(f"experiment/{papers.ROWS[row]}")
+    _, file, *_ = papers.sweep(papers.ROWS[row], "quick")
+    spec = read_spec(file, papers.CUT)
+    assert spec.claims == whole.claims and spec.claims is not None
+    claimed: set[str] = set()
+    for claim in read_claims(spec.claims, []).claims:
+        claimed.update(claim.arms)
+    assert {arm.name for arm in arms(spec)} == claimed <= {arm.name for arm in arms(whole)}
+    assert spec.fixed == {**whole.fixed, "trainer.max_epochs": 60}
+    assert spec.seeds == [20, 21, 22, 23, 24] and spec.configs == whole.configs
+
+
 def test_committed_runs_are_the_protocols() -> None:
     if not papers.descends("HEAD", (papers.RESULTS / "protocol.txt").read_text().split()[0]):
         pytest.skip("this clone lacks the protocol's commit: git fetch --unshallow")
