@@ -397,6 +397,12 @@ class FederatedDataModule(pl.LightningDataModule):
             )
         return self._evaluated(self.val_set or self.test_set)
 
+    @property
+    def validates_on_test(self) -> bool:
+        """Whether what is logged as validation is of the test set, for want of other data."""
+        held_out = self._who.held_out
+        return held_out is None and self.val_set is None and self.test_set is not None
+
     def test_dataloader(self) -> Any:
         self._ready()
         return self._evaluated(self.test_set)

@@ -149,6 +149,11 @@ class RunRecord(pl.Callback):
         self._modes = read_modes(earlier.get("modes"))
         self._kept["commit"] = checkout() if trainer.is_global_zero else None
         self._kept["machine"] = machine(trainer)
+        on_test = getattr(getattr(trainer, "datamodule", None), "validates_on_test", None)
+        # None where the data cannot tell.
+        self._kept["validated_on"] = None
+        if on_test is not None:
+            self._kept["validated_on"] = "test" if on_test else "validation"
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,6 +208,7 @@ class RunRecord(pl.Callback):
             "title": title,
             # None where the data cannot tell.
             "partition_hash": getattr(data, "partition_hash", None),
+            "validated_on": self._kept["validated_on"],
             "config_hash": self._kept["config_hash"],
             "claims_hash": self._kept["claims_hash"],
             "axes": self._kept["axes"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,6 @@ from matplotlib.colors import Normalize
 
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.drawing import (
-    COLOURS,
-    DASHES,
     INK,
     VERDICT_COLOURS,
     Drawing,
@@ -21,14 +19,21 @@ from fl_lightning.report.drawing import (
     legend,
     logarithmic,
     plain,
+    points,
+    style,
     styled,
+    whole_rounds,
 )
+from fl_lightning.report.fairness import column_of, over_rounds
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import FORMS, SCORE_TITLES, forms, over_time
 from fl_lightning.report.sections import MAIN, SIGNS, difference_unit, shown_first, unit_of
 from fl_lightning.report.summary import Arm, Summary
 from fl_lightning.report.tables import Unit
 from fl_lightning.report.verdicts import Comparison
+
+# Of clients: all but a tenth at each end, the middle half, the median.
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 @styled
@@ -43,7 +48,7 @@ def intervals(summary: Summary) -> list[Drawing]:
     panels: dict[tuple[str, str], list[Comparison]] = {}
     for row in rows:
         panels.setdefault((row.claim.metric, row.claim.unit), []).append(row)
-    drawn = figure(9.2, 0.75 * len(panels) + 0.42 * len(rows) + 0.3)
+    drawn = figure(9.2, 0.75 * len(panels) + 0.42 * len(rows) + 0.3, wide=True)
     heights = [0.42 * len(panel) + 0.1 for panel in panels.values()]
     every_axes = drawn.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, ((metric, scale), panel) in zip(every_axes, panels.items(), strict=True):
@@ -52,9 +57,9 @@ def intervals(summary: Summary) -> list[Drawing]:
         # Without claims every b is the first arm.
         b = "b" if summary.verdicts else panel[0].claim.b
         label = {
-            "difference": f"a − {b} in {metric}",
-            "log_ratio": f"log of a / b in {metric}",
-            "number": f"Spearman's ρ, {metric}",
+            "difference": f"a − {b} in {summary.called(metric)}",
+            "log_ratio": f"log of a / b in {summary.called(metric)}",
+            "number": f"Spearman's ρ, {summary.called(metric)}",
         }[scale]
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[row.claim.score] for row in panel))
         axes.set_xlabel(f"{label}{', points' * shown.percent} ({scores})")
@@ -64,8 +69,13 @@ def intervals(summary: Summary) -> list[Drawing]:
         caption += " Of an equivalence (≈) the thick line is the 90 % interval, which belongs to "
         caption += "its two one-sided tests, and the thin one goes on to 95 %."
     if summary.verdicts:
-        caption += " Dotted: the claim's margin. Green: reproduced, red: contradicted, "
-        caption += "grey: not reproduced, amber: inconclusive."
+        caption += " Dotted: the claim's margin. "
+        if style().markers:
+            caption += "Full diamond: reproduced, cross: contradicted, open diamond: "
+            caption += "not reproduced, open circle: inconclusive."
+        else:
+            caption += "Green: reproduced, red: contradicted, grey: not reproduced, "
+            caption += "amber: inconclusive."
     return [Drawing("intervals", "Paired intervals", caption, drawn)]
 
 
@@ -76,7 +86,7 @@ def _panel(axes: Axes, rows: Sequence[Comparison], shown: Unit, claimed: bool) -
     for y, row in enumerate(rows):
         claim = row.claim
         names.append(_claimed(claim) if claimed else claim.a)
-        _interval(axes, y, row, shown, VERDICT_COLOURS[row.verdict] if claimed else COLOURS[0])
+        _interval(axes, y, row, shown, _verdict_look(row.verdict if claimed else ""))
         # On both sides of 0 for an equivalence, else where the claim has its arm.
         sides = [-1] if claim.direction == "less" else [1]
         for side in [1, -1] if claim.kind == "equivalence" else sides:
@@ -102,18 +112,32 @@ def _claimed(claim: Claim) -> str:
     return f"{claim.id}   {claim.a} {sign}{chr(10) if long else ' '}{claim.b}"
 
 
-def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, colour: str) -> None:
+def _verdict_look(verdict: str) -> dict[str, Any]:
+    """The mean of a claim, by its verdict: a colour, in a paper a shape. "": nothing is claimed."""
+    if not style().markers:
+        colour = VERDICT_COLOURS.get(verdict, style().colours[0])
+        return {"marker": "D", "color": colour, "markeredgewidth": 0}
+    shape = {"contradicted": "X", "inconclusive": "o"}.get(verdict, "D")
+    look = {"marker": shape, "color": INK, "markeredgewidth": 0.9}
+    hollow = verdict in ("not reproduced", "inconclusive")
+    return {**look, "markerfacecolor": "white"} if hollow else look
+
+
+def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, look: Mapping[str, Any]) -> None:
     interval = row.interval
+    colour = look["color"]
     seeds = [value * shown.factor for value in row.evidence.values.values()]
     dots: dict[str, Any] = {"color": colour, "markeredgewidth": 0}
-    axes.plot(seeds, [y + 0.22] * len(seeds), "o", markersize=4.5, alpha=0.6, **dots)
+    dots["markersize"] = points(4.5)
+    axes.plot(seeds, [y + 0.22] * len(seeds), "o", alpha=0.6, **dots)
     # Thick is what the test of the claim looks at; of an equivalence 95 % goes further.
     for percent, width in ((95, 1.0), (row.percent, 2.6)):
         if ends := interval.ends(percent):
             reach = [end * shown.factor for end in ends]
             axes.plot(reach, [y, y], color=colour, linewidth=width, solid_capstyle="round")
     if interval.mean is not None:
-        axes.plot([interval.mean * shown.factor], [y], "D", markersize=7, **dots)
+        size = points(7)
+        axes.plot([interval.mean * shown.factor], [y], linestyle="", markersize=size, **look)
 
 
 @styled
@@ -121,7 +145,8 @@ def heat_map(summary: Summary) -> list[Drawing]:
     """Draw mean scores over a grid of two axes; without one, scores of arms by seeds."""
     factor = unit_of(summary).factor
     title = "Over the grid"
-    caption = f"Mean over seeds: {summary.metric}, {SCORE_TITLES[MAIN]}."
+    metric = summary.called(summary.metric)
+    caption = f"Mean over seeds: {metric}, {SCORE_TITLES[MAIN]}."
     scores: dict[tuple[str, str], float | None] = {}
     names = {arm.key: name for name, arm in summary.arms.items()}
     if grid := two_axes(list(names)):
@@ -129,7 +154,7 @@ def heat_map(summary: Summary) -> list[Drawing]:
             scores[place] = summary.arms[names[key]].mean_sd(MAIN)[0]
     else:
         title = "Arms by seeds"
-        caption = f"{summary.metric}, {SCORE_TITLES[MAIN]}. "
+        caption = f"{metric}, {SCORE_TITLES[MAIN]}. "
         caption += "Runs of one column have one seed: these are paired."
         for seed in sorted({run.seed for run in summary.found.runs}):
             for name, arm in summary.arms.items():
@@ -143,7 +168,7 @@ def heat_map(summary: Summary) -> list[Drawing]:
     if min(values.shape) < 2 or not np.isfinite(values).any():
         return []
     width = 1.6 + 0.09 * max(map(len, rows)) + 1.05 * len(columns)
-    drawn = figure(min(9.2, width), 0.7 + 0.42 * len(rows))
+    drawn = figure(min(9.2, width), 0.7 + 0.42 * len(rows), wide=width > 5)
     axes = drawn.add_subplot()
     _paint(axes, values, summary)
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
@@ -163,7 +188,7 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
     # Which way is better is asked for only where there are arms to choose from.
     scored = [arm for arm in summary.arms.values() if arm.mean_sd(MAIN)[0] is not None]
     brighter = len(scored) < 2 or summary.greater
-    colours = "viridis" if brighter else "viridis_r"
+    colours = style().shades if brighter else f"{style().shades}_r"
     mesh = axes.pcolormesh(values, cmap=colours, norm=norm, edgecolor="none")
     form = ".2f" if unit_of(summary).percent else ".3g"
     for row, column in np.ndindex(values.shape):
@@ -176,7 +201,7 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
         red, green, blue, _ = mesh.cmap(norm(value))
         bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
         colour = "#111418" if bright else "#ffffff"
-        axes.text(**place, s=f"{value:{form}}", color=colour, fontsize=9.5)
+        axes.text(**place, s=f"{value:{form}}", color=colour, fontsize=points(9.5))
 
 
 def two_axes(arms: Sequence[str]) -> dict[tuple[str, str], str]:
@@ -211,18 +236,20 @@ def layers(summary: Summary) -> list[Drawing]:
     if not logged:
         return []
     longest = max(len(layers) for layers in logged.values())
-    drawn = figure(min(11.0, 1.2 + max(3.2, 0.32 * longest + 1) * len(logged) + 1.4), 3.6)
+    width = min(11.0, 1.2 + max(3.2, 0.32 * longest + 1) * len(logged) + 1.4)
+    drawn = figure(width, 3.6, wide=len(logged) > 1)
     handles = {}
     for place, (form, names) in enumerate(logged.items(), start=1):
         axes = drawn.add_subplot(1, len(logged), place)
-        for arm, style in looks(summary, linewidth=1.3):
+        for arm, look in looks(summary, linewidth=1.3, marker="o", markersize=4):
             means = np.array([over_time(arm.runs, form + name) for name in names], dtype=float)
             if np.isfinite(means).any():
-                (handles[arm.name],) = axes.plot(means, marker="o", markersize=4, **style)
+                (handles[arm.name],) = axes.plot(means, **look)
         logarithmic(axes)
         angle = 60 if longest > 4 else 25
-        axes.set_xticks(range(len(names)), names, rotation=angle, ha="right", fontsize=8)
-        axes.set_title(FORMS[form], fontsize=9.5)
+        size = points(8)
+        axes.set_xticks(range(len(names)), names, rotation=angle, ha="right", fontsize=size)
+        axes.set_title(FORMS[form], fontsize=points(9.5))
         plain(axes)
     legend(drawn, handles)
     caption = "Averaged over all rounds and seeds; layers from the input on."
@@ -243,13 +270,12 @@ def generalisation(summary: Summary) -> list[Drawing]:
     drawn = figure(6.4, 3.6)
     axes = drawn.add_subplot()
     handles = {}
-    for arm, style in looks(summary, linewidth=1.3):
+    for arm, look in looks(summary, linewidth=1.3, marker="o", markersize=3.5):
         losses = mean_over_runs(arm.runs, "global/train_loss")
         gaps = mean_over_runs(arm.runs, "global/gap")
         both = np.isfinite(losses) & np.isfinite(gaps)
         if both.any() and (not claimed or arm.name in claimed):
-            points = (losses[both], gaps[both])
-            (handles[arm.name],) = axes.plot(*points, marker="o", markersize=3.5, **style)
+            (handles[arm.name],) = axes.plot(losses[both], gaps[both], **look)
     if not handles:
         return []
     logarithmic(axes, "x")
@@ -265,11 +291,71 @@ def generalisation(summary: Summary) -> list[Drawing]:
     return [Drawing("generalisation", "Generalisation gap over training loss", caption, drawn)]
 
 
+@styled
+def clients(summary: Summary) -> list[Drawing]:
+    """Draw what each client has, round by round, a panel an arm.
+
+    There are lines of the first run's clients, and how far apart the clients of all runs are.
+    """
+    tables: dict[str, list[dict[int, dict[str, float]]]] = {}
+    for arm in summary.arms.values():
+        read = [over_rounds(run.folder, summary.metric) for run in arm.runs if run.finished]
+        if any(read):
+            tables[arm.name] = [table for table in read if table]
+    if not tables:
+        return []
+    columns = 2 if len(tables) in (2, 4) else min(3, len(tables))
+    rows = -(-len(tables) // columns)
+    drawn = figure(9.6 if columns > 1 else 6.0, 2.6 * rows + 0.3, wide=columns > 1)
+    every = list(drawn.subplots(rows, columns, squeeze=False, sharey=True, sharex=True).flat)
+    shown = unit_of(summary, summary.metric)
+    for axes, (name, of_arm) in zip(every, tables.items(), strict=False):
+        _clients(axes, of_arm, shown.factor)
+        axes.set_title(name, fontsize=points(9.5))
+        whole_rounds(axes)
+        plain(axes)
+    for axes in every[len(tables) :]:
+        axes.set_visible(False)
+    drawn.supxlabel("rounds", fontsize=points(10))
+    label = f"{column_of(summary.metric)} of a client{', %' * shown.percent}"
+    drawn.supylabel(label, fontsize=points(10))
+    caption = "Thin: clients of the first run, at most 40. Thick: the median of all clients and "
+    caption += "seeds; dark: their middle half; light: all but the worst and the best tenth."
+    return [Drawing("clients", "Clients over time", caption, drawn)]
+
+
+def _clients(axes: Axes, tables: Sequence[dict[int, dict[str, float]]], factor: float) -> None:
+    first = tables[0]
+    names = sorted(set[str]().union(*first.values()), key=_natural)
+    # Many lines would be one grey.
+    for name in names[:: -(-len(names) // 40)]:
+        own = {t + 1: values[name] * factor for t, values in first.items() if name in values}
+        axes.plot(list(own), list(own.values()), color=INK, linewidth=0.5, alpha=0.25)
+    # Runs that were measured in other rounds have nothing in common: then it is the first alone.
+    rounds = sorted(set.intersection(*(set(table) for table in tables)))
+    if not rounds:
+        tables = tables[:1]
+        rounds = sorted(first)
+    rows = []
+    for t in rounds:
+        pooled = [list(table[t].values()) for table in tables]
+        rows.append(np.quantile(np.concatenate(pooled), QUANTILES))
+    quantiles = np.array(rows).T * factor
+    at = [t + 1 for t in rounds]
+    colour = style().colours[2] if style().markers else style().colours[0]
+    axes.fill_between(at, quantiles[0], quantiles[-1], color=colour, alpha=0.18, linewidth=0)
+    axes.fill_between(at, quantiles[1], quantiles[-2], color=colour, alpha=0.3, linewidth=0)
+    axes.plot(at, quantiles[2], color=colour, linewidth=1.8 * points(1))
+
+
+def _natural(name: str) -> tuple[int, str]:
+    return (int(name) if name.isdecimal() else -1, name)
+
+
 def looks(summary: Summary, **more: Any) -> Iterator[tuple[Arm, dict[str, Any]]]:
-    """Each arm with its colour and dashes: 32 can be told apart."""
+    """Each arm with its looks; what a style says of it goes before ``more``."""
     for number, arm in enumerate(summary.arms.values()):
-        dashes = DASHES[number // len(COLOURS) % len(DASHES)]
-        yield arm, {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes, **more}
+        yield arm, {**more, **style().look(number)}
 
 
 def mean_over_runs(runs: Sequence[Run], name: str) -> Column:

@@ -16,8 +16,8 @@ from fl_lightning.storage.files import named
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
 Reads folders of runs and of sweeps (with their claims.yaml), and writes report.html, a page to
-read, report.md, report.tex, report.csv (a row a run), report.json (every number unrounded) and
-figures/ as PNG and SVG."""
+read, report.md, report.tex, report.csv (a row a run), curves.csv (a row a value), report.json
+(every number unrounded) and figures/ as PNG, SVG and PDF."""
 
 
 def parser() -> ArgumentParser:
@@ -60,6 +60,12 @@ def parser() -> ArgumentParser:
         help="what an arm is called in tables and figures; may be given several times",
     )
     made.add_argument(
+        "--style",
+        choices=("page", "paper"),
+        default="page",
+        help="of figures: for a page, or for a column of a paper, in print too (default: page)",
+    )
+    made.add_argument(
         "--no_seconds",
         action="store_true",
         help="leave seconds out, as for runs that shared their machine with other work",
@@ -92,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     title = " and ".join(folder.resolve().name for folder in options.folders[:3])
     if len(options.folders) > 3:
         title += " and others"
-    written = contents(summary, title, labels)
+    written = contents(summary, title, labels, options.style)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     _write(out, written)
     for verdict in summary.verdicts:

@@ -19,7 +19,9 @@ from fl_lightning.report.drawing import (
     legend,
     logarithmic,
     plain,
+    points,
     styled,
+    whole_rounds,
 )
 from fl_lightning.report.runs import Column, Run
 from fl_lightning.report.scores import measured, smooth
@@ -30,7 +32,7 @@ from fl_lightning.report.tables import Unit, size
 MEASUREMENTS = {
     "train/loss": "train/loss, along the local paths",
     "global/train_loss": "global/train_loss, of the global model",
-    "global/gap": "global/gap, val/loss − global/train_loss",
+    "global/gap": "global/gap, val/loss − train_loss",
     "global/grad_norm": "global/grad_norm, ‖∇f(w)‖",
     "val/loss": "val/loss",
     "divergence/participants": "divergence/participants",
@@ -56,15 +58,17 @@ def curves(summary: Summary) -> list[Drawing]:
         drawn = figure(9.2, 4.2)
         axes = drawn.add_subplot()
         handles: dict[str, Any] = {}
-        for arm, style in looks(summary):
+        for arm, look in looks(summary, markevery=0.12):
             having = [run for run in arm.runs if _has(run, summary.metric, axis)]
-            handles |= _arm(axes, having, summary.metric, axis, style, shown)
+            handles |= _arm(axes, having, summary.metric, axis, look, shown)
         axes.set_xlabel(title)
         axes.set_ylabel(metric_title(summary))
         dots = (0, (1, 3))
         for target in summary.targets:
             height = float(target) * shown.factor
             axes.axhline(height, color=INK, linewidth=0.9, linestyle=dots)
+        if axis == "rounds":
+            whole_rounds(axes)
         if axis == "bytes":
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
         plain(axes)
@@ -101,7 +105,7 @@ def _has(run: Run, metric: str, axis: str) -> bool:
 
 
 def _arm(
-    axes: Axes, runs: list[Run], metric: str, axis: str, style: Mapping[str, Any], shown: Unit
+    axes: Axes, runs: list[Run], metric: str, axis: str, look: Mapping[str, Any], shown: Unit
 ) -> dict[str, Any]:
     """Draw an arm and give the line that stands for it in the legend, by its name there."""
     handles = {}
@@ -112,11 +116,11 @@ def _arm(
 
         chosen, rounds, mean, sd = _over_seeds(done, metric, smoothed)
         x = np.mean([_at(run, rounds, spending(run, axis)) for run in chosen], axis=0)
-        (handles[done[0].arm],) = axes.plot(x, mean * shown.factor, **style)
+        (handles[done[0].arm],) = axes.plot(x, mean * shown.factor, **look)
         if len(done) > 1:
             low = (mean - sd) * shown.factor
             high = (mean + sd) * shown.factor
-            axes.fill_between(x, low, high, color=style["color"], alpha=0.16, linewidth=0)
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.16, linewidth=0)
     for run in runs:
         # A mean stands for the runs that are done; each of the others has its own line.
         if run.status == "done":
@@ -124,10 +128,10 @@ def _arm(
         rounds, values = measured(run, metric)
         x = _at(run, rounds, spending(run, axis))
         y = smooth(values) * shown.factor
-        (line,) = axes.plot(x, y, linewidth=0.9, alpha=0.9, **style)
+        (line,) = axes.plot(x, y, **{**look, "linewidth": 0.9, "alpha": 0.9})
         if run.status == "diverged":
             cross: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 1.6}
-            axes.plot(x[-1:], y[-1:], color=style["color"], **cross)
+            axes.plot(x[-1:], y[-1:], color=look["color"], **cross)
         if not handles:
             handles[f"{run.arm} ({run.status})"] = line
     return handles
@@ -169,12 +173,14 @@ def measurements(summary: Summary) -> list[Drawing]:
     # Four panels make a square; three in a row fit the page.
     columns = 2 if len(logged) in (2, 4) else min(3, len(logged))
     rows = -(-len(logged) // columns)
-    drawn = figure(9.6 if columns > 1 else 6.0, 2.4 * rows + 0.5)
+    drawn = figure(9.6 if columns > 1 else 6.0, 2.4 * rows + 0.5, wide=columns > 1)
     handles: dict[str, Any] = {}
     for place, name in enumerate(logged, start=1):
         axes = drawn.add_subplot(rows, columns, place)
         handles |= _measurement(axes, summary, name)
-        axes.set_title(MEASUREMENTS[name], fontsize=9.5)
+        title = MEASUREMENTS[name].replace("val/loss", summary.called("val/loss"))
+        axes.set_title(title, fontsize=points(9.5))
+        whole_rounds(axes)
         if place > len(logged) - columns:
             axes.set_xlabel("rounds")
         plain(axes)
@@ -188,16 +194,16 @@ def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
     """Draw one panel, and give each arm's line for the legend."""
     handles = {}
     positive = True
-    for arm, style in looks(summary, linewidth=1.3):
+    for arm, look in looks(summary, linewidth=1.3, markevery=0.15):
         runs = [run for run in arm.runs if len(measured(run, name)[0])]
         runs = [run for run in runs if run.status == "done"] or runs
         if runs:
             _, rounds, mean, sd = _over_seeds(runs, name, lambda run: measured(run, name)[1])
             positive = positive and bool((mean > 0).all())
-            (handles[arm.name],) = axes.plot(rounds + 1, mean, **style)
+            (handles[arm.name],) = axes.plot(rounds + 1, mean, **look)
             # A band below 0 has no place on a logarithmic axis.
             low = np.maximum(mean - sd, mean / 10)
-            band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": style["color"]}
+            band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": look["color"]}
             axes.fill_between(rounds + 1, low, mean + sd, **band)
     if positive:
         logarithmic(axes)

@@ -1,4 +1,4 @@
-"""What all figures share: colours, lines, and their files; without pyplot and its global state."""
+"""What all figures share: styles, lines, and their files; without pyplot and its global state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import matplotlib
@@ -15,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 # On the page these two follow its light or dark theme.
 INK = "#1f2430"
@@ -62,7 +64,84 @@ _SETTINGS: Any = {
     # Text stays text, and the same figure gives the same bytes.
     "svg.fonttype": "none",
     "svg.hashsalt": "fl-lightning",
+    # Journals ask for fonts that can be edited.
+    "pdf.fonttype": 42,
 }
+
+
+@dataclass(frozen=True)
+class Style:
+    """How figures look: on a page, or in a column of a paper.
+
+    ``markers``: of arms, beside their colours and dashes; none on a page, which has colours.
+    ``width``, ``text_width``: of a figure in a column and of a wide one, in inches; None: each
+    figure's own. ``scale``: of heights and fonts. ``colours``, ``shades``: of arms, of heat maps.
+    """
+
+    name: str
+    colours: tuple[str, ...]
+    dashes: tuple[Any, ...]
+    markers: str = ""
+    width: float | None = None
+    text_width: float | None = None
+    scale: float = 1.0
+    dpi: int = 150
+    shades: str = "viridis"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def look(self, number: int) -> dict[str, Any]:
+        """How the arm of this number is drawn: 32 can be told apart, 8 of them without colour."""
+        turn = number // len(self.colours)
+        look: dict[str, Any] = {"color": self.colours[number % len(self.colours)]}
+        if not self.markers:
+            return {**look, "linestyle": self.dashes[turn % len(self.dashes)]}
+        look["linestyle"] = self.dashes[number % len(self.dashes)]
+        marker = self.markers[(number + turn) % len(self.markers)]
+        return {**look, "marker": marker, "markersize": 3.5, "linewidth": 1.0}
+
+
+STYLES = {
+    "page": Style("page", COLOURS, DASHES),
+    # Colours of Okabe and Ito, in an order whose greys differ; dashes and markers tell as much.
+    "paper": Style(
+        "paper",
+        ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777"),
+        ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)), (0, (7, 2))),
+        markers="osD^vXP*",
+        width=3.4,
+        text_width=6.9,
+        scale=0.75,
+        dpi=300,
+        shades="Greys",
+        settings={
+            "font.size": 8,
+            "axes.labelsize": 8,
+            "axes.titlesize": 8,
+            "axes.linewidth": 0.6,
+            "grid.linewidth": 0.4,
+            "legend.fontsize": 7,
+            "legend.handlelength": 2.6,
+            "xtick.labelsize": 7,
+            "ytick.labelsize": 7,
+        },
+    ),
+}
+_style: ContextVar[Style] = ContextVar("style", default=STYLES["page"])
+
+
+def style() -> Style:
+    """The style that is drawn in."""
+    return _style.get()
+
+
+@contextmanager
+def in_style(name: str) -> Iterator[None]:
+    """Draw in this style."""
+    token = _style.set(STYLES[name])
+    try:
+        yield
+    finally:
+        _style.reset(token)
 
 
 @dataclass(frozen=True)
@@ -83,7 +162,8 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
     """Draw under the report's settings."""
 
     def drawn(*args: Any, **kwargs: Any) -> Made:
-        with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+        settings = {**_SETTINGS, **style().settings}
+        with matplotlib.rc_context(settings), warnings.catch_warnings():
             # Names may be in scripts that the font lacks: a browser has them.
             warnings.filterwarnings("ignore", "Glyph .* missing")
             return make(*args, **kwargs)
@@ -91,9 +171,22 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
     return drawn
 
 
-def figure(width: float, height: float) -> Figure:
-    """Make a figure that finds room for its parts."""
-    return Figure(figsize=(width, height), layout="constrained")
+def figure(width: float, height: float, wide: bool = False) -> Figure:
+    """Make a figure that finds room for its parts; ``wide``: over both columns of a paper."""
+    drawn_in = style()
+    fixed = drawn_in.text_width if wide else drawn_in.width
+    size = (fixed or width, height * drawn_in.scale)
+    return Figure(figsize=size, layout="constrained")
+
+
+def points(size: float) -> float:
+    """The size of a font that is this large on a page."""
+    return size * (0.8 if style().markers else 1.0)
+
+
+def whole_rounds(axes: Axes) -> None:
+    """Leave ticks at whole numbers alone: there is no half of a round."""
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
@@ -122,10 +215,12 @@ def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
     """Draw one legend of lines by name beside everything, or below for many or long names."""
     longest = max(map(len, handles), default=0)
     place: dict[str, Any] = {"loc": "outside right upper"}
-    # Beside the axes, many or long names would leave no room for the curves.
-    if len(handles) > 12 or longest > 28:
-        columns = max(1, min(4, 110 // (6 + longest)))
-        drawn.set_figheight(drawn.get_figheight() + 0.2 * -(-len(handles) // columns))
+    # Beside the axes, many or long names would leave no room for the curves, nor would a column.
+    if len(handles) > 12 or longest > 28 or style().width:
+        letters = 110 if not style().width else int(drawn.get_figwidth() * 17)
+        columns = max(1, min(4, letters // (6 + longest)))
+        lines = -(-len(handles) // columns)
+        drawn.set_figheight(drawn.get_figheight() + 0.2 * points(1) * lines)
         place = {"loc": "outside lower left", "ncols": columns}
     drawn.legend(list(handles.values()), list(handles), **place)
 
@@ -135,7 +230,17 @@ def png(drawn: Figure) -> bytes:
     """The figure as PNG."""
     file = io.BytesIO()
     FigureCanvasAgg(drawn)
-    drawn.savefig(file, format="png", dpi=150)
+    drawn.savefig(file, format="png", dpi=style().dpi)
+    return file.getvalue()
+
+
+@styled
+def pdf(drawn: Figure) -> bytes:
+    """The figure as PDF, the same bytes for the same figure."""
+    file = io.BytesIO()
+    # A date in the file would give other bytes to the same figure.
+    metadata: Any = {"CreationDate": None, "Creator": None, "Producer": None}
+    drawn.savefig(file, format="pdf", metadata=metadata)
     return file.getvalue()
 
 

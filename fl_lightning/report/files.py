@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fl_lightning.metrics import comma_separated
 from fl_lightning.report import charts, curves, sections
-from fl_lightning.report.drawing import Drawing, inline, png, svg
+from fl_lightning.report.drawing import Drawing, in_style, inline, pdf, png, svg
 from fl_lightning.report.labels import relabelled
 from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import COSTS, Summary
@@ -37,11 +38,14 @@ ORDER = {
     "heatmap": "",
     "consensus": "Consensus",
     "generalisation": "Generalisation",
+    "fairness": "Fairness",
+    "clients": "",
     "measurements": "Measurements",
     "published": "Published",
     "chosen": "Chosen",
     "runs": "",
 }
+COSTS_OF_CURVES = ("cost/gradients", "communication/total_bytes", "time/round", "time/cpu")
 # Characters that LaTeX would not print as they are.
 _TEX = str.maketrans(
     {
@@ -84,12 +88,18 @@ class Section:
 
 
 def contents(
-    summary: Summary, title: str, labels: Mapping[str, str] | None = None
+    summary: Summary, title: str, labels: Mapping[str, str] | None = None, style: str = "page"
 ) -> dict[str, bytes]:
     """Name → bytes of every file of the report.
 
-    ``labels``: arm → what it is called in tables and figures; report.json and report.csv keep arms.
+    ``labels``: arm → what it is called in tables and figures; report.json, report.csv and
+    curves.csv keep arms. ``style``: of the figures.
     """
+    with in_style(style):
+        return _contents(summary, title, labels)
+
+
+def _contents(summary: Summary, title: str, labels: Mapping[str, str] | None) -> dict[str, bytes]:
     original = summary
     summary = relabelled(summary, labels or {})
     tables = sections.tables(summary)
@@ -99,6 +109,7 @@ def contents(
         *charts.heat_map(summary),
         *charts.layers(summary),
         *charts.generalisation(summary),
+        *charts.clients(summary),
         *curves.measurements(summary),
     ]
     shown = {
@@ -109,13 +120,14 @@ def contents(
         "drawings": drawings,
         "sections": _sections(tables, drawings),
         "verdicts": sections.shown_first(summary.verdicts),
-        "sentence": sections.sentence,
+        "sentence": lambda claim: sections.sentence(claim, summary.called),
         "unit": lambda compared: sections.difference_unit(summary, compared),
     }
     texts = {}
     for kind in ("html", "md", "tex"):
         texts[f"report.{kind}"] = _templates(kind).get_template(f"report.{kind}").render(shown)
     texts["report.csv"] = comma_separated(rows(original))
+    texts["curves.csv"] = comma_separated(list(points(original)))
     document = json.dumps(original.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     texts["report.json"] = document + "\n"
     # The table of methods by settings is a file of its own, for spreadsheets.
@@ -130,6 +142,7 @@ def contents(
     for drawing in drawings:
         written[f"figures/{drawing.key}.png"] = png(drawing.figure)
         written[f"figures/{drawing.key}.svg"] = svg(drawing.figure).encode()
+        written[f"figures/{drawing.key}.pdf"] = pdf(drawing.figure)
     return written
 
 
@@ -197,7 +210,20 @@ def lead(summary: Summary) -> str:
             counts.append(f"{number} {status}")
     arms = f"{len(summary.arms)} arm{'s' * (len(summary.arms) != 1)}"
     count = f"{len(runs)} runs ({', '.join(counts)})"
-    return f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {count}, scored by {summary.metric}."
+    metric = summary.called(summary.metric)
+    return f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {count}, scored by {metric}."
+
+
+def points(summary: Summary) -> Iterator[list[Any]]:
+    """The rows of curves.csv: its columns, and one for each value that a figure is drawn from."""
+    yield ["arm", "seed", "round", "metric", "value"]
+    shown = dict.fromkeys((summary.metric, *curves.MEASUREMENTS, *COSTS_OF_CURVES))
+    for run in summary.found.runs:
+        rounds = run.columns["round"].tolist()
+        for metric in shown:
+            values = run.column(metric)
+            for place in np.flatnonzero(np.isfinite(values)):
+                yield [run.arm, run.seed, int(rounds[place]), metric, float(values[place])]
 
 
 def rows(summary: Summary) -> list[list[Any]]:

@@ -25,10 +25,27 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
     commits = dict.fromkeys(
         str(commit)[:12] for run in found.runs if (commit := run.record.get("commit"))
     )
+    notes += _on_test(found)
     if len(commits) > 1:
         notes.append(f"Runs were made at several commits: {', '.join(commits)}.")
     on_sweeps = [_on_candidates(sweep) for sweep in found.sweeps]
     return notes + [note for note in on_sweeps if note]
+
+
+def on_test(found: Found) -> set[bool]:
+    """Whether arms were validated on their test set; both where they differ."""
+    return {runs[0].on_test for runs in found.arms.values()}
+
+
+def _on_test(found: Found) -> list[str]:
+    if not any(name.startswith("val") for name in found.metrics):
+        return []
+    answers = on_test(found)
+    if len(answers) > 1:
+        return ["Validation was on the test set in some arms alone: val/… is not of the same data."]
+    if True in answers:
+        return ["Validation was on the test set: columns val/… are called test here."]
+    return []
 
 
 def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:

@@ -27,6 +27,8 @@ STATUSES = ("running", "done", "diverged", "stopped", "failed")
 FINISHED = ("done", "diverged")
 # What is larger counts as infinite: the sum of two such numbers could not be told from infinity.
 HUGE = 1e300
+# Packaged data whose test set is validated on, where nothing is held out.
+WITH_TEST = ("Digits", "MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "SVHN", "HumanActivity")
 ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
@@ -62,6 +64,19 @@ class Run:
         """What it ran on; empty where it did not record that."""
         machine = self.record.get("machine")
         return machine if isinstance(machine, dict) else {}
+
+    @property
+    def on_test(self) -> bool:
+        """Whether its columns ``val/…`` are of the test set."""
+        if "validated_on" in self.record:
+            return bool(self.record["validated_on"] == "test")
+        # Older runs have their config alone: these data sets have a test set and nothing else.
+        data = self.config.get("data")
+        data = data if isinstance(data, dict) else {}
+        options = data.get("init_args")
+        options = options if isinstance(options, dict) else {}
+        packaged = str(data.get("class_path")).rpartition("fl_lightning.datamodules.")[2]
+        return packaged in WITH_TEST and not options.get("val_fraction")
 
     @property
     def finished(self) -> bool:

@@ -12,6 +12,7 @@ from fl_lightning.report.budgets import CPU, View, views
 from fl_lightning.report.chosen import choices, short
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.communication import over, papers_ratio, traffic
+from fl_lightning.report.fairness import MEASURES, OF_METRIC, column_of
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.published import setting
 from fl_lightning.report.scores import (
@@ -56,6 +57,7 @@ def tables(summary: Summary) -> list[Table]:
         *targets(summary),
         budgets(summary),
         communication(summary),
+        fairness(summary),
         *consensus(summary),
         *beside_published(summary),
         chosen(summary),
@@ -75,7 +77,8 @@ def unit_of(summary: Summary, metric: str | None = None) -> Unit:
 
 def metric_title(summary: Summary) -> str:
     """The report's metric with its unit."""
-    return f"{summary.metric}, %" if unit_of(summary).percent else summary.metric
+    name = summary.called(summary.metric)
+    return f"{name}, %" if unit_of(summary).percent else name
 
 
 # ----------------------------------------------------------------------- claims and pairs
@@ -173,7 +176,7 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
     if said.evidence.left_out:
         n += f" ({said.evidence.left_out} left out)"
     return [
-        f"{claim.id}: {sentence(claim)}{' (primary)' * claim.primary}",
+        f"{claim.id}: {sentence(claim, summary.called)}{' (primary)' * claim.primary}",
         Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
         cell(shown.difference, between.mean),
         _interval(shown, said),
@@ -191,11 +194,15 @@ def shown_first(verdicts: Sequence[Comparison]) -> list[Comparison]:
     )
 
 
-def sentence(claim: Claim) -> str:
-    """A claim in words: ``fedinit-0.1 > fedavg in val/acc (last third of gradients)``."""
+def sentence(claim: Claim, called: Callable[[str], str] = str) -> str:
+    """A claim in words: ``fedinit-0.1 > fedavg in val/acc (last third of gradients)``.
+
+    ``called``: what metrics are called.
+    """
+    metric = called(claim.metric)
     sign = SIGNS[claim.direction]
     score = SCORE_TITLES[claim.score]
-    where = f"in {claim.metric} ({score}{', log ratio' * (claim.scale == 'log_ratio')})"
+    where = f"in {metric} ({score}{', log ratio' * (claim.scale == 'log_ratio')})"
     if claim.kind == "equivalence":
         return f"{claim.a} ≈ {claim.b} {where}"
     if claim.kind == "interaction":
@@ -204,15 +211,15 @@ def sentence(claim: Claim) -> str:
         target = f"{claim.target:g}"
         if claim.target_arm:
             target = f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}"
-        until = f"until {claim.metric} is {target}"
+        until = f"until {metric} is {target}"
         return f"{claim.a} {sign} {claim.b} in {claim.cost} {until} (log ratio)"
     if claim.kind == "trend":
         of_arm = f" of {claim.arm}" if claim.arm else ""
         turns = {"greater": "rises", "less": "falls"}[claim.direction]
-        return f"{claim.metric}{of_arm} {turns} over {claim.over} (Spearman's ρ)"
+        return f"{metric}{of_arm} {turns} over {claim.over} (Spearman's ρ)"
     if claim.kind == "diverges":
         diverges = {"greater": "diverges", "less": "does not diverge"}[claim.direction]
-        least = f"{claim.metric} ≥ {claim.factor:g} × that of {claim.against}"
+        least = f"{metric} ≥ {claim.factor:g} × that of {claim.against}"
         return f"{claim.arm} {diverges} ({least}, {score})"
     return f"{claim.a} {sign} {claim.b} {where}"
 
@@ -229,7 +236,7 @@ def pairs(summary: Summary) -> Table:
         rows.append(
             [
                 f"{claim.a} − {claim.b}" if plain else f"log {claim.a} / {claim.b}",
-                f"{claim.metric}, {SCORE_TITLES[claim.score]}",
+                f"{summary.called(claim.metric)}, {SCORE_TITLES[claim.score]}",
                 Cell(shown.difference(between.mean, named=True), between.mean),
                 _interval(shown, pair),
                 Cell(shown.difference(between.sd).lstrip("+"), between.sd),
@@ -348,7 +355,7 @@ def targets(summary: Summary) -> list[Table]:
             counted = None if a_round is None or rounds is None else a_round * rounds
             as_papers_count = _ratio(counted, first.mean_until(target, "rounds"))
             rows.append([*row, cell(times, sent), cell(times, as_papers_count)])
-        title = f"Until {summary.metric} {sign} {target}"
+        title = f"Until {summary.called(summary.metric)} {sign} {target}"
         table = Table(f"target-{target}", title, columns.split("|"), rows, note.format(target))
         # Whatever the metric, to spend less until the target is better.
         made.append(table.with_best(range(1, 1 + len(costs)), lambda: False))
@@ -442,6 +449,31 @@ def consensus(summary: Summary) -> list[Table]:
         title = f"Consensus distance by layer, {FORMS[form]}"
         made.append(Table(key, title, ["layer", *summary.arms], rows, note, folded=True))
     return made
+
+
+def fairness(summary: Summary) -> Table:
+    """How evenly clients are served, of runs that measured each."""
+    shown = unit_of(summary)
+    rows: Rows = []
+    for arm in summary.arms.values():
+        row: list[Any] = [arm.name]
+        for measure in MEASURES:
+            values = [
+                value for value in arm.fairness.get(measure, {}).values() if value is not None
+            ]
+            unit = shown if measure in OF_METRIC else Unit()
+            row.append(unit.cell(*mean_sd(values)))
+        if arm.fairness:
+            rows.append(row)
+    title = f"Fairness: {column_of(summary.metric)} of clients{', %' * shown.percent}"
+    note = (
+        "Of each client's own test samples after the last round, mean ± sample deviation over "
+        "seeds. Worst and best: the mean of a tenth of the clients. Jain's index is 1 and Gini 0 "
+        "where all have the same."
+    )
+    table = Table("fairness", title, ["arm", *MEASURES.values()], rows, note)
+    table.with_best((1, 2, 3), lambda: summary.greater)
+    return table.with_best((4,), lambda: True).with_best((5,), lambda: False)
 
 
 def beside_published(summary: Summary) -> list[Table]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.metrics import without_prefix
 from fl_lightning.report.claims import Claim, ClaimsFile, gather
 from fl_lightning.report.evidence import evidence, logged, named
+from fl_lightning.report.fairness import fairness
 from fl_lightning.report.intervals import mean_sd
-from fl_lightning.report.notes import notes_on
+from fl_lightning.report.notes import notes_on, on_test
 from fl_lightning.report.published import Beside, Gain, gains, published
 from fl_lightning.report.runs import Found, Run
 from fl_lightning.report.scores import SCORES, reached, score_of
@@ -25,12 +27,18 @@ def _known(values: BySeed) -> list[float]:
     return [value for value in values.values() if value is not None]
 
 
+def _spread(values: BySeed) -> dict[str, Any]:
+    """As report.json has values of seeds."""
+    mean, sd = mean_sd(_known(values))
+    return {"mean": mean, "sd": sd, "values": values}
+
+
 @dataclass
 class Arm:
     """One arm: its runs, and the scores and costs of its finished runs by seed.
 
     ``reached``: target → seed → rounds, bytes and seconds until it. ``key``: its name in the sweep,
-    where ``name`` is a label.
+    where ``name`` is a label. ``fairness``: measure → seed → value, where clients were measured.
     """
 
     name: str
@@ -38,6 +46,7 @@ class Arm:
     scores: dict[str, BySeed]
     reached: dict[str, dict[int, dict[str, Any]]]
     key: str
+    fairness: dict[str, BySeed] = field(default_factory=dict)
 
     @property
     def own(self) -> str:
@@ -62,10 +71,8 @@ class Arm:
 
     def to_json(self) -> dict[str, Any]:
         """As report.json has it."""
-        scores = {}
-        for score, values in self.scores.items():
-            mean, sd = self.mean_sd(score)
-            scores[score] = {"mean": mean, "sd": sd, "values": values}
+        scores = {score: _spread(values) for score, values in self.scores.items()}
+        spreads = {measure: _spread(values) for measure, values in self.fairness.items()}
         return {
             "n": len(self.finished),
             "diverged": self.diverged,
@@ -73,6 +80,7 @@ class Arm:
             "runs": [str(run.folder) for run in self.runs],
             "scores": scores,
             **{f"{what}_to": self.until(what) for what in COSTS},
+            **({"fairness": spreads} if spreads else {}),
         }
 
     def until(self, what: str) -> dict[str, BySeed]:
@@ -94,6 +102,7 @@ class Summary:
     ``targets`` are as typed. ``notes`` say what a reader has to know to read the numbers right.
     ``settings``: setting → method → arm. ``published``: columns of papers beside the arms;
     ``gains``: id of a claim → what they printed for its arms. ``timed``: whether seconds are shown.
+    ``on_test``: whether validation was on the test set.
     """
 
     metric: str
@@ -107,11 +116,17 @@ class Summary:
     published: list[Beside] = field(default_factory=list)
     gains: dict[str, list[Gain]] = field(default_factory=dict)
     timed: bool = True
+    on_test: bool = False
 
     @property
     def greater(self) -> bool:
         """Whether more of the metric is better; whoever needs it and cannot know it is refused."""
         return self.found.directions.greater(self.metric)
+
+    def called(self, metric: str) -> str:
+        """A metric as a reader meets it: ``test acc`` where validation was on the test set."""
+        bare = without_prefix(metric)
+        return f"test {bare}" if self.on_test and bare != metric else metric
 
     @property
     def scored(self) -> bool:
@@ -171,9 +186,11 @@ def summarise(
     if not files:
         pairs = _within_settings(by_setting, metric, found, notes)
     notes = list(dict.fromkeys(notes))
-    return Summary(
-        metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting, beside, theirs
-    )
+    made = Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
+    made.published = beside
+    made.gains = theirs
+    made.on_test = on_test(found) == {True}
+    return made
 
 
 def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison]:
@@ -221,4 +238,10 @@ def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_lo
             scores[score][run.seed] = score_of(run, metric, score) if any_logged else None
         for target in targets:
             costs[target][run.seed] = reached(run, metric, float(target))
-    return Arm(name, runs, scores, costs, name)
+    measured: dict[str, BySeed] = {}
+    for run in filter(lambda run: run.status == "done", runs):
+        if (run.folder / "clients.csv").is_file():
+            found = fairness(run.folder, metric, run.directions.greater(metric))
+            for measure, value in found.items():
+                measured.setdefault(measure, {})[run.seed] = value
+    return Arm(name, runs, scores, costs, name, measured)

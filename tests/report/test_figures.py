@@ -1,0 +1,212 @@
+"""Figures for a page and for a paper, the values behind them, and what clients have of a run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from folders import make_run
+from scipy import stats
+
+from fl_lightning.report import charts, curves, sections
+from fl_lightning.report.drawing import STYLES, in_style
+from fl_lightning.report.fairness import spread
+from fl_lightning.report.files import contents
+from fl_lightning.report.runs import find
+from fl_lightning.report.summary import summarise
+
+CLIENTS = 25
+ROUNDS = 7
+
+
+def write(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    with open(path, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
+def with_clients(parent: Path, arms: str = "ab", **record: Any) -> dict[tuple[str, int], Any]:
+    """Runs that measured each client in two rounds; (arm, seed) → values after the last."""
+    rng = np.random.default_rng(1)
+    last = {}
+    for arm in arms:
+        for seed in range(2):
+            values = rng.uniform(0.2, 0.9, (2, CLIENTS))
+            columns = {
+                "val/acc": [float(x) for x in rng.uniform(0.4, 0.6, ROUNDS)],
+                "val/loss": [1.0 if t % 2 else None for t in range(ROUNDS)],
+            }
+            folder = make_run(parent / f"{arm}/seed-{seed}", arm, seed, columns, **record)
+            rows: list[list[Any]] = []
+            for t, of_round in zip((2, ROUNDS - 1), values, strict=True):
+                rows += [[t, client, 30, float(x)] for client, x in enumerate(of_round)]
+            write(folder / "clients_rounds.csv", ["round", "client", "samples", "acc"], rows)
+            ended = [row[1:] for row in rows if row[0] == ROUNDS - 1]
+            # One client has no test samples.
+            write(folder / "clients.csv", ["client", "samples", "acc"], [*ended, [CLIENTS, 0, ""]])
+            last[arm, seed] = values[1]
+    return last
+
+
+def test_fairness_is_what_scipy_and_a_sum_over_pairs_give(tmp_path: Path) -> None:
+    last = with_clients(tmp_path / "s")
+    make_run(tmp_path / "s/c/seed-0", "c", 0, {"val/acc": [0.5]})
+    summary = summarise(find([tmp_path / "s"]))
+    arms = json.loads(json.dumps(summary.to_json()))["arms"]
+    assert "fairness" not in arms["c"]
+    for arm in "ab":
+        found = arms[arm]["fairness"]
+        for seed in range(2):
+            x = np.sort(last[arm, seed])
+            apart = float(np.abs(x[:, None] - x[None, :]).sum())
+            wanted = {
+                "mean": float(np.mean(x)),
+                "worst10": float(np.mean(x[:3])),
+                "best10": float(np.mean(x[-3:])),
+                # Jain's index is 1 / (1 + the squared coefficient of variation).
+                "jain": 1 / (1 + float(stats.variation(x)) ** 2),
+                "gini": apart / (2 * CLIENTS**2 * float(np.mean(x))),
+            }
+            own = {measure: of["values"][str(seed)] for measure, of in found.items()}
+            assert own == pytest.approx(wanted, abs=1e-12)
+        both = [found["gini"]["values"][str(seed)] for seed in range(2)]
+        assert found["gini"]["mean"] == pytest.approx(np.mean(both))
+        assert found["gini"]["sd"] == pytest.approx(np.std(both, ddof=1))
+    table = sections.fairness(summary)
+    assert [row[0].text for row in table.rows] == ["a", "b"]
+    assert table.title == "Fairness: acc of clients, %"
+    lower = min("ab", key=lambda arm: arms[arm]["fairness"]["gini"]["mean"])
+    assert [row[0].text for row in table.rows if row[5].mark == "best"] == [lower]
+
+
+def test_where_less_is_better_the_worst_are_the_greatest() -> None:
+    values = np.array([3.0, 1.0, 2.0, 4.0])
+    assert spread(values, greater=False)["worst10"] == 4.0
+    assert spread(values, greater=True)["worst10"] == 1.0
+    negative = spread(np.array([-1.0, 2.0]), greater=True)
+    assert negative["jain"] is None and negative["gini"] is None
+
+
+def test_curves_csv_has_every_value_that_is_drawn(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s")
+    summary = summarise(find([tmp_path / "s"]))
+    labels = {"a": "Method A"}
+    written = contents(summary, "s", labels)
+    rows = list(csv.DictReader(io.StringIO(written["curves.csv"].decode())))
+    assert list(rows[0]) == ["arm", "seed", "round", "metric", "value"]
+    found = {(r["arm"], r["seed"], r["round"], r["metric"]): float(r["value"]) for r in rows}
+    wanted = {}
+    for run in find([tmp_path / "s"]).runs:
+        for metric in ("val/acc", "val/loss"):
+            for t, value in enumerate(run.columns[metric]):
+                if np.isfinite(value):
+                    wanted[run.arm, str(run.seed), str(t), metric] = float(value)
+    assert found == wanted and len(found) == len(rows)
+
+
+def test_clients_are_drawn_over_time_a_panel_an_arm(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s", "abc")
+    (drawing,) = charts.clients(summarise(find([tmp_path / "s"])))
+    panels = drawing.figure.axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["a", "b", "c"]
+    for panel in panels:
+        *thin, median = panel.lines
+        assert len(thin) == CLIENTS and list(median.get_xdata()) == [3, ROUNDS]
+        assert len(panel.collections) == 2
+    found = find([tmp_path / "s"])
+    pooled = []
+    for run in found.arms["a"]:
+        rows = list(csv.DictReader((run.folder / "clients_rounds.csv").read_text().splitlines()))
+        pooled += [float(row["acc"]) for row in rows if row["round"] == "2"]
+    assert panels[0].lines[-1].get_ydata()[0] == pytest.approx(100 * np.median(pooled))
+
+
+def test_rounds_have_whole_ticks(tmp_path: Path) -> None:
+    for arm in "ab":
+        make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.4, 0.5, 0.6]})
+    (drawing,) = curves.curves(summarise(find([tmp_path / "s"])))
+    ticks = drawing.figure.axes[0].get_xticks()
+    assert np.array_equal(ticks, np.round(ticks)), ticks
+
+
+def test_a_paper_needs_no_colour(tmp_path: Path) -> None:
+    arms = "abcdefgh"
+    for number, arm in enumerate(arms):
+        level = 0.5 + number / 50
+        make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [level] * 12})
+    summary = summarise(find([tmp_path / "s"]))
+    with in_style("paper"):
+        (drawing,) = curves.curves(summary)
+        shapes = charts.intervals(summary)[0].figure
+    lines = [line for line in drawing.figure.axes[0].lines if len(line.get_xdata()) > 2]
+    looks = {(line.get_marker(), str(line.get_linestyle())) for line in lines}
+    assert len(lines) == len(arms) == len({marker for marker, _ in looks})
+    assert drawing.figure.get_figwidth() == 3.4 and shapes.get_figwidth() == 6.9
+    on_page = curves.curves(summary)[0].figure
+    assert on_page.get_figwidth() == 9.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_two_reports_are_the_same_bytes(style: str, tmp_path: Path) -> None:
+    """In two processes, whose hashes of texts differ, and at another time."""
+    with_clients(tmp_path / "s")
+    code = (
+        "import sys; from fl_lightning.__main__ import main; raise SystemExit(main(sys.argv[1:]))"
+    )
+    for out in ("one", "two"):
+        argv = [sys.executable, "-c", code, "report", "s", "--out", out, "--style", style]
+        env = {**os.environ, "PYTHONHASHSEED": str(len(out) + ord(out[0]))}
+        subprocess.run(argv, cwd=tmp_path, env=env, check=True, capture_output=True)
+    names = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*"))
+    assert {name.suffix for name in names if name.parent.name} == {".png", ".svg", ".pdf"}
+    for name in names:
+        one, two = ((tmp_path / out / name).read_bytes() for out in ("one", "two"))
+        assert one == two, name
+        assert name.suffix != ".pdf" or (one.startswith(b"%PDF") and b"Date" not in one)
+
+
+@pytest.mark.parametrize(
+    ("record", "config", "shown"),
+    [
+        ({"validated_on": "test"}, "", "test acc, %"),
+        ({"validated_on": "validation"}, "data: {class_path: x.MNIST}", "val/acc, %"),
+        ({}, "data: {class_path: fl_lightning.datamodules.MNIST}", "test acc, %"),
+        (
+            {},
+            "data: {class_path: fl_lightning.datamodules.MNIST, init_args: {val_fraction: 0.1}}",
+            "val/acc, %",
+        ),
+        ({}, "data: {class_path: my.MNIST}", "val/acc, %"),
+        ({}, "", "val/acc, %"),
+    ],
+)
+def test_what_was_measured_on_the_test_set_is_called_so(
+    record: dict[str, Any], config: str, shown: str, tmp_path: Path
+) -> None:
+    for arm in "ab":
+        run = make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.4] * 9}, **record)
+        (run / "config.yaml").write_text(config)
+    summary = summarise(find([tmp_path / "s"]), targets=["0.3"])
+    assert sections.scores(summary).title == f"Scores: {shown}"
+    assert curves.curves(summary)[0].figure.axes[0].get_ylabel() == shown
+    name = shown.removesuffix(", %")
+    assert sections.targets(summary)[0].title == f"Until {name} ≥ 0.3"
+    assert summary.to_json()["metric"] == "val/acc"
+    told = any("called test here" in note for note in summary.notes)
+    assert told == (name == "test acc")
+
+
+def test_runs_of_which_some_alone_were_on_the_test_set_are_told_apart(tmp_path: Path) -> None:
+    for arm, on in (("a", "test"), ("b", "validation")):
+        make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.4] * 9}, validated_on=on)
+    summary = summarise(find([tmp_path / "s"]))
+    assert any("not of the same data" in note for note in summary.notes)
+    assert sections.scores(summary).title == "Scores: val/acc, %"
