@@ -124,13 +124,13 @@ def test_figures_tables_and_rows_lie_beside_it(sweep: Path, tmp_path: Path) -> N
     names = {path.stem for path in figures}
     curves = {f"curves-{axis}" for axis in ("rounds", "gradients", "bytes", "seconds")}
     assert names == {"intervals", "heatmap", "consensus", "measurements", *curves}
+    assert len(figures) == 3 * len(names)
     for path in figures:
         data = path.read_bytes()
-        assert (
-            data.startswith(b"\x89PNG")
-            if path.suffix == ".png"
-            else ElementTree.fromstring(data).tag.endswith("svg")
-        )
+        if path.suffix == ".svg":
+            assert ElementTree.fromstring(data).tag.endswith("svg")
+        else:
+            assert data.startswith({".png": b"\x89PNG", ".pdf": b"%PDF"}[path.suffix])
     markdown, latex = ((tmp_path / f"out/report.{kind}").read_text() for kind in ("md", "tex"))
     assert "| fedavg | **70.33 ± 1.53** |" in markdown
     assert set(re.findall(r"\]\(figures/([\w-]+)\.png\)", markdown)) == names
