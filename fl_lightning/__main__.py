@@ -26,6 +26,8 @@ COMMANDS = {
         "compare runs: tables, curves, paired intervals and verdicts, as one page and as files"
     ),
     "analyse": "look at a run's model: analyse hessian RUN, analyse landscape RUN [RUN2]",
+    "new": "write a package with a method of your own, to be changed: new own-anchor",
+    "cite": "print BibTeX of the methods and the data of a run: cite RUN",
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
 
@@ -95,6 +97,14 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         from fl_lightning.cli import check_command
 
         return check_command.main(rest)
+    if command == "new":
+        from fl_lightning.cli import new_command
+
+        return new_command.main(rest)
+    if command == "cite":
+        from fl_lightning.cli import cite_command
+
+        return cite_command.main(rest)
     if command == "report":
         from fl_lightning.report import command as report
 

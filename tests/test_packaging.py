@@ -101,7 +101,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_wheel_holds_everything(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert set(on_disk(".py", ".yaml", ".css", ".js", ".html", ".md", ".tex", "py.typed")) <= names
+    assert (
+        set(on_disk(".py", ".yaml", ".css", ".js", ".html", ".md", ".tex", ".bib", "py.typed"))
+        <= names
+    )
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_lightning"}
 
 

@@ -44,6 +44,7 @@ from fl_lightning.cli.run_folder import (
 )
 from fl_lightning.cli.run_record import RunRecord
 from fl_lightning.cli.signals import GracefulStop
+from fl_lightning.cli.trackers import completed, trackers
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
@@ -292,8 +293,11 @@ class CommandCLI(LightningCLI):
         return f"{data}-{'+'.join(methods)}"
 
     def instantiate_classes(self) -> None:
+        config = self.config
+        if self.command == "fit":
+            config = completed(config, trackers(self.folder) if self.checkpoint else {})
         try:
-            self.config_init = self.parser.instantiate_classes(self.config)
+            self.config_init = self.parser.instantiate_classes(config)
         except (ValueError, TypeError) as error:
             message = why_not_built(error)
             if isinstance(error, UserError) or message is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fl_lightning.cli.plugins import config_folders
 from fl_lightning.errors import UserError, suggest
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
 def packaged() -> dict[str, Traversable]:
     """Every packaged config: name without ``.yaml`` → file, in the order in which they are used.
 
-    A sweep's claims are none.
+    Those of plugins are among them; where names are alike, ours count. A sweep's claims are none.
     """
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
@@ -132,8 +133,11 @@ def packaged() -> dict[str, Traversable]:
             elif entry.name.endswith(".yaml") and not entry.name.endswith(".claims.yaml"):
                 yield prefix + entry.name.removesuffix(".yaml"), entry
 
-    order = ["base", "data", "model", "method", "experiment", "trainer", "logger", "debug"]
-    entries = dict(walk(files("fl_lightning.configs"), ""))
+    order = ["base", "demo", "data", "model", "method", "experiment", "trainer", "logger", "debug"]
+    entries: dict[str, Traversable] = {}
+    for folder in config_folders():
+        entries |= walk(folder, "")
+    entries |= walk(files("fl_lightning.configs"), "")
 
     def place(name: str) -> tuple[int, str]:
         folder = name.split("/")[0]

@@ -14,12 +14,13 @@ import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.compose import Command, class_name, packaged, plain_yaml
 from fl_lightning.cli.parsing_errors import listed, parameters, subclasses
+from fl_lightning.cli.plugins import classes
 from fl_lightning.errors import UserError, suggest
 
 
 @cache
 def names_of_ours() -> dict[str, str]:
-    """Bare name → class path, of the classes that this package exports."""
+    """Bare name → class path, of the classes that this package exports, and of plugins'."""
     modules = (
         fl_lightning.callbacks,
         fl_lightning.datamodules,
@@ -27,7 +28,7 @@ def names_of_ours() -> dict[str, str]:
         fl_lightning.optim,
         fl_lightning.schedules,
     )
-    names = {}
+    names = dict(classes())
     for module in modules:
         # Some of its names are imported when they are asked for, so `vars` would lack them.
         for name in dir(module):
@@ -76,6 +77,8 @@ def method_class(item: Any) -> type[FederatedCallback]:
         UserError: it cannot be found; says what is accepted.
     """
     path = item.get("class_path") if isinstance(item, dict) else item
+    # Plugins are imported by it, so that their methods are known too.
+    names_of_ours()
     known = subclasses(FederatedCallback)
     if not isinstance(path, str):
         raise UserError(

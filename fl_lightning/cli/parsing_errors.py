@@ -276,8 +276,10 @@ def why_not_built(error: BaseException) -> str | None:
         message = why_not_built(inner)
     union = "Does not validate against any of the Union subtypes"
     if message is None and str(error).startswith(union):
+        # Of a list that was given, what is wrong with one of its items tells more.
+        noise = ("Expected a", "Not a valid subclass of", *_NOISE)
         attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()[2:]]
-        telling = [text for text in attempts if not text.startswith(("Expected a", *_NOISE))]
+        telling = [text for text in attempts if not text.startswith(noise)]
         if telling:
             # A line that ends in a colon announces the next one.
             message = telling[0]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fl_lightning.cli.compose import parse_yaml
+from fl_lightning.cli.trackers import ids_of, trackers
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
 from fl_lightning.metrics import read_modes, read_record
@@ -135,6 +136,7 @@ class RunRecord(pl.Callback):
         self._kept: dict[str, Any] = {}
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
+        self._trackers: dict[str, str] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
@@ -147,6 +149,7 @@ class RunRecord(pl.Callback):
         earlier = earlier if trainer.current_epoch else {}
         self._kept["started"] = earlier.get("started") or _now()
         self._modes = read_modes(earlier.get("modes"))
+        self._trackers = trackers(folder) if earlier else {}
         self._kept["commit"] = checkout() if trainer.is_global_zero else None
         self._kept["machine"] = machine(trainer)
         on_test = getattr(getattr(trainer, "datamodule", None), "validates_on_test", None)
@@ -178,18 +181,19 @@ class RunRecord(pl.Callback):
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
-        """Note what the learner's torchmetrics said of themselves, and what is shown.
+        """Note what the learner's torchmetrics said of themselves, what is shown, and trackers' ids.
 
         Tells whether any of that is new.
         """
-        modes = dict(self._modes)
+        before = (dict(self._modes), self._shown, self._trackers)
         shown = self._shown
         logged = getattr(trainer.lightning_module, "logged", None)
         names = [name for name in shown_metrics(trainer) if name in trainer.callback_metrics]
         self._shown = names or shown
         if logged is not None:
             self._modes |= logged.modes_of(trainer.callback_metrics)
-        return self._modes != modes or self._shown != shown
+        self._trackers = self._trackers | ids_of(trainer.loggers)
+        return (self._modes, self._shown, self._trackers) != before
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
@@ -218,6 +222,7 @@ class RunRecord(pl.Callback):
             "rounds": trainer.max_epochs,
             "modes": self._modes,
             "shown": self._shown,
+            "trackers": self._trackers,
             "command": self.command,
             "machine": self._kept["machine"],
             "versions": {

@@ -1,0 +1,69 @@
+"""Packages that others wrote: their short names and configs work like ours.
+
+A package names itself in the entry point group ``fl_lightning.plugins``; ``fl-lightning new`` writes
+one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+GROUP = "fl_lightning.plugins"
+
+
+@cache
+def packages() -> tuple[str, ...]:
+    """The names of the packages, each once, in alphabetical order."""
+    return tuple(sorted({point.value.partition(":")[0] for point in entry_points(group=GROUP)}))
+
+
+def config_folders() -> Iterator[Path]:
+    """Each package's folder ``configs``, where it has one; a package is not imported for it."""
+    for name in packages():
+        # Of a package within another the parents are imported, else nothing is.
+        try:
+            found = find_spec(name)
+        except ImportError:
+            continue
+        locations = found.submodule_search_locations if found is not None else None
+        for location in locations or []:
+            if Path(location, "configs").is_dir():
+                yield Path(location, "configs")
+
+
+@cache
+def classes() -> dict[str, str]:
+    """Bare name → class path, of the public classes that the packages' modules define.
+
+    A package that cannot be imported is named on stderr, and left out.
+    """
+    found: dict[str, str] = {}
+    for name in packages():
+        try:
+            for module in _modules(name):
+                for each in vars(module).values():
+                    own = isinstance(each, type) and each.__module__ == module.__name__
+                    if own and not each.__name__.startswith("_"):
+                        found.setdefault(each.__name__, f"{each.__module__}.{each.__name__}")
+        # It is others' code: whatever is wrong with it, runs without it go on.
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            print(f"the plugin {name} is left out: {reason}", file=sys.stderr)
+    return found
+
+
+def _modules(name: str) -> Iterator[ModuleType]:
+    package = importlib.import_module(name)
+    yield package
+    # Tests that a package brings are no part of a run.
+    for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{name}."):
+        if not {"tests", "__main__"} & set(found.name.split(".")):
+            yield importlib.import_module(found.name)

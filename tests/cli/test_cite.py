@@ -1,0 +1,94 @@
+"""``fl-lightning cite RUN``: references of what ran."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fl_lightning.callbacks
+import fl_lightning.datamodules
+from fl_lightning import FederatedCallback
+from fl_lightning.__main__ import main
+from fl_lightning.cli.cite_command import BY_ARGUMENT, PAPERS, cited, references
+from fl_lightning.cli.compose import packaged, read
+
+ROOT = Path(__file__).parents[2]
+
+
+def keys(text: str) -> list[str]:
+    return re.findall(r"^@\w+\{([^,]+),", text, re.M)
+
+
+def of_method(name: str) -> list[str]:
+    """The papers of the packaged method ``name``, on the digits, without FedAvg's and ours."""
+    text = cited({**read("data/digits"), **read(f"method/{name}")})
+    assert "no reference" not in text
+    first, *middle, last = keys(text)
+    assert (first, last) == ("mcmahan2017fedavg", "fl_lightning")
+    assert middle.pop() == "alpaydin1998digits"
+    return middle
+
+
+@pytest.mark.parametrize(
+    ("name", "papers"),
+    [
+        ("fedavg", []),
+        ("scaffold", ["karimireddy2020scaffold"]),
+        ("fedsmoo", ["sun2023fedsmoo", "acar2021feddyn"]),
+        ("fedadam", ["reddi2021adaptive"]),
+        ("fedper", ["arivazhagan2019fedper"]),
+        ("fedbn", ["li2021fedbn"]),
+        ("fedals", ["gholami2024fedals"]),
+        ("median", ["yin2018byzantine"]),
+        ("multi_krum", ["blanchard2017krum"]),
+        ("geometric_median", ["pillutla2022rfa"]),
+    ],
+)
+def test_what_a_packaged_method_cites(name: str, papers: list[str]) -> None:
+    assert sorted(of_method(name)) == sorted(papers)
+
+
+def test_every_method_and_data_set_of_ours_has_a_reference_that_its_file_names() -> None:
+    known = {*PAPERS, *BY_ARGUMENT, "PartialAveraging"}
+    for name in fl_lightning.callbacks.__all__:
+        cls = getattr(fl_lightning.callbacks, name)
+        if issubclass(cls, FederatedCallback) and cls.title and not cls.measures:
+            assert name in known, name
+    entries = references()
+    used = {key for papers in PAPERS.values() for key in papers}
+    for _, by_value in BY_ARGUMENT.values():
+        used |= {key for papers in by_value.values() for key in papers}
+    assert used <= entries.keys()
+    # The number of each preprint stands in the file of its method, where it has one.
+    sources = " ".join(path.read_text() for path in (ROOT / "callbacks").glob("*.py"))
+    for name, papers in PAPERS.items():
+        if name in fl_lightning.callbacks.__all__:
+            for key in papers:
+                number = re.search(r"eprint = \{([\d.]+)\}", entries[key])
+                assert number and number[1] in sources, key
+
+
+def test_a_data_config_cites_its_data() -> None:
+    for name in packaged():
+        if name.startswith("data/") and name != "data/text":
+            assert "no reference" not in cited(read(name)), name
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**read("data/cifar10"), "method": [{"class_path": "mine.MyMethod"}]}
+    config["data"]["init_args"]["partition"] = {"class_path": "x.Dirichlet", "init_args": {}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["cite", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("% MyMethod: no reference is known here\n")
+    expected = ["mcmahan2017fedavg", "krizhevsky2009cifar", "hsu2019measuring", "fl_lightning"]
+    assert keys(said) == expected
+    ours = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    plain = said.replace("{", "").replace("}", "")
+    assert ours["title"] in plain and ours["authors"][0]["name"] in plain
+    assert f"version = {ours['version']}" in plain
+    assert main(["cite", str(tmp_path / "none")]) == 2
+    assert "not a run's folder" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""What trackers hold of a run: every column, round and coefficient, in one run of theirs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.zygote import Cli
+
+TINY = ("-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "-c", "method/fedprox")
+TINY = (*TINY, "--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", "x")
+
+pytestmark = pytest.mark.slow
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where a tracker's package is not installed."""
+    missing = find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def in_two_fits(cli: Cli, *argv: str) -> dict[str, dict[int, float]]:
+    """Run two rounds, go on to the third, and give metrics.csv: column → round → value."""
+    for command in ((*TINY, *argv), ("x", "--trainer.max_epochs", "3")):
+        result = cli("fit", *command, env={"WANDB_MODE": "offline"})
+        assert result.returncode == 0, result.stderr
+    columns: dict[str, dict[int, float]] = {}
+    with open(cli.folder / "x/metrics.csv") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if name != "round" and text:
+                    columns.setdefault(name, {})[int(row["round"])] = float(text)
+    assert len(columns) > 15 and set(columns["train/loss"]) == {0, 1, 2}
+    return columns
+
+
+def same(expected: dict[str, dict[int, float]], found: dict[str, Any], digits: float) -> None:
+    """Every column with every round of it, to ``digits``."""
+    assert expected.keys() <= found.keys()
+    for name, values in expected.items():
+        assert values.keys() == found[name].keys(), name
+        for t, value in values.items():
+            assert math.isclose(found[name][t], value, rel_tol=digits), (name, t)
+
+
+def noted(folder: Path) -> dict[str, str]:
+    ids: dict[str, str] = json.loads((folder / "run.json").read_text())["trackers"]
+    return ids
+
+
+def test_tensorboard_has_it_all_in_the_runs_folder(cli: Cli) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    expected = in_two_fits(cli)
+    # Both fits' files are one run of TensorBoard's.
+    events = EventAccumulator(str(cli.folder / "x"))
+    events.Reload()
+    found = {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
+    same(expected, found, 1e-6)
+    assert noted(cli.folder / "x") == {}
+
+
+@needs("mlflow")
+def test_mlflow_has_it_all_in_one_run(cli: Cli) -> None:
+    import mlflow
+
+    expected = in_two_fits(cli, "-c", "logger/mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{cli.folder / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("fl-lightning")
+    (run,) = client.search_runs([experiment.experiment_id])
+    found = {
+        name: {
+            point.step: point.value for point in client.get_metric_history(run.info.run_id, name)
+        }
+        for name in run.data.metrics
+    }
+    same(expected, found, 0)
+    assert noted(cli.folder / "x") == {"MLFlowLogger": run.info.run_id}
+    assert run.data.params["method/ProximalTerm/mu"] == "0.01"
+
+
+@needs("wandb")
+def test_wandb_has_it_all_under_one_id(cli: Cli) -> None:
+    expected = in_two_fits(cli, "-c", "logger/wandb")
+    files = sorted((cli.folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    ids = noted(cli.folder / "x")
+    # Each fit leaves a folder to be synchronised; both are of one run.
+    assert {path.stem for path in files} == {f"run-{ids['WandbLogger']}"} and len(files) == 2
+    found: dict[str, dict[int, float]] = {}
+    settings: dict[str, Any] = {}
+    for path in files:
+        for record in records(path):
+            values = items(record.history.item)
+            for name, value in values.items():
+                if isinstance(value, float | int):
+                    found.setdefault(name, {})[int(values["trainer/global_step"])] = value
+            settings |= items(record.run.config.update) | items(record.config.update)
+    same(expected, found, 1e-12)
+    assert settings["method/ProximalTerm/mu"] == 0.01
+
+
+def items(found: Any) -> dict[str, Any]:
+    """Names and values of what W&B wrote."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in found}
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What W&B wrote to its file of an offline run: a log in LevelDB's format.
+
+    Seven bytes at the beginning, then blocks in which a record has its length and whether it is
+    whole (1), or a first, middle or last part (2, 3, 4).
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    place = 7
+    text = b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if left < 7 or kind == 0:
+            place += left
+            continue
+        text += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(text)
+            text = b""
+            yield record
