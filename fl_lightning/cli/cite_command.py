@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fl_lightning import __version__
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.cli.compose import as_list, class_name, is_file, parse_yaml
 from fl_lightning.errors import UserError
@@ -110,7 +110,9 @@ def cited(config: Mapping[str, Any]) -> str:
     entries = references()
     blocks = [entries[key] for key in dict.fromkeys(keys)]
     lines = "\n".join(dict.fromkeys(unknown))
-    return "\n\n".join(filter(None, [lines, *blocks, _OURS.format(version=__version__)]))
+    return "\n\n".join(
+        filter(None, [lines, *blocks, _OURS.format(version=version("fl-lightning"))])
+    )
 
 
 def references() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Packages that others wrote: their short names and configs work like ours.
 
-A package names itself in the entry point group ``fl_lightning.plugins``; ``fl-lightning new`` writes
-one.
+A package names itself in the entry point group ``fl_lightning.plugins``. ``fl-lightning new``
+writes one.
 """
 
 from __future__ import annotations

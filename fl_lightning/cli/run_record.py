@@ -181,7 +181,7 @@ class RunRecord(pl.Callback):
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
-        """Note what the learner's torchmetrics said of themselves, what is shown, and trackers' ids.
+        """Note what torchmetrics said of themselves, what is shown, and trackers' ids.
 
         Tells whether any of that is new.
         """
