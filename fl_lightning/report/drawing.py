@@ -199,15 +199,20 @@ def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
 
 def logarithmic(axes: Axes, along: Literal["x", "y"] = "y") -> None:
     """Make an axis logarithmic, with plain numbers at its ticks."""
+    axis = axes.yaxis if along == "y" else axes.xaxis
 
     def number(value: float, _: Any) -> str:
         return f"{value:.4g}" if 1e-4 < value < 1e5 else f"{value:.0e}"
 
-    axis = axes.yaxis if along == "y" else axes.xaxis
+    def between(value: float, place: Any) -> str:
+        low, high = sorted(axis.get_view_interval())
+        # Over more than two powers of ten these numbers would lie upon each other.
+        return number(value, place) if high <= 100 * low else ""
+
     axes.set(**{f"{along}scale": "log"})
     axis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(number))
-    axis.set_minor_formatter(FuncFormatter(number))
+    axis.set_minor_formatter(FuncFormatter(between))
     axes.tick_params(which="minor", length=2)
 
 

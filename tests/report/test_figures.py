@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from folders import make_run
 from scipy import stats
 
+from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.report import charts, curves, sections
 from fl_lightning.report.drawing import STYLES, in_style
 from fl_lightning.report.fairness import spread
@@ -202,6 +204,35 @@ def test_what_was_measured_on_the_test_set_is_called_so(
     assert summary.to_json()["metric"] == "val/acc"
     told = any("called test here" in note for note in summary.notes)
     assert told == (name == "test acc")
+
+
+@pytest.mark.parametrize(
+    ("given", "on_test"),
+    [
+        ({"test": True}, True),
+        ({"test": True, "val_fraction": 0.2}, False),
+        ({"test": True, "val": True}, False),
+        ({}, False),
+    ],
+)
+def test_data_say_whether_they_validate_on_the_test_set(
+    given: dict[str, Any], on_test: bool
+) -> None:
+    pair = (torch.zeros(10, 2), torch.zeros(10, dtype=torch.long))
+    options = {name: pair if value is True else value for name, value in given.items()}
+    data = InMemoryDataModule(pair, num_clients=2, **options)
+    assert data.validates_on_test is on_test
+
+
+def test_a_logarithmic_axis_over_many_powers_has_numbers_at_powers_alone(tmp_path: Path) -> None:
+    for name, most in (("few", 30.0), ("many", 1e6)):
+        columns = {"val/acc": [0.5] * 9, "divergence/all": np.geomspace(1, most, 9).tolist()}
+        make_run(tmp_path / f"{name}/a/seed-0", "a", 0, columns)
+        (drawing,) = curves.measurements(summarise(find([tmp_path / name])))
+        drawing.figure.draw_without_rendering()
+        axis = drawing.figure.axes[0].yaxis
+        shown = [label.get_text() for label in axis.get_minorticklabels() if label.get_text()]
+        assert bool(shown) == (name == "few"), shown
 
 
 def test_runs_of_which_some_alone_were_on_the_test_set_are_told_apart(tmp_path: Path) -> None:

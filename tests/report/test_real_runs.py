@@ -103,6 +103,7 @@ def test_three_runs_and_their_report(cli: Cli) -> None:
     assert set(a["versions"]) >= {"fl-lightning", "torch", "pytorch-lightning", "python"}
     machine = a["machine"]
     assert machine["cores"] >= 1 and machine["threads"] >= 1 and machine["processes"] == 1
+    assert a["validated_on"] == "test"
     assert machine["gpu"] is None and machine["memory"] > 2**20 and machine["processor"]
     result = cli("report", "a", "b", "c", "--targets", "0.5", "--out", "out")
     assert result.returncode == 0, result.stderr
