@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -295,12 +296,21 @@ def scores(summary: Summary) -> Table:
     lost = ""
     if summary.scored and any(arm.diverged for arm in summary.arms.values()):
         lost = f"A diverged run {'scores 0' if summary.greater else 'has no score'}. "
+    several = len(set(kin(summary).values())) > 1
     note = (
         f"Mean ± sample deviation over seeds. Smoothed: highest of the last 50 of the {curve}. "
-        f"{lost}Unfinished runs are kept out."
+        f"{lost}Unfinished runs are kept out.{' Bold: the best of its sweep.' * several}"
     )
     table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
-    return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater)
+    return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater, kin(summary))
+
+
+def kin(summary: Summary) -> dict[str, str]:
+    """Arm → what its sweep shares with others: arms of other sweeps have other settings."""
+    of_run: dict[Path, str] = {}
+    for sweep in summary.found.sweeps:
+        of_run |= dict.fromkeys(sweep.runs, sweep.kin)
+    return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
 
 
 def windows(summary: Summary) -> str:
@@ -358,7 +368,7 @@ def targets(summary: Summary) -> list[Table]:
         title = f"Until {summary.called(summary.metric)} {sign} {target}"
         table = Table(f"target-{target}", title, columns.split("|"), rows, note.format(target))
         # Whatever the metric, to spend less until the target is better.
-        made.append(table.with_best(range(1, 1 + len(costs)), lambda: False))
+        made.append(table.with_best(range(1, 1 + len(costs)), lambda: False, kin(summary)))
     return made
 
 
@@ -393,7 +403,7 @@ def budgets(summary: Summary) -> Table:
             "on the machine still lengthens; on a GPU the clock's, of runs that did not overlap."
         )
     table = Table("budgets", title, ["arm", *map(_budget, made)], rows, note)
-    return table.with_best(range(1, 1 + len(made)), lambda: summary.greater)
+    return table.with_best(range(1, 1 + len(made)), lambda: summary.greater, kin(summary))
 
 
 def _budget(view: View) -> str:
@@ -472,8 +482,9 @@ def fairness(summary: Summary) -> Table:
         "where all have the same."
     )
     table = Table("fairness", title, ["arm", *MEASURES.values()], rows, note)
-    table.with_best((1, 2, 3), lambda: summary.greater)
-    return table.with_best((4,), lambda: True).with_best((5,), lambda: False)
+    own = kin(summary)
+    table.with_best((1, 2, 3), lambda: summary.greater, own)
+    return table.with_best((4,), lambda: True, own).with_best((5,), lambda: False, own)
 
 
 def beside_published(summary: Summary) -> list[Table]:

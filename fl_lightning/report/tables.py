@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 NONE = "–"
@@ -46,13 +47,24 @@ class Table:
         for row in self.rows:
             row[:] = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
 
-    def with_best(self, columns: Iterable[int], greater: Callable[[], bool]) -> Table:
-        """Mark the best of each of these columns; ``greater`` is asked where there are several."""
-        for column in columns:
-            known = [row[column].value for row in self.rows if row[column].value is not None]
+    def with_best(
+        self,
+        columns: Iterable[int],
+        greater: Callable[[], bool],
+        kin: Mapping[str, str] | None = None,
+    ) -> Table:
+        """Mark the best of each of these columns; ``greater`` is asked where there are several.
+
+        ``kin``: first cell → group; rows are compared with those of their own.
+        """
+        groups: dict[str, Rows] = {}
+        for row in self.rows:
+            groups.setdefault((kin or {}).get(row[0].text, ""), []).append(row)
+        for column, rows in product(columns, groups.values()):
+            known = [row[column].value for row in rows if row[column].value is not None]
             if len(known) > 1:
                 best = max(known) if greater() else min(known)
-                for row in self.rows:
+                for row in rows:
                     if row[column].value == best:
                         row[column] = Cell(row[column].text, best, "best")
         return self

@@ -139,6 +139,23 @@ def test_a_claims_difference_stands_beside_the_one_that_the_paper_printed(tmp_pa
     assert cells(beside, "arm") == ["s/fedinit-0.0", "s/fedinit-0.1"]
 
 
+def test_the_best_is_that_of_its_own_sweep(tmp_path: Path) -> None:
+    for sweep, more in (("s", 0.0), ("t", 0.2)):
+        for arm, level in (("a", 0.5), ("b", 0.6)):
+            make_arm(tmp_path / sweep, f"{sweep}-{arm}", {0: level + more, 1: level + more})
+    folders = [tmp_path / "s", tmp_path / "t"]
+
+    def best() -> list[str]:
+        table = sections.scores(summarise(find(folders)))
+        return [row[0].text for row in table.rows if row[1].mark == "best"]
+
+    # Folders of runs that no sweep made are looked at together.
+    assert best() == ["t-b"]
+    for folder in folders:
+        (folder / "sweep.yaml").write_text("configs: [base]\n")
+    assert best() == ["s-b", "t-b"]
+
+
 def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "tuned", {0: 0.5})
     head = "arm,model.learner.init_args.lr,method.beta,val/acc (tail),runs,chosen\n"
