@@ -168,5 +168,12 @@ def test_lines_are_short_enough_to_be_compared(page: Path) -> None:
     assert not [line for line in prose.splitlines() if line.lstrip().startswith("%")]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_programs_fit_beside_the_contents(page: Path) -> None:
+    assert not [
+        line for block in blocks_of(page) for line in block.text.splitlines() if len(line) > 100
+    ]
+
+
 def test_the_readme_fits_on_two_screens() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110

@@ -134,9 +134,11 @@ def write_pages(app: Any) -> None:
 
 
 def keep_colons(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
-    """Before napoleon, which takes what stands before an attribute's colon for its type."""
-    if what in ("attribute", "property") and lines:
-        lines[0] = f": {lines[0]}"
+    """After napoleon, which takes what stands before an attribute's colon for its type."""
+    types = [line for line in lines if line.startswith(":type: ")]
+    if what in ("attribute", "property") and types:
+        lines.remove(types[0])
+        lines[0] = f"{types[0].removeprefix(':type: ')}: {lines[0]}"
 
 
 def own_signature(
@@ -145,11 +147,13 @@ def own_signature(
     """What a callback's ``__init__`` takes; autodoc looks at the base class's ``__new__`` first."""
     if what != "class" or not issubclass(of, FederatedCallback):
         return None
+    if of.__init__ is object.__init__:
+        return "()", returns
     return stringify_signature(signature_of(of.__init__, bound_method=True), False), returns
 
 
 def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-signature", own_signature)
-    app.connect("autodoc-process-docstring", keep_colons, priority=400)
+    app.connect("autodoc-process-docstring", keep_colons, priority=900)
     return {"parallel_read_safe": True}
