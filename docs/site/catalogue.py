@@ -58,6 +58,7 @@ PAGES = {
 }
 
 GROUPS = {
+    "": "What a run or a sweep begins with.",
     "method": "Methods: after a data config; each sets every key that belongs to methods.",
     "data": "Data, each with a small network that fits.",
     "model": "Networks, for any data.",
@@ -94,11 +95,14 @@ def first_comment(path: Path) -> str:
 
 
 def configs_of(group: str, says: str) -> str:
-    """A page of one group of configs, each with its whole text."""
-    parts = [f"# {group}/\n\n{says} Each is given by its name: `-c {group}/NAME`.\n"]
+    """A page of one group of configs, each with its whole text; "": those without a group."""
+    prefix = f"{group}/" if group else ""
+    title = prefix or "base, central, …"
+    parts = [f"# {title}\n\n{says} Each is given by its name: `-c {prefix}NAME`.\n"]
     for path in sorted((ROOT / "configs" / group).glob("*.yaml")):
-        text = path.read_text("utf-8").rstrip()
-        parts.append(f"## {group}/{path.stem}\n\n```yaml\n{text}\n```\n")
+        if not path.name.endswith(".claims.yaml"):
+            text = path.read_text("utf-8").rstrip()
+            parts.append(f"## {prefix}{path.stem}\n\n```yaml\n{text}\n```\n")
     return "\n".join(parts)
 
 
@@ -129,7 +133,7 @@ def write_pages(app: Any) -> None:
     for page, (title, names) in PAGES.items():
         write(folder / "api" / f"{page}.rst", reference(title, names))
     for group, says in GROUPS.items():
-        write(folder / "configs" / f"{group}.md", configs_of(group, says))
+        write(folder / "configs" / f"{group or 'base'}.md", configs_of(group, says))
     write(folder / "configs" / "experiment.md", experiments())
 
 
