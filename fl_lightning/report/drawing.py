@@ -230,9 +230,17 @@ def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
     drawn.legend(list(handles.values()), list(handles), **place)
 
 
+def laid_out(drawn: Figure) -> None:
+    """Find room for the figure's parts once, and not anew for each of its formats."""
+    if drawn.get_layout_engine() is not None:
+        drawn.draw_without_rendering()
+        drawn.set_layout_engine(None)
+
+
 @styled
 def png(drawn: Figure) -> bytes:
     """The figure as PNG."""
+    laid_out(drawn)
     file = io.BytesIO()
     FigureCanvasAgg(drawn)
     drawn.savefig(file, format="png", dpi=style().dpi)
@@ -242,6 +250,7 @@ def png(drawn: Figure) -> bytes:
 @styled
 def pdf(drawn: Figure) -> bytes:
     """The figure as PDF, the same bytes for the same figure."""
+    laid_out(drawn)
     file = io.BytesIO()
     # A date in the file would give other bytes to the same figure.
     metadata: Any = {"CreationDate": None, "Creator": None, "Producer": None}
@@ -252,6 +261,7 @@ def pdf(drawn: Figure) -> bytes:
 @styled
 def svg(drawn: Figure, transparent: bool = False) -> str:
     """The figure as SVG, the same bytes for the same figure."""
+    laid_out(drawn)
     # A date in the file would give other bytes to the same figure.
     file = io.BytesIO()
     FigureCanvasSVG(drawn)
