@@ -72,6 +72,15 @@ def _configs(names: Sequence[str]) -> str:
     return available[name].read_text("utf-8").rstrip("\n")
 
 
+def _show(text: str) -> None:
+    """Print a text of many lines; who reads it may stop early, as ``| head`` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and is not to complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _run(command: str, rest: list[str], debug: bool) -> int:
     """Run one command; each imports what it needs, and no more."""
     if command == "--version":
@@ -91,7 +100,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
                 "the one called NAME."
             )
         else:
-            print(_configs(rest))
+            _show(_configs(rest))
         return 0
     if command == "check":
         from fl_lightning.cli import check_command
@@ -123,7 +132,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
 
     text = asked(command, COMMANDS[command], rest)
     if text is not None:
-        print(text)
+        _show(text)
         return 0
     # Names and YAML are checked before torch is imported, so that a typing error is said at once.
     prepared = prepare(command, rest)
@@ -145,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [a for a in arguments if a != "--debug"]
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
-            print(usage())
+            _show(usage())
             return 0
         return _run(arguments[0], arguments[1:], debug)
     except UserError as error:

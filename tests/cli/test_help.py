@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -98,3 +99,13 @@ def test_an_option_tells_its_classes_and_a_class_its_arguments(
 def test_a_class_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--data.help", "Digit"]) == 2
     assert "Did you mean 'Digits'? Accepted: CIFAR10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["configs"], ["fit", "--help"], ["--help"]])
+def test_whoever_reads_it_may_stop_early(argv: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fl_lightning", *argv]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
