@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -24,6 +23,7 @@ from benchmarks.bare import prepared
 from benchmarks.peers import PEERS, Peer, peers
 from benchmarks.workloads import WORKLOADS, Ours
 from fl_lightning import callbacks
+from fl_lightning.processes import usable_cores
 
 Round = Callable[[], tuple[float, float]]
 ENGINES = ("sequential", "concurrent", "stacked", "auto")
@@ -124,9 +124,7 @@ def main() -> None:
         parser.error(f"unknown engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
     if given.accelerator == "gpu" and not torch.cuda.is_available():
         parser.error("no CUDA GPU is here")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = usable_cores()
     results: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {cores} cores, torch "
         f"{torch.__version__}"

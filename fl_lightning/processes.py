@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,6 +12,13 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _timeout: timedelta | None = None
+
+
+def usable_cores() -> int:
+    """How many cores this process may use; a container may leave fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def default_timeout() -> timedelta:

@@ -24,6 +24,7 @@ if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
 from lightning_fabric.utilities import registry  # noqa: E402
 
 from fl_lightning.engines.door import why_closed  # noqa: E402
+from fl_lightning.processes import usable_cores  # noqa: E402
 from tests.helpers.zygote import Cli, Zygote  # noqa: E402
 
 torch.set_num_threads(1)
@@ -35,9 +36,7 @@ registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """As many processes as cores and one more, which works while another's test waits."""
-    everywhere = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if everywhere else os.cpu_count() or 1
-    return cores + 1
+    return usable_cores() + 1
 
 
 @pytest.hookimpl(wrapper=True)

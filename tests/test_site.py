@@ -61,7 +61,7 @@ def foreign(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(ABSENT), reason=f"the extra docs is not installed: {ABSENT}")
+@pytest.mark.skipif(bool(ABSENT), reason=f"{ABSENT} not installed: pip install -e '.[docs]'")
 def test_the_site_is_built_without_warnings_and_fetches_nothing(
     python: str, tmp_path: Path
 ) -> None:

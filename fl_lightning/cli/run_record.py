@@ -22,6 +22,7 @@ from fl_lightning.cli.trackers import ids_of, trackers
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
 from fl_lightning.metrics import read_modes, read_record
+from fl_lightning.processes import usable_cores
 from fl_lightning.record.shown import shown_metrics
 from fl_lightning.storage.files import written_aside
 
@@ -73,7 +74,7 @@ def machine(trainer: pl.Trainer) -> dict[str, Any]:
     device = trainer.strategy.root_device
     return {
         "processor": _processor(),
-        "cores": _usable_cores(),
+        "cores": usable_cores(),
         "memory": _memory(),
         "threads": torch.get_num_threads(),
         "processes": trainer.world_size,
@@ -90,13 +91,6 @@ def _processor() -> str | None:
         return platform.processor() or None
     named = re.search(r"^model name\s*:\s*(.+)$", lines, re.MULTILINE)
     return " ".join(named[1].split()) if named else None
-
-
-def _usable_cores() -> int | None:
-    # A container or a scheduler may leave fewer than the machine has.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _memory() -> int | None:

@@ -23,6 +23,7 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.learner import TRANSFER, Layout, check_trainable, overrides
 from fl_lightning.lightning import Precision
 from fl_lightning.methods import Methods
+from fl_lightning.processes import usable_cores
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
@@ -83,10 +84,7 @@ class Situation:
     @property
     def usable_cores(self) -> int:
         """This process's share of the machine's cores; the run's others there have theirs."""
-        cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        return max(1, cores // self.processes_here)
+        return max(1, usable_cores() // self.processes_here)
 
     @property
     def most_at_once(self) -> int:

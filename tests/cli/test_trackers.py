@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def needs(package: str) -> pytest.MarkDecorator:
     """Skip where a tracker's package is not installed."""
     missing = find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install {package}")
 
 
 def in_two_fits(cli: Cli, *argv: str) -> dict[str, dict[int, float]]:

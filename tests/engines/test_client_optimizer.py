@@ -42,7 +42,7 @@ class Counted(torch.optim.Optimizer):
 )
 def test_any_torch_optimizer_steps_clients_as_it_steps_a_network(optimizer: Any) -> None:
     if "Muon" in optimizer.__code__.co_names and not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
+        pytest.skip(f"torch {torch.__version__} has no Muon, which came later")
     data = blobs(clients=1)
     module = federated(
         participation="all", local_epochs=1, client_optimizer=lambda p: optimizer(list(p))
