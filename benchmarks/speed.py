@@ -23,7 +23,7 @@ from benchmarks.bare import prepared
 from benchmarks.peers import PEERS, Peer, peers
 from benchmarks.workloads import WORKLOADS, Ours
 from fl_lightning import callbacks
-from fl_lightning.processes import usable_cores
+from fl_lightning.machine.processes import usable_cores
 
 Round = Callable[[], tuple[float, float]]
 ENGINES = ("sequential", "concurrent", "stacked", "auto")

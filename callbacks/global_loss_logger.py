@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fl_lightning.checks import positive
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
 from fl_lightning.metrics import is_accuracy
-from fl_lightning.options import positive
 from fl_lightning.round.sums import ordered_norm
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fl_lightning.checks import number
 from fl_lightning.evaluation import curvature
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
-from fl_lightning.options import number
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.checks import number
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
 from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, lines_of
 from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
-from fl_lightning.options import number
-from fl_lightning.processes import gathered
 from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning import hyper_parameters
+from fl_lightning import description
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.lightning import TensorBoardLogger, pl
 from fl_lightning.metrics import Metrics
@@ -171,7 +171,7 @@ def _card(trainer: pl.Trainer) -> str:
             methods.append((name, arguments(callback)))
             for label, fact in callback.facts().items():
                 methods.append((f"{name}: {label}", fact))
-    learner = hyper_parameters.of_learner(getattr(module, "learner", module))
+    learner = description.of_learner(getattr(module, "learner", module))
     network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
     named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"
     run = [("learner", named), ("data", type(data).__name__), ("rounds", str(trainer.max_epochs))]
@@ -185,7 +185,7 @@ def _card(trainer: pl.Trainer) -> str:
         _section("Run", run),
         _section("Callbacks", methods),
         _section("Data", [] if data_card is None else list(data_card().items())),
-        _section("Versions", list(hyper_parameters.versions().items())),
+        _section("Versions", list(description.versions().items())),
         _section("Machine", machine),
     ]
     return f"# {head}\n" + "".join(sections)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fl_lightning.datamodules.samples import Change
-from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.machine.devices import to_device
 
 
 @dataclass(frozen=True)

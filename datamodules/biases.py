@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.datamodules.samples import Change, TensorSamples
-from fl_lightning.devices import to_device
 from fl_lightning.errors import UserError
+from fl_lightning.machine.devices import to_device
 from fl_lightning.sampling import generator
 
 

@@ -14,11 +14,11 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.checks import number
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.partitions import ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.options import number
 from fl_lightning.sampling import generator
 
 # What a cell says where there is no value; Parquet has nulls of its own.

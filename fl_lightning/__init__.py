@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fl_lightning.analysis.results import load
     from fl_lightning.callback import (
         ClientState,
         Coefficient,
@@ -17,11 +18,10 @@ if TYPE_CHECKING:
     from fl_lightning.cli.drop_in import FederatedCLI
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
+    from fl_lightning.machine.strategies import FederatedStrategy
     from fl_lightning.module import FederatedModule
     from fl_lightning.record.metrics_csv import MetricsCSV
-    from fl_lightning.results import load
     from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
-    from fl_lightning.strategies import FederatedStrategy
 
 __version__ = "0.1.0"
 
@@ -34,10 +34,10 @@ _HOME = {
     **dict.fromkeys(("Diverged", "UserError"), "errors"),
     "FederatedCLI": "cli.drop_in",
     "FederatedModule": "module",
-    "FederatedStrategy": "strategies",
+    "FederatedStrategy": "machine.strategies",
     "InMemoryDataModule": "datamodules",
     "MetricsCSV": "record.metrics_csv",
-    "load": "results",
+    "load": "analysis.results",
 }
 
 __all__ = [

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from fl_lightning.checks import flag, number, one_of
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.lightning import pl
-from fl_lightning.options import flag, number, one_of
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
-from fl_lightning.round.sums import ordered_norm, ordered_sum
-from fl_lightning.sampling import generator
-from fl_lightning.schedules import Schedule
-from fl_lightning.state import (
+from fl_lightning.round.state import (
     ClientState,
     Coefficient,
     Declaration,
@@ -30,6 +27,9 @@ from fl_lightning.state import (
     Staging,
     Upload,
 )
+from fl_lightning.round.sums import ordered_norm, ordered_sum
+from fl_lightning.sampling import generator
+from fl_lightning.schedules import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self

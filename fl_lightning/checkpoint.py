@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.errors import UserError
-from fl_lightning.learner import all_finite
+from fl_lightning.learner.layout import all_finite
+from fl_lightning.machine.processes import gathered
 from fl_lightning.methods import Methods
-from fl_lightning.processes import gathered
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.storage import forged
 from fl_lightning.storage.apart import is_plain, read_plain

@@ -9,13 +9,13 @@ from typing import Any
 
 from torchmetrics import Metric
 
-from fl_lightning.learner import SHIMS, TRANSFER, lightning_modules, overrides
+from fl_lightning.learner.modules import SHIMS, TRANSFER, lightning_modules, overrides
 from fl_lightning.lightning import LightningOptimizer, extract_batch_size, pl
 from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.settings import Settings
 from fl_lightning.run import FederatedRun
-from fl_lightning.settings import Settings
 
 HOOKS = [
     "on_fit_end",

@@ -13,12 +13,12 @@ from fl_lightning.aggregation import metric_states, server_update, traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
 from fl_lightning.aggregation.tree_sum import visiting_order
-from fl_lightning.buffers import BufferPolicy
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
-from fl_lightning.learner import all_finite
+from fl_lightning.learner.buffers import BufferPolicy
+from fl_lightning.learner.layout import all_finite
+from fl_lightning.machine.processes import gathered
 from fl_lightning.methods import Methods, checked_choice
-from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -26,8 +26,8 @@ from fl_lightning.round.group import LOSS
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.server import Server
+from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
-from fl_lightning.settings import Settings
 from fl_lightning.storage.run_state import RunState
 
 Metrics = dict[str, float]

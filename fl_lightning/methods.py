@@ -16,8 +16,8 @@ from fl_lightning.callback import (
     Upload,
 )
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.round.state import Staging, State
 from fl_lightning.schedules import arguments
-from fl_lightning.state import Staging, State
 
 OWNED = {
     "select": "who takes part",

@@ -14,16 +14,16 @@ from fl_lightning import checkpoint, checks
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.learner_hooks import LearnerHooks
 from fl_lightning.lightning import explain_to_other_trainers
+from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Logged
-from fl_lightning.processes import gathered
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.settings import OptimizerFactory, Settings
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
-from fl_lightning.settings import OptimizerFactory, Settings
 from fl_lightning.storage import forged
 from fl_lightning.storage.rows import ClientRows
 

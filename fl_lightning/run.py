@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
-from fl_lightning.buffers import BufferPolicy
 from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.checkpoint import Identity, RowsOnDisk
-from fl_lightning.devices import prepare_process
+from fl_lightning.description import log_to, of_run
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.build import NOT_CAPTURED, choose
 from fl_lightning.engines.engine import Engine
@@ -26,18 +25,19 @@ from fl_lightning.engines.random_state import RandomState, seed_round
 from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.in_round import ClientEvaluation
-from fl_lightning.hyper_parameters import log_to, of_run
-from fl_lightning.learner import modes
+from fl_lightning.learner.buffers import BufferPolicy
+from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics, Participants
+from fl_lightning.machine.devices import prepare_process
 from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
+from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor, decay_text
-from fl_lightning.settings import Settings
 from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
 from fl_lightning.storage.lock import RunLock, held_by_all

@@ -24,7 +24,7 @@ if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
 from lightning_fabric.utilities import registry  # noqa: E402
 
 from fl_lightning.engines.door import why_closed  # noqa: E402
-from fl_lightning.processes import usable_cores  # noqa: E402
+from fl_lightning.machine.processes import usable_cores  # noqa: E402
 from tests.helpers.zygote import Cli, Zygote  # noqa: E402
 
 torch.set_num_threads(1)

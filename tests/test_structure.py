@@ -18,15 +18,16 @@ PACKAGE = ROOT / "fl_lightning"
 # around runs.
 CORE = """
 errors lightning
-processes devices sampling schedules strategies metrics storage
-options
-optim checks learner parameters buffers settings state hyper_parameters
+machine sampling schedules metrics storage
+optim learner
+checks
 round
 callback
 methods
 engines aggregation
 loop checkpoint
 evaluation
+description
 run
 learner_hooks
 module
@@ -39,7 +40,7 @@ testing
 """
 WORKBENCH = """
 cli
-results report
+report
 sweep analysis
 __main__ __init__
 """
@@ -148,8 +149,7 @@ def test_packaged_methods_import_the_callback_alone() -> None:
         "checks",
         "errors",
         "metrics",
-        "options",
-        "processes",
+        "machine.processes",
         "sampling",
         "round.sums",
         "storage.files",

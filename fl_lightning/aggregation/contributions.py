@@ -10,17 +10,17 @@ from torch import Tensor
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes
-from fl_lightning.buffers import BufferPolicy
-from fl_lightning.devices import to_host
 from fl_lightning.errors import UserError
-from fl_lightning.learner import all_finite, same_bits
+from fl_lightning.learner.buffers import BufferPolicy
+from fl_lightning.learner.layout import all_finite, same_bits
+from fl_lightning.machine.devices import to_host
+from fl_lightning.machine.processes import gathered
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.processes import gathered
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.state import Upload
+from fl_lightning.round.state import Upload
 
 # In runs with personal models a client's latest round is a row of it, under this name.
 FINISHED = "personal.round"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.aggregation.tree_sum import TreeSum, visiting_order
-from fl_lightning.processes import world_size
+from fl_lightning.machine.processes import world_size
 from fl_lightning.round.ledger import Ledger
 
 

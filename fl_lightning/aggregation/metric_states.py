@@ -19,8 +19,9 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean, dim_zero_sum
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import logged_of, same_bits
-from fl_lightning.processes import world_size
+from fl_lightning.learner.layout import same_bits
+from fl_lightning.learner.modules import logged_of
+from fl_lightning.machine.processes import world_size
 
 # Any metric has these attributes, whatever it counts, so they are none of its own.
 OF_EVERY = frozenset(vars(SumMetric())) - {"sum_value"} | {"_computed", "_forward_cache"}

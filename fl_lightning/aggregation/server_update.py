@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.aggregation import gathering
 from fl_lightning.errors import Diverged
-from fl_lightning.learner import all_finite
+from fl_lightning.learner.layout import all_finite
 from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel

@@ -9,7 +9,7 @@ from torch import Tensor
 from fl_lightning.methods import Methods
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.state import Upload
+from fl_lightning.round.state import Upload
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = range(6)
 

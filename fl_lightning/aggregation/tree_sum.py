@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fl_lightning.processes import collective_device, gathered, world_size
+from fl_lightning.machine.processes import collective_device, gathered, world_size
 
 Leaf = dict[str, Tensor]
 Kinds = dict[str, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtypes

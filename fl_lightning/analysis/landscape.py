@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.analysis.opened import Opened
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.sampling import generator
 
 Grid = NDArray[np.float64]

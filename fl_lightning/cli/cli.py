@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 import fl_lightning.callbacks
 import fl_lightning.datamodules
+import fl_lightning.machine.strategies
 import fl_lightning.models
 import fl_lightning.schedules
-import fl_lightning.strategies
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.compose import (
     Command,

@@ -21,8 +21,8 @@ from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.cli.trackers import ids_of, trackers
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
+from fl_lightning.machine.processes import usable_cores
 from fl_lightning.metrics import read_modes, read_record
-from fl_lightning.processes import usable_cores
 from fl_lightning.record.shown import shown_metrics
 from fl_lightning.storage.files import written_aside
 

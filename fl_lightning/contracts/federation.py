@@ -21,8 +21,8 @@ from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.evaluation import personal
 from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
+from fl_lightning.machine.processes import place
 from fl_lightning.module import FederatedModule
-from fl_lightning.processes import place
 
 # In batches of 4 these give a client with one sample, short last batches, and different K_i.
 SIZES = [1, 5, 9, 4, 12, 7]

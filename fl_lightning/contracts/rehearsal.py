@@ -25,12 +25,12 @@ from fl_lightning.contracts import snapshots
 from fl_lightning.contracts.federation import Outcome, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.state import State
+from fl_lightning.round.state import State
 
 STEPS = 2
 # (name of the hook, the call) -> what it returned

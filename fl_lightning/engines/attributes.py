@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.learner import IN_STEPS
+from fl_lightning.learner.modules import IN_STEPS
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)

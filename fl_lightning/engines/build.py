@@ -20,7 +20,7 @@ from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
-from fl_lightning.learner import gradient_hook
+from fl_lightning.learner.modules import gradient_hook
 
 NOT_CAPTURED = "local steps are not captured, and run one by one: "
 Tell = Callable[[str], None]

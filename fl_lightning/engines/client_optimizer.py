@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import Layout, trainable
+from fl_lightning.learner.layout import Layout, trainable
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.context import ClientRates, several_in
-from fl_lightning.settings import OptimizerFactory
+from fl_lightning.round.settings import OptimizerFactory
 
 ELEMENTWISE = [
     "SGD",

@@ -11,10 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import overrides, trainable
+from fl_lightning.learner.layout import trainable
+from fl_lightning.learner.modules import overrides
 from fl_lightning.round.client_schedule import MOVED, ClientSchedule
 from fl_lightning.round.context import ClientRates
-from fl_lightning.settings import OptimizerFactory
+from fl_lightning.round.settings import OptimizerFactory
 
 # A scheduler writes its own notes under these names into a parameter group.
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")

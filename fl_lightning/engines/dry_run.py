@@ -15,7 +15,8 @@ from fl_lightning.engines.engine import intra_op_threads
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.worker import Recorder, Worker
-from fl_lightning.learner import IN_STEPS, buffer_values, lightning_modules
+from fl_lightning.learner.buffers import buffer_values
+from fl_lightning.learner.modules import IN_STEPS, lightning_modules
 
 if sys.platform == "linux":
     import resource

@@ -18,21 +18,17 @@ from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.engines.client_trainer import Present, nobody
 from fl_lightning.engines.step_hooks import StepHooks, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
-from fl_lightning.learner import (
+from fl_lightning.learner.buffers import buffer_slots
+from fl_lightning.learner.layout import Layout, check_trainable, fill, tie, trainable
+from fl_lightning.learner.modules import (
     IN_STEPS,
-    Layout,
-    buffer_slots,
-    check_trainable,
-    fill,
     lent_logs,
     lightning_modules,
     logged_of,
-    tie,
-    trainable,
     without_graphs,
 )
+from fl_lightning.learner.parameters import slots_of_parameters
 from fl_lightning.lightning import LightningOptimizer
-from fl_lightning.parameters import slots_of_parameters
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import LOSS
 

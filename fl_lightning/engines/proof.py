@@ -26,7 +26,8 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.errors import UserError
-from fl_lightning.learner import gradient_hook, lightning_modules, same_bits
+from fl_lightning.learner.layout import same_bits
+from fl_lightning.learner.modules import gradient_hook, lightning_modules
 
 SIZES = re.compile(
     r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE

@@ -14,21 +14,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from fl_lightning.buffers import BufferPolicy
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.worker import Worker
-from fl_lightning.learner import TRANSFER, Layout, check_trainable, overrides
+from fl_lightning.learner.buffers import BufferPolicy
+from fl_lightning.learner.layout import Layout, check_trainable
+from fl_lightning.learner.modules import TRANSFER, overrides
 from fl_lightning.lightning import Precision
+from fl_lightning.machine.processes import usable_cores
 from fl_lightning.methods import Methods
-from fl_lightning.processes import usable_cores
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.settings import Settings
+from fl_lightning.round.settings import Settings
 
 STREAMS = 16  # at most, on a GPU; PyTorch hands out 32
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import Layout, fill, overrides
+from fl_lightning.learner.layout import Layout, fill
+from fl_lightning.learner.modules import overrides
 
 AROUND_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 OF_GRADIENTS = (

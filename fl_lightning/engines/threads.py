@@ -18,7 +18,7 @@ import torch
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.worker import Worker
-from fl_lightning.learner import check_gradient_hooks
+from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.round.context import Round
 
 # From so many steps of a worker in a round on, a recording saves more than it costs.

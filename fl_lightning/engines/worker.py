@@ -15,7 +15,7 @@ from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.engines.random_state import random_state_kept, seed_client
-from fl_lightning.parameters import check_same_parameters
+from fl_lightning.learner.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup

@@ -21,7 +21,7 @@ from fl_lightning.aggregation.tree_sum import Leaf
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator
 from fl_lightning.evaluation.samples import Samples
-from fl_lightning.learner import flatten
+from fl_lightning.learner.layout import flatten
 from fl_lightning.sampling import generator
 
 Vector = NDArray[np.float64]

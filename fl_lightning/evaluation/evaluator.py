@@ -28,8 +28,8 @@ from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
-from fl_lightning.learner import Layout, flatten
-from fl_lightning.processes import gathered, place
+from fl_lightning.learner.layout import Layout, flatten
+from fl_lightning.machine.processes import gathered, place
 
 Share = Callable[[], list[Counted]]
 # (batch, its samples, its number) -> what it adds to a sum over samples

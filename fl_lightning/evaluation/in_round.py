@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.learner import IN_STEPS, lightning_modules, overrides
+from fl_lightning.learner.modules import IN_STEPS, lightning_modules, overrides
 from fl_lightning.metrics import without_prefix
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup

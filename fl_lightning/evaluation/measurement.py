@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.options import positive
-from fl_lightning.processes import gathered
+from fl_lightning.checks import positive
+from fl_lightning.machine.processes import gathered
 
 
 class Measurement(FederatedCallback):

@@ -17,8 +17,8 @@ from fl_lightning.engines.situation import LearnerCopies, situation_of
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.machine.processes import gathered, place
 from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.processes import gathered, place
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER, ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel

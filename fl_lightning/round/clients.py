@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.devices import to_device
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
+from fl_lightning.machine.devices import to_device
 from fl_lightning.round.context import InStep
 from fl_lightning.round.group import LOSS, ClientGroup
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
-from fl_lightning.state import Initial
+from fl_lightning.round.state import Initial
 from fl_lightning.storage.secret import Key
 
 # The rows in which clients keep their own buffers have this before the buffer's name.

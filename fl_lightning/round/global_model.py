@@ -13,18 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.learner import (
-    IN_STEPS,
-    Layout,
-    buffer_values,
-    flatten,
-    lent_logs,
-    lightning_modules,
-    tie,
-    trainable,
-    without_graphs,
-)
-from fl_lightning.parameters import (
+from fl_lightning.learner.buffers import buffer_values
+from fl_lightning.learner.layout import Layout, flatten, tie, trainable
+from fl_lightning.learner.modules import IN_STEPS, lent_logs, lightning_modules, without_graphs
+from fl_lightning.learner.parameters import (
     Slots,
     check_learner_parameters,
     check_same_parameters,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fl_lightning.devices import to_device
+from fl_lightning.machine.devices import to_device
 from fl_lightning.round.context import Evaluate, InStep, Round
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
-from fl_lightning.state import ClientState, PerClient, Scratch, Upload
+from fl_lightning.round.state import ClientState, PerClient, Scratch, Upload
 
 # Where a method reads the loss of local steps, it travels with what is logged, under this name.
 LOSS = "the loss of local steps"

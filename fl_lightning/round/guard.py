@@ -7,7 +7,7 @@ import sys
 from fl_lightning.errors import UserError
 
 # A hook reads through these modules, so their frames lie between it and the refusal.
-_BETWEEN = ("fl_lightning.round.", "fl_lightning.state")
+_BETWEEN = "fl_lightning.round."
 
 
 def refuse_outsiders(what: str, caller: str) -> None:

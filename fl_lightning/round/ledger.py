@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.round.context import Round
-from fl_lightning.state import ClientState, Declaration, ServerState, State, Upload
+from fl_lightning.round.state import ClientState, Declaration, ServerState, State, Upload
 from fl_lightning.storage.rows import Rows
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fl_lightning.learner import Layout
-from fl_lightning.processes import gathered, world_size
+from fl_lightning.learner.layout import Layout
+from fl_lightning.machine.processes import gathered, world_size
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.state import ClientState
 from fl_lightning.sampling import generator
-from fl_lightning.state import ClientState
 from fl_lightning.storage.secret import drawn_from
 
 

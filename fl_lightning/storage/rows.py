@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fl_lightning.processes import timeout
+from fl_lightning.machine.processes import timeout
 from fl_lightning.storage.store import ClientStore
 
 Rows = dict[str, dict[int, Tensor]]  # name of a state -> client -> row

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.processes import gathered
+from fl_lightning.machine.processes import gathered
 from fl_lightning.storage.rows import ClientRows, Rows
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.contributions import FINISHED, Contributions
 from fl_lightning.aggregation.tree_sum import Leaf
-from fl_lightning.buffers import BufferPolicy
 from fl_lightning.callback import Clients, FederatedCallback, Upload
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.methods import Methods
 from fl_lightning.round.ledger import Ledger
 from tests.helpers.learners import InPlace, Lit, Normed, blobs, federated, fitted, trainer

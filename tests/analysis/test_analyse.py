@@ -13,7 +13,7 @@ import torch
 
 from fl_lightning import load
 from fl_lightning.analysis.landscape import directions
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
 from tests.helpers.zygote import Cli
 

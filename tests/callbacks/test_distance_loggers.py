@@ -10,7 +10,7 @@ import pytest
 from fl_lightning import FederatedCallback
 from fl_lightning import callbacks as c
 from fl_lightning.callbacks.consensus_distance_logger import layers
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
 from tests.helpers.federation import network
 

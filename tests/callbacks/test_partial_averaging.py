@@ -13,7 +13,7 @@ from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import RunFacts
 from fl_lightning.contracts.federation import fit, quiet
-from fl_lightning.learner import Layout, layers_of
+from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20
 from tests.helpers.federation import network

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.partial import Parts

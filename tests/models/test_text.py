@@ -16,7 +16,7 @@ from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.callbacks import PartialAveraging
 from fl_lightning.datamodules import LanguageModelling, TextClassification
 from fl_lightning.errors import UserError
-from fl_lightning.learner import Layout
+from fl_lightning.learner.layout import Layout
 from fl_lightning.models import CausalLanguageModel, TextClassifier
 from tests.helpers.texts import multinli_files, opt, opt_layer, opt_rest, text_file
 

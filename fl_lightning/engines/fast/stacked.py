@@ -27,8 +27,8 @@ from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.engines.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
-from fl_lightning.learner import check_gradient_hooks, gradient_hook
-from fl_lightning.parameters import check_same_parameters, slots_of_parameters
+from fl_lightning.learner.modules import check_gradient_hooks, gradient_hook
+from fl_lightning.learner.parameters import check_same_parameters, slots_of_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import LOSS, ClientGroup

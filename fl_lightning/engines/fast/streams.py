@@ -16,7 +16,7 @@ import torch
 
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.worker import Worker
-from fl_lightning.learner import check_gradient_hooks
+from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
-from fl_lightning.learner import trainable
+from fl_lightning.learner.layout import trainable
 
 Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None], dict[str, nn.Module | None]]]
 

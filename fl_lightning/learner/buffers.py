@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.learner import buffer_slots, lightning_base
+from fl_lightning.learner.modules import lightning_base
 
 WORDS = ("average", "keep", "own")
 # A normalisation layer is told by the end of its class's name, torch's and users' alike.
@@ -116,3 +116,26 @@ def is_norm(module: nn.Module) -> bool:
         if type(hook).__name__ == "SpectralNorm":
             return True
     return any(NORM.search(kind.__name__) for kind in type(module).__mro__)
+
+
+def buffer_slots(
+    learner: nn.Module,
+) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
+    """The places of each buffer (a shared one has several), and its tensor, or None."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    tensors: dict[str, Tensor | None] = {}
+    names: dict[int, str] = {}
+    for prefix, module in learner.named_modules():
+        for leaf, buffer in module._buffers.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            name = name if buffer is None else names.setdefault(id(buffer), name)
+            slots.setdefault(name, []).append((module, leaf))
+            tensors[name] = buffer
+    return slots, tensors
+
+
+def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str, Tensor]:
+    """Copies of a learner's buffers by name, and of the parameters ``written`` by its steps."""
+    values = {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
+    named = learner.named_parameters() if written else ()
+    return values | {n: p.detach().clone() for n, p in named if n in written}

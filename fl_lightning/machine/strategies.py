@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fl_lightning import processes
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import DDPStrategy, StrategyRegistry, _sync_module_states
-from fl_lightning.processes import default_timeout, set_timeout
+from fl_lightning.machine import processes
+from fl_lightning.machine.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
 # The others have so many seconds to say that they are there. After a closed connection they need

@@ -20,8 +20,8 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import results
 from fl_lightning.__main__ import main
+from fl_lightning.analysis import results
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
@@ -166,7 +166,7 @@ def test_evaluation_is_shown(tmp_path: Path, capsys: Any) -> None:
 ON_A_TERMINAL = """
 import sys, time
 from pathlib import Path
-from tests.test_results import Data, FederatedProgressBar, Rounds, trainer_in
+from tests.analysis.test_results import Data, FederatedProgressBar, Rounds, trainer_in
 class Slow(Rounds):
     def on_train_epoch_start(self):
         time.sleep(0.12)
@@ -180,7 +180,7 @@ def test_on_a_terminal_one_line_is_drawn_again(python: str, tmp_path: Path) -> N
     command = [python, "-c", ON_A_TERMINAL, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[1]
+        command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[2]
     )
     os.close(theirs)
     drawn = b""

@@ -23,7 +23,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from fl_lightning import FederatedStrategy
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.errors import UserError
-from fl_lightning.processes import timeout
+from fl_lightning.machine.processes import timeout
 from fl_lightning.record.metrics_csv import MetricsCSV
 from tests.helpers.learners import blobs, federated, trainer
 from tests.helpers.processes import started

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checks
-from fl_lightning.buffers import WORDS as BUFFER_WORDS
+from fl_lightning.checks import one_of, positive
 from fl_lightning.errors import UserError
-from fl_lightning.options import one_of, positive
+from fl_lightning.learner.buffers import WORDS as BUFFER_WORDS
 from fl_lightning.schedules import Schedule
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from fl_lightning.callbacks import RelaxedInitialization, RunCard
-from fl_lightning.hyper_parameters import as_paths
+from fl_lightning.description import as_paths
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, blobs, federated, momentum, trainer
 from tests.helpers.zygote import Cli

@@ -1,0 +1,113 @@
+"""The modules of a learner, and which of Lightning's hooks are its own."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner.layout import trainable
+from fl_lightning.metrics import Logged
+
+# A run replaces these methods of the learner, and of LightningModules inside it.
+SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
+# These are replaced in a client's local steps.
+IN_STEPS = (*SHIMS, "train_dataloader")
+# A learner transfers its batches by these hooks, in the order of their calls.
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def gradient_hook(learner: nn.Module) -> str:
+    """The first trainable parameter with a hook on its gradient; empty: none has one."""
+    for name, parameter in trainable(learner):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return name
+    return ""
+
+
+def check_gradient_hooks(learner: nn.Module) -> None:
+    """Refuse hooks on gradients where copies of the learner train, which would not have them.
+
+    Raises:
+        UserError: with the parameter.
+    """
+    name = gradient_hook(learner)
+    if name:
+        raise UserError(
+            f"learner {type(learner).__name__}: since the run began, {name} has a hook on its "
+            "gradient (register_hook, register_post_accumulate_grad_hook), which the copies of "
+            "the learner that train clients side by side do not have. Register it in __init__, "
+            "setup or on_fit_start, or use engine='sequential'."
+        )
+
+
+def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """A module's parts, each with whether it is in training mode."""
+    return [(part, part.training) for part in module.modules()]
+
+
+def lightning_modules(learner: nn.Module) -> list[Any]:
+    """The learner and the LightningModules inside it, of either namespace."""
+    return [part for part in learner.modules() if lightning_base(part) is not None]
+
+
+def lent_logs(learner: nn.Module) -> dict[int, Any]:
+    """The ``log`` and ``log_dict`` that Lightning lends to callbacks in the learner, by id.
+
+    They are methods of the run's module, of which no copy of the learner is to have its own.
+    """
+    lent: dict[int, Any] = {}
+    for part in learner.modules():
+        for name in ("log", "log_dict"):
+            log = vars(part).get(name)
+            if isinstance(log, MethodType):
+                lent[id(log)] = log
+    return lent
+
+
+def lightning_base(learner: object) -> Any:
+    """``LightningModule`` of the namespace that the learner is of; None: it is none."""
+    for kind in reversed(type(learner).__mro__):
+        if kind.__name__ == "LightningModule":
+            return kind
+    return None
+
+
+def overrides(learner: object, hook: str) -> bool:
+    """Tell whether the learner has a hook of its own: in its class, or put on the instance."""
+    of_base = getattr(lightning_base(learner), hook, None)
+    return hook in vars(learner) or getattr(type(learner), hook, None) is not of_base
+
+
+def logged_of(learner: Any) -> Logged:
+    """The notes on metrics of the run that ``learner`` belongs to; new ones where it has no run."""
+    module = getattr(getattr(learner, "_trainer", None), "lightning_module", None)
+    return getattr(module, "logged", None) or Logged()
+
+
+def without_graphs(learner: nn.Module) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy`` with copies of tensors that have a graph, by id.
+
+    ``deepcopy`` refuses such tensors. The hooks of ``torch.nn.utils.spectral_norm`` and
+    ``weight_norm`` leave such a weight on their layer.
+    """
+    memo: dict[int, Any] = {}
+    waiting: list[Any] = []
+    for module in learner.modules():
+        waiting += vars(module).values()
+    seen = set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.is_leaf or value.is_inference():
+                memo[id(value)] = value.detach().clone()
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+    return memo
