@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick
+.PHONY: help demo test test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -118,3 +118,25 @@ gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then
 
 faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.plant
+
+comma := ,
+VERSION := $(shell sed -n 's/^version = //p' setup.cfg)
+TAG := v$(VERSION)
+REFUSED = { echo "release $(TAG): $(1)" >&2; exit 1; }
+
+# the checks stand before the tag, and nothing is sent: what is pushed cannot be taken back
+release:  ## tag the version of setup.cfg, if nothing is uncommitted and CHANGELOG has it; pushes nothing
+	@test -z "$$(git status --porcelain)" || \
+	  $(call REFUSED,there are changes that are not committed. Commit them or put them away: git status)
+	@grep -qE '^## \[$(subst .,\.,$(VERSION))\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$' CHANGELOG.md || \
+	  $(call REFUSED,CHANGELOG.md has no line '## [$(VERSION)] - YYYY-MM-DD'. Write it below '## [Unreleased]')
+	@grep -qFx 'version: $(VERSION)' CITATION.cff && grep -qFx '__version__ = "$(VERSION)"' fl_lightning/__init__.py || \
+	  $(call REFUSED,setup.cfg says $(VERSION)$(comma) CITATION.cff or fl_lightning/__init__.py does not)
+	@! git rev-parse --quiet --verify refs/tags/$(TAG) > /dev/null || \
+	  $(call REFUSED,there is such a tag. Give setup.cfg$(comma) CITATION.cff and fl_lightning/__init__.py another version)
+	@git tag --annotate $(TAG) --message 'fl-lightning $(VERSION)'
+	@echo "$(TAG) is the present commit; nothing was sent. Next, once .ci/run has passed on it:"
+	@echo "  git push origin $(TAG)"
+	@echo "  rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*"
+	@echo "  $(BIN)/python -m twine upload dist/*"
+	@echo "To take it back before it is pushed: git tag --delete $(TAG)"

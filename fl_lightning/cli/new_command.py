@@ -29,6 +29,9 @@ readme = "README.md"
 requires-python = ">=3.10"
 dependencies = ["fl-lightning"]
 
+[project.optional-dependencies]
+test = ["pytest"]
+
 # By this fl-lightning finds the package: its classes, and what lies in its folder configs.
 [project.entry-points."fl_lightning.plugins"]
 {module} = "{module}"
@@ -121,7 +124,7 @@ fl-lightning fit -c base --method {title}              # by its short name
 
 - `{module}/method.py`: the method, written as its algorithm is.
 - `{module}/configs/`: a YAML file `method/x.yaml` there is `-c method/x`.
-- `tests/`: run by `pytest`.
+- `tests/`: run by `pytest`, which `pip install -e '.[test]'` brings.
 """
 
 _FILES = {
