@@ -59,8 +59,7 @@ class PerClientEvaluation(Measurement):
             ``{"quality": "max"}``.
 
     Raises:
-        UserError: no client holds samples out (``data.client_test_fraction``), or an argument that
-            cannot work.
+        UserError: no client has test samples of its own, or an argument that cannot work.
 
     Example:
         every client of a federation has the same model under FedAvg, and serves them differently.
@@ -100,11 +99,11 @@ class PerClientEvaluation(Measurement):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
-        if stage == "fit" and data is not None and not getattr(data, "client_test_fraction", 0):
+        if stage == "fit" and data is not None and not getattr(data, "tests_clients", False):
             raise UserError(
                 "PerClientEvaluation: no client has test samples of its own: give "
                 "data.client_test_fraction, the share of its samples that each client holds out, "
-                "such as 0.25."
+                "such as 0.25, or test_clients, each one's own test set."
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -181,8 +180,7 @@ class PerClientEvaluation(Measurement):
         if without:
             yield (
                 f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test "
-                "sample (they have one sample, which they train on), and are left out of its "
-                "numbers"
+                "sample, and are left out of its numbers"
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

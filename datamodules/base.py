@@ -16,6 +16,13 @@ from torch.utils.data import Dataset
 from fl_lightning.datamodules import batching
 from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
+from fl_lightning.datamodules.client_tests import (
+    ClientTests,
+    GroupTests,
+    HeldOut,
+    OwnTests,
+    check_test_clients,
+)
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
 from fl_lightning.datamodules.samples import (
@@ -59,6 +66,8 @@ class FederatedDataModule(pl.LightningDataModule):
         client_test_fraction: each client holds this share of its samples out to test on, of each
             class alike.
         clients: the clients' index arrays themselves, in place of a partition.
+        test_clients: each client's positions in the test data, its own test set, in place of
+            ``client_test_fraction``; any sequence, lazy ones too.
         seed: of the split, the order of samples and the augmentation; None: the run's.
         drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples);
             K_i counts the rest.
@@ -88,6 +97,7 @@ class FederatedDataModule(pl.LightningDataModule):
         samples: int | None = None,
         drop_last: bool = False,
         eval_batch_size: int | None = None,
+        test_clients: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
         batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
@@ -95,6 +105,7 @@ class FederatedDataModule(pl.LightningDataModule):
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         check_shares(val_fraction, client_test_fraction, samples)
         check_given(clients, num_clients, partition)
+        check_test_clients(test_clients, client_test_fraction)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size
@@ -111,6 +122,9 @@ class FederatedDataModule(pl.LightningDataModule):
         self.groups: NDArray[Any] | None = None
         self._wanted_clients = num_clients
         self._given = clients
+        self._test_clients = test_clients
+        # Set by ``load`` where clients come with test sets.
+        self.own_tests: OwnTests | GroupTests | None = None
         self._split: Split | None = None
         self._split_seed: int | None = None
         # A WeightedRandomSampler's weights ``(N,)`` of the samples.
@@ -156,11 +170,27 @@ class FederatedDataModule(pl.LightningDataModule):
                 self._given,
                 self.groups,
                 self.val_fraction,
-                self.client_test_fraction,
+                self._tests(self.train_set, seed),
                 self._wanted_samples,
             )
             self._split = split_samples(self.train_set, self.partition, count, *given, seed)
+            if isinstance(self.own_tests, OwnTests):
+                self.own_tests.check_number(len(self._split.clients))
             self._split_seed = seed
+
+    def _tests(self, train: Samples, seed: int) -> ClientTests | None:
+        """What each client is tested on."""
+        if self.client_test_fraction > 0:
+            return HeldOut(self.client_test_fraction, train.labels, seed)
+        if self._test_clients is not None:
+            if self.test_set is None:
+                raise UserError(
+                    f"test_clients gives positions in the test data, and {type(self).__name__} "
+                    "has none here: give test data, or FromDatasets with test_clients, a Dataset "
+                    "a client."
+                )
+            self.own_tests = OwnTests(self.test_set, self._test_clients, len(train))
+        return self.own_tests
 
     def _ready(self) -> None:
         """Prepare and set up, where no Trainer has done so."""
@@ -214,8 +244,16 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._who.indices(client)
 
     def client_test_indices(self, client: int) -> Indices:
-        """Positions of a client's test samples in the training data, ascending; may be empty."""
+        """Positions of a client's test samples in the training data, ascending; may be empty.
+
+        Those of a test set of its own are counted on from the number of training samples.
+        """
         return self._who.test_indices(client)
+
+    @property
+    def tests_clients(self) -> bool:
+        """Whether clients have test samples of their own."""
+        return self.client_test_fraction > 0 or self._who.test is not None
 
     def client_dataset(self, client: int) -> Dataset[Any]:
         """The samples that a client trains on, one by one, without augmentation."""
@@ -340,6 +378,9 @@ class FederatedDataModule(pl.LightningDataModule):
         indices = self._who.asked(client, what)
         if not len(indices):
             return
+        if self.own_tests is not None and indices[0] >= len(data):
+            indices = indices - len(data)
+            data = self.own_tests.samples
         drop_last = self.drop_last
         if not size or makes_batches(data):
             batch_size = self.batch_size
@@ -425,6 +466,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._close(wait=False)
 
     def _close(self, wait: bool = True) -> None:
-        for samples in (self.train_set, self.val_set, self.test_set):
+        own = None if self.own_tests is None else self.own_tests.samples
+        for samples in (self.train_set, self.val_set, self.test_set, own):
             if isinstance(samples, DatasetSamples):
                 samples.close(wait)

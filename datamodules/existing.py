@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.client_tests import OwnTests, check_test_clients
 from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import check_sequence
@@ -26,6 +27,8 @@ class FromDatasets(FederatedDataModule):
     Args:
         train: the training data, to be split by ``partition`` over ``num_clients``.
         val, test: evaluated whole; without ``val`` the test set is validated on.
+        test_clients: one Dataset a client, which may be empty: its own test set. Without ``test``
+            all of them together are the test set.
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
             dataset's attribute ``targets`` or ``labels``.
         clients: instead of ``train``: one Dataset a client, where the split exists already.
@@ -44,6 +47,7 @@ class FromDatasets(FederatedDataModule):
         clients: Sequence[Dataset[Any]] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        test_clients: Sequence[Dataset[Any]] | None = None,
         **arguments: Any,
     ) -> None:
         if (train is None) == (clients is None):
@@ -53,14 +57,14 @@ class FromDatasets(FederatedDataModule):
             )
         indices = None
         if clients is not None:
-            check_sequence("FromDatasets' clients", clients, "each client's Dataset")
-            clients = [clients[i] for i in range(len(clients))]
-            for i, one in enumerate(clients):
-                check_map_style(one, f"FromDatasets' client {i}")
-            ends = np.cumsum([len(cast(Any, one)) for one in clients])
-            indices = np.split(np.arange(ends[-1] if len(ends) else 0), ends[:-1])
-            train = ConcatDataset(clients) if len(ends) and ends[-1] else train
+            whole, indices = _joined("clients", clients)
+            train = whole or train
         super().__init__(clients=indices, **arguments)
+        self._tested: tuple[Dataset[Any] | None, list[Any]] | None = None
+        if test_clients is not None:
+            check_test_clients(test_clients, self.client_test_fraction)
+            self._tested = _joined("test_clients", test_clients)
+            check_workers(num_workers, self._tested[0])
         for name, dataset in (("train", train), ("val", val), ("test", test)):
             if dataset is not None:
                 check_map_style(dataset, f"FromDatasets' {name}")
@@ -78,6 +82,25 @@ class FromDatasets(FederatedDataModule):
         self.train_set = DatasetSamples(train, self._targets, **given)
         self.val_set = None if val is None else DatasetSamples(val, **given)
         self.test_set = None if test is None else DatasetSamples(test, **given)
+        if self._tested is not None:
+            whole, indices = self._tested
+            if whole is None:
+                raise UserError("test_clients has no samples: give at least one client some.")
+            tested = DatasetSamples(whole, **given)
+            self.own_tests = OwnTests(tested, indices, len(self.train_set))
+            self.test_set = self.test_set or tested
+
+
+def _joined(name: str, given: Sequence[Dataset[Any]]) -> tuple[Dataset[Any] | None, list[Any]]:
+    """Clients' Datasets as one, None where they have no samples, and the positions of each."""
+    check_sequence(f"FromDatasets' {name}", given, "each client's Dataset")
+    datasets = [given[i] for i in range(len(given))]
+    for i, one in enumerate(datasets):
+        check_map_style(one, f"FromDatasets' {name.removesuffix('s')} {i}")
+    ends = np.cumsum([len(cast(Any, one)) for one in datasets], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    indices = np.split(np.arange(total), ends[:-1])
+    return (ConcatDataset(datasets) if total else None), indices
 
 
 class FromDataModule(FederatedDataModule):

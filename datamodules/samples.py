@@ -337,7 +337,7 @@ def find_targets(dataset: Any) -> Any:
     """A dataset's labels where it has them without reading its samples, else None."""
     if isinstance(dataset, Subset):
         whole = find_targets(dataset.dataset)
-        return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices)]
+        return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices, np.int64)]
     if isinstance(dataset, ConcatDataset):
         targets = [find_targets(part) for part in dataset.datasets]
         if any(labels is None for labels in targets):

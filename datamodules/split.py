@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.client_tests import ClientTests, stratified
 from fl_lightning.datamodules.partitions import (
     ByGroup,
     Indices,
@@ -39,7 +39,7 @@ class Split:
     """Who holds which of ``total`` training samples.
 
     ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation;
-    made ``by_partition``, or given. ``test``: what each holds out of its own.
+    made ``by_partition``, or given. ``test``: what each is tested on.
     """
 
     clients: Sequence[Any]
@@ -47,7 +47,7 @@ class Split:
     kept: Indices | None = None
     held_out: Indices | None = None
     by_partition: bool = True
-    test: HeldOut | None = None
+    test: ClientTests | None = None
     _latest: dict[int, tuple[Indices, Indices]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -78,7 +78,10 @@ class Split:
         return self.indices(client) if what == "train" else self.test_indices(client)
 
     def test_indices(self, client: int) -> Indices:
-        """Positions of a client's test samples, ascending, each once; may be empty."""
+        """Positions of a client's test samples; may be empty.
+
+        Those of test sets of clients' own are counted on from ``total``.
+        """
         return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
 
     def _sides(self, client: int) -> tuple[Indices, Indices]:
@@ -102,53 +105,6 @@ class Split:
         return kept
 
 
-@dataclass
-class HeldOut:
-    """Each client's own held-out samples: a share of its distinct ones, of each class alike.
-
-    A sample that a client holds several times lies on one side. The draw is a function of (seed,
-    client).
-
-    Args:
-        fraction: h = fraction · (distinct samples), half up, at least 1 and at most all but one.
-        labels: of the training data ``(N,)``, or None.
-    """
-
-    fraction: float
-    labels: Indices | None
-    seed: int
-
-    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """A client's samples to train on ``(N_i,)``, as given, and to test on ``(h,)``, ascending.
-
-        >>> train, test = HeldOut(0.25, None, seed=0).sides(np.array([7, 3, 7, 5, 1]), client=4)
-        >>> len(test), sorted({*train, *test}) == [1, 3, 5, 7], set(train) & set(test)
-        (1, True, set())
-        """
-        distinct = np.unique(indices)
-        if len(distinct) < 2:
-            return indices, distinct[:0]
-        # The share as it is written: a binary fraction would round some halves down.
-        h = int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5"))
-        h = min(max(h, 1), len(distinct) - 1)
-        shuffled = generator(self.seed, "client-test", client).permutation(distinct)
-        if self.labels is None:
-            test = np.sort(shuffled[:h])
-        else:
-            test = np.sort(_stratified(shuffled, self.labels[shuffled], h))
-        return indices[~np.isin(indices, test)], test
-
-
-def _stratified(samples: Indices, labels: Indices, h: int) -> Indices:
-    """h of the samples: of each class its share, the first ones."""
-    # What rounding leaves goes to the largest remainders.
-    _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    taken = h * counts // len(samples)
-    rest = h * counts % len(samples)
-    taken[np.argsort(-rest, kind="stable")[: h - taken.sum()]] += 1
-    return np.concatenate([samples[label == c][:k] for c, k in enumerate(taken)])
-
-
 def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
     """Positions of the samples that are used, ascending, of each class its share."""
     if samples > total:
@@ -159,7 +115,7 @@ def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indic
     shuffled = generator(seed, "samples").permutation(total)
     if labels is None:
         return np.sort(shuffled[:samples])
-    return np.sort(_stratified(shuffled, labels[shuffled], samples))
+    return np.sort(stratified(shuffled, labels[shuffled], samples))
 
 
 def _leaves_out(val_fraction: float, samples: int | None) -> str:
@@ -179,7 +135,7 @@ def split_samples(
     clients: Sequence[Any] | None,
     groups: NDArray[Any] | None,
     val_fraction: float,
-    client_test_fraction: float,
+    test: ClientTests | None,
     samples: int | None,
     seed: int,
 ) -> Split:
@@ -190,7 +146,7 @@ def split_samples(
 
     Args:
         samples: how many of all are used; None: all.
-        client_test_fraction: of each client's samples, held out to test it on.
+        test: what each client is tested on.
         counts: the number of clients asked for, and the one where neither that nor the partition
             says it.
         groups: ``(N,)``, for a ``ByGroup`` that has none of its own.
@@ -199,9 +155,6 @@ def split_samples(
         UserError: too few samples, no number of clients, or classes asked for where there are none.
     """
     total = len(data)
-    test: HeldOut | None = None
-    if client_test_fraction > 0:
-        test = HeldOut(client_test_fraction, data.labels, seed)
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
     kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)
@@ -342,12 +295,12 @@ def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
 
 
 def partition_hash(
-    clients: Sequence[Indices], kept: Indices | None, test: HeldOut | None = None
+    clients: Sequence[Indices], kept: Indices | None, test: ClientTests | None = None
 ) -> str:
     """A hash of all indices, or of the recipe where there are very many lazy ones."""
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if test is not None:
-        state.update(f"test {test.fraction} {test.seed}".encode())
+        state.update(test.recipe)
     recipe = ""
     if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
         recipe = clients.recipe

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.checks import number
 from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.partitions import ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError, suggest
@@ -41,7 +42,7 @@ class FromTable(FederatedDataModule):
         features: the columns of x, in this order; None: all but ``target`` and ``client``, in the
             file's.
         test: another file, or the share of rows that is held out to test on: the same rows whatever
-            the seed.
+            the seed. Where these name their ``client`` too, they are its own test set besides.
         num_clients, partition: how to split; without meaning where ``client`` names a column.
         separator: between a CSV's columns.
 
@@ -120,6 +121,13 @@ class FromTable(FederatedDataModule):
             other.require([self.target, *features])
             held = other.numbers(features)
             self.test_set = TensorSamples(held, coded(other, self.target, classes))
+            if self.client is not None and self.client in other.columns:
+                assert self.groups is not None
+                places = {name: place for place, name in enumerate(self.client_names)}
+                # Rows of others than the clients are tested on in common alone.
+                named = [places.get(str(name), -1) for name in other.columns[self.client]]
+                of_tests = np.array(named, np.int64)
+                self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
 
     def _hold_out(self, x: NDArray[Any], y: NDArray[Any], share: float) -> None:
         """Test on a share of the rows, and train on the others."""
@@ -135,7 +143,9 @@ class FromTable(FederatedDataModule):
         self.train_set = TensorSamples(x[trained], y[trained])
         self.test_set = TensorSamples(x[tested], y[tested])
         if self.groups is not None:
+            of_tests = self.groups[tested]
             self.groups = self.groups[trained]
+            self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
             kept = set(self.groups.tolist())
             self.client_names = [name for i, name in enumerate(self.client_names) if i in kept]
 

@@ -29,8 +29,9 @@ class Partitioned(Protocol):
     biases: tuple[Any, ...]
     drop_last: Any
     partition: Partition
-    client_test_fraction: float
 
+    @property
+    def tests_clients(self) -> bool: ...
     @property
     def num_clients(self) -> int: ...
     @property
@@ -66,7 +67,8 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
     if held:
         facts["held out for validation"] = f"{held} training samples"
     if split.test is not None:
-        facts["held out by each client"] = f"{split.test.fraction:g} of its samples"
+        what, kind = split.test.described
+        facts[what] = kind
     if data.biases:
         facts["biases"] = ", ".join(map(repr, data.biases))
     return facts
@@ -110,7 +112,7 @@ def partition_table(data: Partitioned) -> str:
     totals = class_totals(data)
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
-    if data.client_test_fraction:
+    if data.tests_clients:
         header.append("test")
         rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]
     if counts is not None and counts.shape[1] <= 20:

@@ -235,7 +235,7 @@ class Clients:
         server's buffers. It reads values, so a local step that asks for it is not captured.
 
         Args:
-            what: the samples they train on, or those that ``client_test_fraction`` holds out.
+            what: the samples they train on, or those that each is tested on.
         """
         assert self._group.evaluate is not None
         self._group.looked_up = True

@@ -1,0 +1,190 @@
+"""Samples that each client is tested on: held out of its own, or a test set of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Protocol
+
+import numpy as np
+
+from fl_lightning.datamodules.partitions import Indices, check_sequence, positions
+from fl_lightning.datamodules.samples import Samples
+from fl_lightning.errors import UserError
+from fl_lightning.sampling import generator
+
+
+class ClientTests(Protocol):
+    """What a client trains on, and what it is tested on.
+
+    Attributes:
+        recipe: bytes that are the same for the same test samples.
+        described: for a run's card, what and of what kind.
+    """
+
+    @property
+    def recipe(self) -> bytes: ...
+    @property
+    def described(self) -> tuple[str, str]: ...
+    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
+        """A client's samples to train on, of those in ``indices``, and to test on."""
+        ...
+
+
+@dataclass
+class HeldOut:
+    """Each client's own held-out samples: a share of its distinct ones, of each class alike.
+
+    A sample that a client holds several times lies on one side. The draw is a function of (seed,
+    client).
+
+    Args:
+        fraction: h = fraction · (distinct samples), half up, at least 1 and at most all but one.
+        labels: of the training data ``(N,)``, or None.
+    """
+
+    fraction: float
+    labels: Indices | None
+    seed: int
+
+    @property
+    def recipe(self) -> bytes:
+        return f"test {self.fraction} {self.seed}".encode()
+
+    @property
+    def described(self) -> tuple[str, str]:
+        return "held out by each client", f"{self.fraction:g} of its samples"
+
+    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
+        """A client's samples to train on ``(N_i,)``, as given, and to test on ``(h,)``, ascending.
+
+        >>> train, test = HeldOut(0.25, None, seed=0).sides(np.array([7, 3, 7, 5, 1]), client=4)
+        >>> len(test), sorted({*train, *test}) == [1, 3, 5, 7], set(train) & set(test)
+        (1, True, set())
+        """
+        distinct = np.unique(indices)
+        if len(distinct) < 2:
+            return indices, distinct[:0]
+        # The share as it is written: a binary fraction would round some halves down.
+        h = int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5"))
+        h = min(max(h, 1), len(distinct) - 1)
+        shuffled = generator(self.seed, "client-test", client).permutation(distinct)
+        if self.labels is None:
+            test = np.sort(shuffled[:h])
+        else:
+            test = np.sort(stratified(shuffled, self.labels[shuffled], h))
+        return indices[~np.isin(indices, test)], test
+
+
+def stratified(samples: Indices, labels: Indices, h: int) -> Indices:
+    """h of the samples: of each class its share, the first ones."""
+    # What rounding leaves goes to the largest remainders.
+    _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    taken = h * counts // len(samples)
+    rest = h * counts % len(samples)
+    taken[np.argsort(-rest, kind="stable")[: h - taken.sum()]] += 1
+    return np.concatenate([samples[label == c][:k] for c, k in enumerate(taken)])
+
+
+@dataclass
+class OwnTests:
+    """Clients with test sets of their own, apart from the training data.
+
+    Args:
+        clients: each one's positions in ``samples``; a client may have none.
+        total: of training samples, N: positions are counted on from there.
+    """
+
+    samples: Samples
+    clients: Sequence[Any]
+    total: int
+
+    described = ("test samples", "each client's own")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.clients, list | tuple):
+            for client in range(len(self.clients)):
+                self._of(client)
+
+    def check_number(self, clients: int) -> None:
+        """Refuse test sets of more or fewer clients than there are."""
+        if len(self.clients) != clients:
+            raise UserError(
+                f"test_clients gives {len(self.clients)} clients' test samples, and there are "
+                f"{clients} clients: give one entry a client, an empty one where it has none."
+            )
+
+    @property
+    def recipe(self) -> bytes:
+        arrays = [self._of(client) for client in range(len(self.clients))]
+        sizes = np.array([len(array) for array in arrays], np.int64)
+        return b"own tests" + b"".join(array.tobytes() for array in (sizes, *arrays))
+
+    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
+        """All of ``indices``, and the client's test set.
+
+        >>> OwnTests(range(4), [[0], [3, 1]], total=10).sides(np.array([7, 8]), client=1)
+        (array([7, 8]), array([13, 11]))
+        """
+        return indices, self.total + self._of(client)
+
+    def _of(self, client: int) -> Indices:
+        array = positions(self.clients[client])
+        # An empty list has a type of its own.
+        if array.shape == (0,):
+            return np.zeros(0, np.int64)
+        many = len(self.samples)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise UserError(
+                f"test_clients[{client}] has positions of type {array.dtype} and shape "
+                f"{array.shape}: give a list of whole numbers from 0 to {many - 1}."
+            )
+        if array.min() < 0 or array.max() >= many:
+            raise UserError(
+                f"test_clients[{client}] has positions from {array.min()} to {array.max()}, and "
+                f"there are {many} test samples: give whole numbers from 0 to {many - 1}."
+            )
+        return array.astype(np.int64, copy=False)
+
+
+@dataclass
+class GroupTests:
+    """The test samples that are of a client's own group.
+
+    Args:
+        groups: of the training data ``(N,)``; ``by_group``: positions in ``samples``.
+    """
+
+    samples: Samples
+    groups: Indices
+    by_group: Mapping[int, Indices]
+
+    # They follow from the test data, as the global test set does.
+    recipe = b""
+    described = OwnTests.described
+
+    @classmethod
+    def of(cls, samples: Samples, groups: Indices, of_tests: Indices) -> GroupTests:
+        """``of_tests``: the groups of ``samples``."""
+        order = np.argsort(of_tests, kind="stable")
+        names, starts = np.unique(of_tests[order], return_index=True)
+        parts = np.split(order, starts[1:])
+        return cls(samples, groups, dict(zip(names.tolist(), parts, strict=True)))
+
+    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
+        own = self.by_group.get(int(self.groups[indices[0]]), np.zeros(0, np.int64))
+        return indices, len(self.groups) + own
+
+
+def check_test_clients(test_clients: Any, client_test_fraction: float) -> None:
+    """Refuse test sets that cannot be counted, or that stand beside a share."""
+    if test_clients is None:
+        return
+    check_sequence("test_clients", test_clients, "each client's test samples")
+    if client_test_fraction > 0:
+        raise UserError(
+            f"test_clients gives each client test samples, and client_test_fraction is "
+            f"{client_test_fraction}, the share of its training samples that it holds out to "
+            "test on: give one of the two."
+        )
