@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib.image
@@ -112,6 +114,20 @@ def test_a_claim_gets_a_verdict(example: Example) -> None:
     sentence, (seeds, mean, _, low, high) = example("sweep_with_a_claim")
     assert "The claim is reproduced" in sentence and seeds == 5
     assert 0 < low < mean < high and mean > 0.02
+
+
+@pytest.mark.skipif(
+    find_spec("optuna") is None, reason="optuna is not installed: pip install -e '.[test]'"
+)
+def test_a_search_prunes_and_keeps_its_trials(example: Example, tmp_path: Path) -> None:
+    _, (pruned, trials, done, rounds, epochs, rate, accuracy) = example("search_with_optuna")
+    assert (trials, rounds) == (12, 72) and pruned >= 2
+    assert done < rounds
+    assert epochs in (1, 2, 3) and 0.001 < rate < 1 and accuracy > 0.8
+    with sqlite3.connect(tmp_path / "runs/examples/search_with_optuna/study.db") as database:
+        kept = database.execute("SELECT state FROM trials").fetchall()
+        (values,) = database.execute("SELECT COUNT(*) FROM trial_intermediate_values").fetchone()
+    assert (len(kept), kept.count(("PRUNED",)), values) == (trials, pruned, done)
 
 
 def test_a_landscape_is_flatter_where_it_was_sought(example: Example) -> None:

@@ -35,6 +35,7 @@ NAMES = [
     "privacy_budget",
     "kill_and_resume",
     "sweep_with_a_claim",
+    "search_with_optuna",
     "own_cli",
 ]
 

@@ -125,7 +125,7 @@ def references() -> dict[str, str]:
 def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     """The classes, with their arguments, that a paper may have been written about."""
     for method in as_list(config.get("method")):
-        if not class_name(method).endswith("Logger"):
+        if _keys(method) or not _measures(method):
             yield method
     model = config.get("model") or {}
     data = config.get("data") or {}
@@ -133,6 +133,17 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     for part in (model.get("server_optimizer"), data, arguments.get("partition")):
         if part:
             yield part
+
+
+def _measures(method: Any) -> bool:
+    """Whether a callback is no method, which its class says."""
+    # It imports torch, so only what has no reference is asked.
+    from fl_lightning.cli.method_options import method_class
+
+    try:
+        return method_class(method).measures
+    except UserError:
+        return False
 
 
 def _keys(part: Any) -> tuple[str, ...]:

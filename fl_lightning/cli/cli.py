@@ -28,7 +28,12 @@ from fl_lightning.cli.compose import (
     plain_yaml,
 )
 from fl_lightning.cli.learner_config import learner_config
-from fl_lightning.cli.method_options import apply_method_options, full_options, full_paths
+from fl_lightning.cli.method_options import (
+    apply_method_options,
+    full_options,
+    full_paths,
+    method_class,
+)
 from fl_lightning.cli.network_sizes import fit_network_to_data
 from fl_lightning.cli.parsing_errors import Refusal, why_not_built
 from fl_lightning.cli.run_folder import (
@@ -44,7 +49,7 @@ from fl_lightning.cli.run_folder import (
 )
 from fl_lightning.cli.run_record import RunRecord
 from fl_lightning.cli.signals import GracefulStop
-from fl_lightning.cli.trackers import completed, trackers
+from fl_lightning.cli.trackers import check_goes_on, check_installed, completed, trackers
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
@@ -284,8 +289,10 @@ class CommandCLI(LightningCLI):
         configs = [name for name in self.prepared.names if name.startswith("method/")]
         methods = [name.removeprefix("method/") for name in configs]
         if not methods:
-            classes = [class_name(item.class_path).lower() for item in self.config.method]
-            methods = classes or ["fedavg"]
+            paths = [item.class_path for item in self.config.method]
+            # What only measures is no part of the method.
+            whole_paths = [path for path in paths if not method_class(path).measures]
+            methods = [class_name(path).lower() for path in whole_paths] or ["fedavg"]
         # The name is of the last whole method, and of what was added to it.
         whole = [place for place, method in enumerate(methods) if method not in ("ri", "sam")]
         if configs and whole:
@@ -294,8 +301,11 @@ class CommandCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         config = self.config
+        check_installed(config)
+        ids: dict[str, str] = {}
         if self.command == "fit":
-            config = completed(config, trackers(self.folder) if self.checkpoint else {})
+            ids = trackers(self.folder) if self.checkpoint else {}
+            config = completed(config, ids)
         try:
             self.config_init = self.parser.instantiate_classes(config)
         except (ValueError, TypeError) as error:
@@ -303,6 +313,7 @@ class CommandCLI(LightningCLI):
             if isinstance(error, UserError) or message is None:
                 raise
             raise UserError(message) from error
+        check_goes_on(self.config_init.trainer.logger, ids, self.folder)
         self.datamodule = self.config_init.data
         if self.command == "partition":
             return

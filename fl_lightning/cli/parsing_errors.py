@@ -277,7 +277,7 @@ def why_not_built(error: BaseException) -> str | None:
     union = "Does not validate against any of the Union subtypes"
     if message is None and str(error).startswith(union):
         # Of a list that was given, what is wrong with one of its items tells more.
-        noise = ("Expected a", "Not a valid subclass of", *_NOISE)
+        noise = ("Expected a", "Not a valid subclass of", "Subclass types expect", *_NOISE)
         attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()[2:]]
         telling = [text for text in attempts if not text.startswith(noise)]
         if telling:

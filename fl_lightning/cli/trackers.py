@@ -1,19 +1,25 @@
-"""A run that is resumed goes on in its trackers' runs: their ids are kept in ``run.json``."""
+"""A run that is resumed goes on in its trackers' runs: their ids are kept in ``run.json``.
+
+What a tracker cannot do is told before anything is trained.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
 from fl_lightning.cli.compose import class_name
+from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_record
 
 # Logger → its argument that takes the id of a run to go on with.
 _IDS = {"MLFlowLogger": "run_id", "WandbLogger": "id"}
+_PACKAGES = {"MLFlowLogger": "mlflow", "WandbLogger": "wandb"}
 
 
 def ids_of(loggers: Iterable[Any]) -> dict[str, str]:
@@ -39,11 +45,7 @@ def completed(config: Namespace, ids: dict[str, str]) -> Namespace:
     It is a copy: what a run is does not change with the trackers that follow it.
     """
     config = config.clone()
-    loggers = config.trainer.logger
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        name = class_name(logger.class_path) if isinstance(logger, Namespace) else ""
-        if name not in _IDS:
-            continue
+    for name, logger in _tracking(config):
         arguments = logger.init_args
         if name in ids and arguments.get("version") is None and arguments.get(_IDS[name]) is None:
             arguments[_IDS[name]] = ids[name]
@@ -52,3 +54,46 @@ def completed(config: Namespace, ids: dict[str, str]) -> Namespace:
             uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
             arguments["tracking_uri"] = arguments.get("tracking_uri") or uri
     return config
+
+
+def check_installed(config: Namespace) -> None:
+    """Refuse a tracker whose package is not there."""
+    for name, _ in _tracking(config):
+        package = _PACKAGES[name]
+        if find_spec(package) is None:
+            raise UserError(
+                f"trainer.logger: {name} needs the package {package}, which is not installed: pip "
+                f"install {package}, or 'fl-lightning[trackers]' for every tracker."
+            )
+
+
+def check_goes_on(loggers: Any, ids: dict[str, str], folder: Path) -> None:
+    """Refuse to go on in a run that MLflow's store does not have any more.
+
+    Weights & Biases asks its server when it sends what is logged.
+    """
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        own = ids.get("MLFlowLogger")
+        if type(logger).__name__ != "MLFlowLogger" or own is None or logger._run_id != own:
+            continue
+        # A store says in errors of its own that it cannot be reached or lacks the run.
+        try:
+            stage = logger.experiment.get_run(own).info.lifecycle_stage
+            reason = "" if stage == "active" else f"it is {stage}"
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+        if reason:
+            raise UserError(
+                f"MLFlowLogger: {folder} went on in MLflow's run {own}, which cannot be taken up "
+                f"in {logger._tracking_uri} ({reason.rstrip('.')}). Bring that store back, say by "
+                "MLFLOW_TRACKING_URI where it is, or go on without MLflow: -c logger/csv."
+            )
+
+
+def _tracking(config: Namespace) -> Iterator[tuple[str, Namespace]]:
+    """Class and config of those loggers that are trackers' with runs of their own."""
+    loggers = config.trainer.logger
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        name = class_name(logger.class_path) if isinstance(logger, Namespace) else ""
+        if name in _IDS:
+            yield name, logger

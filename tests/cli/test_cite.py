@@ -77,6 +77,17 @@ def test_a_data_config_cites_its_data() -> None:
             assert "no reference" not in cited(read(name)), name
 
 
+@pytest.mark.parametrize("name", ["DivergenceLogger", "PerClientEvaluation"])
+def test_what_only_measures_needs_no_reference(name: str) -> None:
+    assert "no reference" not in cited(
+        {"method": [{"class_path": f"fl_lightning.callbacks.{name}"}]}
+    )
+
+
+def test_a_method_is_one_whatever_its_name_ends_in() -> None:
+    assert "% MyLogger: no reference" in cited({"method": [{"class_path": "mine.MyLogger"}]})
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {**read("data/cifar10"), "method": [{"class_path": "mine.MyMethod"}]}
     config["data"]["init_args"]["partition"] = {"class_path": "x.Dirichlet", "init_args": {}}

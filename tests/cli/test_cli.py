@@ -164,6 +164,18 @@ def test_events_beside_another_logger_lie_in_the_runs_folder_and_go_on_there(cli
     assert len(rows(cli.folder / "x")) == 3
 
 
+@pytest.mark.slow
+def test_what_only_measures_is_no_part_of_the_folders_name(cli: Cli) -> None:
+    tiny = ("-c", "base", "-c", "debug/tiny")
+    for method in ("ConsensusDistanceLogger", "PerClientEvaluation"):
+        share = ("--data.client_test_fraction", "0.25")
+        result = cli("fit", *tiny, *share, "--method", "ProximalTerm", "--method+", method)
+        assert result.returncode == 0, result.stderr
+    assert cli("fit", *tiny, "--method", "DriftLogger").returncode == 0
+    found = sorted(path.name for path in (cli.folder / "runs").iterdir())
+    assert found == ["digits-fedavg-1", "digits-proximalterm-1", "digits-proximalterm-2"]
+
+
 def read_text(name: str) -> str:
     return packaged()[name].read_text("utf-8")
 

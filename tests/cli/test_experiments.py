@@ -32,6 +32,7 @@ UNSAID = {  # how a run is made, not what it computes
     "learner.num_classes",
     "clients",
     "client_test_fraction",
+    "test_clients",
     "samples",
 }
 

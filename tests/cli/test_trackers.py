@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 def needs(package: str) -> pytest.MarkDecorator:
     """Skip where a tracker's package is not installed."""
     missing = find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install {package}")
+    reason = f"{package} is not installed: pip install -e '.[trackers]'"
+    return pytest.mark.skipif(missing, reason=reason)
 
 
 def in_two_fits(cli: Cli, *argv: str) -> dict[str, dict[int, float]]:
@@ -88,6 +89,16 @@ def test_mlflow_has_it_all_in_one_run(cli: Cli) -> None:
     same(expected, found, 0)
     assert noted(cli.folder / "x") == {"MLFlowLogger": run.info.run_id}
     assert run.data.params["method/ProximalTerm/mu"] == "0.01"
+    # Without its store it cannot go on there, and goes on without.
+    (cli.folder / "mlflow.db").unlink()
+    before = (cli.folder / "x/metrics.csv").read_bytes()
+    lost = cli("fit", "x", "--trainer.max_epochs", "4")
+    assert lost.returncode == 2 and "Traceback" not in lost.stderr
+    said = f"x went on in MLflow's run {run.info.run_id}, which cannot be taken up"
+    assert said in lost.stderr and "MLFLOW_TRACKING_URI" in lost.stderr
+    assert (cli.folder / "x/metrics.csv").read_bytes() == before
+    without = cli("fit", "x", "--trainer.max_epochs", "4", "-c", "logger/csv")
+    assert without.returncode == 0, without.stderr
 
 
 @needs("wandb")
@@ -108,6 +119,17 @@ def test_wandb_has_it_all_under_one_id(cli: Cli) -> None:
             settings |= items(record.run.config.update) | items(record.config.update)
     same(expected, found, 1e-12)
     assert settings["method/ProximalTerm/mu"] == 0.01
+
+
+@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_tracker_that_is_not_installed_is_named(cli: Cli, name: str, package: str) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed; without it this test runs")
+    result = cli("fit", *TINY, "-c", f"logger/{name}")
+    assert result.returncode == 2
+    assert f"needs the package {package}, which is not installed" in result.stderr
+    assert "fl-lightning[trackers]" in result.stderr
+    assert not (cli.folder / "x").exists()
 
 
 def items(found: Any) -> dict[str, Any]:
