@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.errors import UserError
@@ -22,8 +21,10 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.storage import forged
 from fl_lightning.storage.apart import is_plain, read_plain
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState, unpacked
+from fl_lightning.storage.secret import Secret
 from fl_lightning.storage.segments import Index, merge_indices
 
 KEY = "federated"
@@ -240,6 +241,71 @@ class RowsOnDisk:
         yield from present.values()
 
 
+class CheckpointFolder:
+    """The folder of a run's checkpoints: who may write there, and what is written."""
+
+    def __init__(self) -> None:
+        self._lock: RunLock | None = None
+        self._rows: RowsOnDisk | None = None
+
+    def claim(self, trainer: Any, begins: bool) -> None:
+        """Make the folder this run's own, before a checkpoint in it is read.
+
+        ``begins``: make the folder, to write there.
+
+        Raises:
+            UserError: another process writes there.
+        """
+        # The command line claims a run's folder by a callback, earlier than we could.
+        claimed = any(hasattr(callback, "claims_folder") for callback in trainer.callbacks)
+        if claimed or not trainer.checkpoint_callbacks:
+            return
+        folder = RowsOnDisk.of(trainer).folder.parent
+        if begins:
+            folder.mkdir(parents=True, exist_ok=True)
+        if self._lock is None and folder.is_dir():
+            self._lock = held_by_all(folder, trainer)
+        if begins and self._lock is not None:
+            self._lock.use()
+
+    def release(self) -> None:
+        """Let other processes write there."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def save(
+        self,
+        saved: dict[str, Any],
+        trainer: Any,
+        identity: Identity,
+        state: RunState,
+        model: GlobalModel,
+        plan: EnginePlan,
+        secret: Secret,
+    ) -> None:
+        """Add the run's part to a checkpoint, and write what lies beside it."""
+        self._rows = self._rows or RowsOnDisk.of(trainer)
+        saved[KEY] = content(identity, state, model, saved["state_dict"], plan, self._rows)
+        secret.keep(saved[KEY], self._rows.folder if trainer.is_global_zero else None)
+        begin_round_again(saved.get("loops", {}), state.rounds, trainer.interrupted)
+        for logger in trainer.loggers:
+            logger.save()
+
+
+def check_savable(trainer: Any) -> None:
+    """Refuse a checkpoint that processes cannot write together.
+
+    Raises:
+        UserError: one of several fails.
+    """
+    if trainer.interrupted and trainer.world_size > 1:
+        raise UserError(
+            "a run of several processes cannot save a checkpoint as an exception passes: the "
+            "other processes are elsewhere. Resume from the last checkpoint of a round."
+        )
+
+
 def index_in(path: Path) -> Index:
     """A checkpoint's index of rows, copied out of the file; empty if it is damaged or no run's."""
     # Reading a pipe would wait for ever.
@@ -376,12 +442,3 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
             "file."
         )
     return weights
-
-
-def account(optimizer: Optimizer) -> str:
-    """An optimizer's class and settings as text."""
-    groups = []
-    for group in optimizer.param_groups:
-        # A scheduler's note of the first rate stands there only once a scheduler was made.
-        groups.append({k: v for k, v in group.items() if k not in ("params", "initial_lr")})
-    return f"{type(optimizer).__name__} {groups}"

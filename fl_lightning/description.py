@@ -1,4 +1,4 @@
-"""A run as one flat dict of numbers and text: its hyper-parameters, as loggers get them."""
+"""A run in words and numbers: in a line, as hyper-parameters, and what is heard of its rounds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,80 @@ import inspect
 import platform
 import posixpath
 import re
+import time
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_only, rank_zero_warn
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.apart import is_plain
 
 Facts = dict[str, str | int | float | bool]
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
+
+
+class Reporter:
+    """Tells the loggers and callbacks of a Trainer what happens in its fit."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._validation_began = 0.0
+
+    def begin(self, run: Any) -> None:
+        """Tell loggers, before the first round of this fit, what runs and where it goes on."""
+        # A logger has to forget later rounds before it is given anything new.
+        for logger in self.trainer.loggers:
+            if hasattr(logger, "resume"):
+                logger.resume(run.state.rounds)
+        log_to(self.trainer.loggers, of_run(run, self.trainer))
+
+    def log(self, metrics: dict[str, float], t: int) -> None:
+        """Log metrics of round t to every logger, and where callbacks that monitor find them."""
+        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=t)
+
+    def client_ended(self, done: int, of: int) -> None:
+        """Tell callbacks that ask for it how many of a round's clients are done."""
+        for callback in self.trainer.callbacks:
+            if hasattr(callback, "on_client_end"):
+                callback.on_client_end(self.trainer, self.trainer.lightning_module, done, of)
+
+    def validation_starts(self) -> None:
+        self._validation_began = time.perf_counter()
+
+    def validation_ends(self, trainer: Any) -> None:
+        """Log how long validation took, where it belongs to this fit."""
+        of_fit = trainer is self.trainer and trainer.state.fn == "fit"
+        if of_fit and not trainer.sanity_checking:
+            seconds = time.perf_counter() - self._validation_began
+            self.log({"time/validation": seconds}, self.trainer.current_epoch)
+
+
+def line(run: Any) -> str:
+    """Methods, cohort, optimizers and engine in one line.
+
+    Raises:
+        UserError: the run has not begun.
+    """
+    if run.loop is None:
+        raise UserError(
+            "describe(): what runs is known once a run has begun: after trainer.fit, or in "
+            "its callbacks."
+        )
+    learner = type(run.model.learner)
+    title = run.methods.title()
+    if not learner.__module__.startswith("fl_lightning."):
+        title += f" ({learner.__name__})"
+    optimizers = run.optimizers.describe(run.settings)
+    parts = [title, run.loop.cohort.describe(), optimizers, str(run.plan or "")]
+    return " · ".join(filter(None, parts))
 
 
 def versions() -> dict[str, str]:
@@ -59,7 +121,8 @@ def of_run(run: Any, trainer: Any) -> Facts:
     for name, value in vars(run.settings).items():
         if name not in elsewhere and value is not None:
             facts[name] = _value(value)
-    for name, optimizer in (("client", run.clients), ("server", run.server)):
+    optimizers = {"client": run.optimizers.clients, "server": run.optimizers.server}
+    for name, optimizer in optimizers.items():
         facts[f"{name}_optimizer"] = type(optimizer).__name__
         for key, value in optimizer.param_groups[0].items():
             if key not in ("params", "initial_lr") and is_plain(value) and value is not None:

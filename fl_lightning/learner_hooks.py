@@ -144,9 +144,9 @@ class LearnerHooks(pl.LightningModule):
     def clients_scheduler(self) -> Any:
         """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
         optimizer = self.run.clients_now(self.current_epoch)
-        if optimizer is None or self.run.schedule is None:
+        if optimizer is None or self.run.optimizers.schedule is None:
             return None
-        return ShownScheduler(self.run.schedule, optimizer)
+        return ShownScheduler(self.run.optimizers.schedule, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle has no learner and no hooks of one: it takes the model's copy anew."""

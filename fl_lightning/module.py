@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks
+from fl_lightning import checkpoint, checks, description
 from fl_lightning.engines import batch_callbacks
+from fl_lightning.engines.random_state import seed_round
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner.layout import Layout
@@ -186,7 +187,7 @@ class FederatedModule(LearnerHooks):
 
     def describe(self) -> str:
         """The run in one line."""
-        return self.run.describe()
+        return description.line(self.run)
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
@@ -255,7 +256,7 @@ class FederatedModule(LearnerHooks):
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
         if self._optimizer_states is not None:
-            forged.check_optimizer(self._optimizer_states, self.run.server)
+            forged.check_optimizer(self._optimizer_states, self.run.optimizers.server)
             forged.check_states(
                 self.run.state.server, self.run.methods.declared, self.global_model.w
             )
@@ -264,12 +265,11 @@ class FederatedModule(LearnerHooks):
         self.run.begin(self.trainer, self.optimizers(), self.participants)
 
     def on_train_start(self) -> None:
-        self.run.claim(self.trainer, begins=True)
         self.run.start(self.current_epoch)
         self.learner.on_train_start()
 
     def on_train_epoch_start(self) -> None:
-        self.run.seed_round(self.current_epoch)
+        seed_round(self.run_seed, self.current_epoch)
         self.learner.on_train_epoch_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
@@ -280,12 +280,14 @@ class FederatedModule(LearnerHooks):
         return self.run.outputs()
 
     def on_validation_start(self) -> None:
-        self.run.validation_starts()
+        if self.run.reporter is not None:
+            self.run.reporter.validation_starts()
         self.learner.on_validation_start()
 
     def on_validation_end(self) -> None:
         self.learner.on_validation_end()
-        self.run.validation_ends(self.trainer)
+        if self.run.reporter is not None:
+            self.run.reporter.validation_ends(self.trainer)
 
     def on_train_end(self) -> None:
         self.learner.on_train_end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +13,16 @@ from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunFacts
-from fl_lightning.checkpoint import Identity, RowsOnDisk
-from fl_lightning.description import log_to, of_run
+from fl_lightning.checkpoint import CheckpointFolder, Identity
+from fl_lightning.description import Reporter
 from fl_lightning.engines import client_optimizer, configured_optimizer
 from fl_lightning.engines.build import NOT_CAPTURED, choose
+from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.plan import EnginePlan
-from fl_lightning.engines.random_state import RandomState, seed_round
+from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import situation_of
-from fl_lightning.errors import UserError
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
@@ -31,51 +30,45 @@ from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Metrics, Participants
 from fl_lightning.machine.devices import prepare_process
 from fl_lightning.methods import Methods, reads_outputs
-from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.settings import Settings
-from fl_lightning.schedules import decay_factor, decay_text
+from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
-from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.store import ClientStore
 
 
 class FederatedRun:
-    """The objects of a run, each set by the first hook of a fit that knows it.
+    """The objects of a run: those of the run itself, and those of its present or latest fit.
 
-    ``methods``, ``state`` (server states, client rows, rounds done), ``plan`` and ``engine`` (who
-    trains), ``loop`` (the rounds), ``clients`` and ``server`` (their optimizers), ``notes`` (what
-    the user should know).
+    ``methods``, ``state`` (server states, client rows, rounds done), ``optimizers``, ``plan`` and
+    ``engine`` (who trains), ``loop`` (the rounds), ``reporter`` (who hears of them), ``folder`` (of
+    checkpoints), ``notes`` (what the user should know).
     """
 
-    clients: Optimizer
-    schedule: ClientSchedule | None = None
-    server: Optimizer
+    optimizers: Optimizers  # from `make_optimizers` on
     _random_state: RandomState  # of the process, before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
         self.settings = settings
         self.model = model
-        self.methods = Methods([])
         self.state = RunState(ClientRows(ClientStore()))
+        self.notes: list[str] = []
+        self.folder = CheckpointFolder()
+        self.secret = secret.NOT_YET  # copies have none
+        self._drawn_seed: int | None = None
+        # Of a fit, from here on.
+        self.methods = Methods([])
+        self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self.plan: EnginePlan | None = None
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
-        self.disk: RowsOnDisk | None = None
-        self.lock: RunLock | None = None
-        self.notes: list[str] = []
-        self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
-        self.server_rates: list[float] = []
-        self.secret = secret.NOT_YET  # copies have none
-        self._drawn_seed: int | None = None
-        self._trainer: Any = None
-        self._fitted_by = 0  # the id of a Trainer
+        self.reporter: Reporter | None = None
         # The modes of the module and its parts while training, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
@@ -101,7 +94,7 @@ class FederatedRun:
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
         use_atomic_checkpoints(trainer)
-        self.claim(trainer, begins=False)
+        self.folder.claim(trainer, begins=False)
 
     def seed(self, trainer: Any) -> int:
         """The seed from which all random numbers follow; ``trainer`` None: outside of a fit."""
@@ -148,11 +141,12 @@ class FederatedRun:
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
-        return configured_optimizer.shown_at(self.clients, rates)
+        return configured_optimizer.shown_at(self.optimizers.clients, rates)
 
     def goes_on(self, trainer: Any) -> bool:
         """Tell whether this is another fit by the same Trainer, after rounds were committed."""
-        return self.held is None and self._fitted_by == id(trainer) and self.state.rounds > 0
+        same = self.reporter is not None and self.reporter.trainer is trainer
+        return self.held is None and same and self.state.rounds > 0
 
     def load_start(self, trainer: Any) -> None:
         """Load the weights of ``init_from``, where this is the run's first fit."""
@@ -163,35 +157,19 @@ class FederatedRun:
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """Make the optimizers of clients and server, and return the server's."""
-        earlier = self.server if self.goes_on(trainer) else None
+        earlier = self.optimizers.server if self.goes_on(trainer) else None
         # A run has one secret, in all its fits and after a resume: another one would draw other
         # noise onto what was shown already.
         if self.methods.draws_from == "secret" and (
             earlier is None or self.secret is secret.NOT_YET
         ):
             self.secret = secret.of_fit(trainer, self.held, self.note)
-        server = client_optimizer.of_server(self.settings.server_optimizer, self.model.w)
-        checks.check_optimizer("server_optimizer", server)
-        self.server_rates = [float(group["lr"]) for group in server.param_groups]
-        self.server = server
-        factory = self.settings.client_optimizer
-        scheduler = self.settings.client_scheduler
-        self.clients, self.schedule = configured_optimizer.of_clients(
-            factory, self.model.learner, scheduler, self.note
+        self.optimizers = configured_optimizer.of_run(
+            self.settings, self.model.learner, self.model.w, trainer.max_epochs, self.note
         )
-        checks.check_optimizer("client_optimizer", self.clients)
-        optimizers = {"client_optimizer": self.clients, "server_optimizer": server}
-        self._accounts = {
-            name: checkpoint.account(optimizer) for name, optimizer in optimizers.items()
-        }
-        if self.schedule is not None:
-            self._accounts["client_scheduler"] = self.schedule.account
-            # A scheduler that ends before the last round is refused now, and not in that round.
-            if scheduler == "rounds" and trainer.max_epochs > 0:
-                self.schedule.reach(min(trainer.max_epochs, 10_000))
         if earlier is not None:
-            server.load_state_dict(earlier.state_dict())
-        return server
+            self.optimizers.server.load_state_dict(earlier.state_dict())
+        return self.optimizers.server
 
     def restore(self, trainer: Any) -> None:
         """Set the state from which rounds go on: this run's, a checkpoint's, or a new one."""
@@ -227,7 +205,9 @@ class FederatedRun:
         """
         model = self.model
         cohort = self.cohort(trainer)
-        rates = client_optimizer.rates(self.clients, self.schedule, model.w.device)
+        optimizers = self.optimizers
+        rates = client_optimizer.rates(optimizers.clients, optimizers.schedule, model.w.device)
+        reporter = Reporter(trainer)
         self._note_settings(trainer, cohort, rates)
         policy = self._choose_engine(trainer, cohort)
         assert self.engine is not None
@@ -240,12 +220,12 @@ class FederatedRun:
             methods=self.methods,
             state=self.state,
             engine=self.engine,
-            server_step=ServerStep(server_optimizer, self.server_rates, progress),
+            server_step=ServerStep(server_optimizer, optimizers.server_rates, progress),
             client_rates=rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
-            report=self.report,
-            tell=self._tell,
+            report=reporter.log,
+            tell=reporter.client_ended,
             note=self.note,
             buffers=policy,
             rank=trainer.global_rank,
@@ -254,8 +234,7 @@ class FederatedRun:
         # Only now has this fit begun: one that was refused above leaves no trace of itself, and
         # the next fit takes up the checkpoint anew.
         self.held = None
-        self._trainer = trainer
-        self._fitted_by = id(trainer)
+        self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
 
     def _note_settings(self, trainer: Any, cohort: Cohort, rates: ClientRates) -> None:
@@ -285,8 +264,9 @@ class FederatedRun:
             settings.keep_optimizer_state,
         )
         work.evaluate = ClientEvaluation(self, trainer)
+        optimizers = self.optimizers
         situation = situation_of(
-            trainer, settings, self.model, self.clients, self.schedule, work, cohort
+            trainer, settings, self.model, optimizers.clients, optimizers.schedule, work, cohort
         )
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss)
@@ -304,50 +284,19 @@ class FederatedRun:
             )
         return situation.policy
 
-    def describe(self) -> str:
-        """Methods, cohort, optimizers and engine in one line.
-
-        Raises:
-            UserError: the run has not begun.
-        """
-        if self.loop is None:
-            raise UserError(
-                "describe(): what runs is known once a run has begun: after trainer.fit, or in "
-                "its callbacks."
-            )
-        rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(self.settings.lr_decay)}"
-        clients = f"{type(self.clients).__name__} {rate}"
-        if self.schedule is not None:
-            clients += f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
-        server = f"server {type(self.server).__name__} {self.server_rates[0]:g}"
-        parts = [self.title(), self.loop.cohort.describe(), clients, server]
-        return " · ".join(filter(None, [*parts, str(self.plan or "")]))
-
-    def title(self) -> str:
-        """The methods, and the learner where it is none of ours: ``FedAvg (MyLearner)``."""
-        learner = type(self.model.learner)
-        ours = learner.__module__.startswith("fl_lightning.")
-        return self.methods.title() + ("" if ours else f" ({learner.__name__})")
-
     def identity(self, trainer: Any) -> Identity:
         """The settings that have to be the same when this run is resumed."""
-        arguments = {**self.settings.compared(), **self._accounts}
+        arguments = {**self.settings.compared(), **self.optimizers.accounts}
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
         """Tell loggers, before round t, the first of this fit, where the run goes on."""
+        assert self.reporter is not None
+        self.folder.claim(self.reporter.trainer, begins=True)
         # An older checkpoint does not say how many rounds are committed, Lightning's epoch does.
         self.state.rounds = self.state.rounds or t
-        # A logger has to forget later rounds before it is given anything new.
-        for logger in self._trainer.loggers:
-            if hasattr(logger, "resume"):
-                logger.resume(self.state.rounds)
-        log_to(self._trainer.loggers, of_run(self, self._trainer))
+        self.reporter.begin(self)
         self._random_state = RandomState(self.model.w)
-
-    def seed_round(self, t: int) -> None:
-        """Make draws outside of clients, as in validation, a function of (seed, t)."""
-        seed_round(self.seed(self._trainer), t)
 
     def end(self) -> None:
         """Leave the process's random generators as they were before the first round."""
@@ -355,12 +304,12 @@ class FederatedRun:
 
     def run_round(self, t: int) -> Metrics:
         """Run round t and return its metrics; a committed round is only reported once more."""
-        assert self.loop is not None
-        self._modes = modes(self._trainer.lightning_module)
+        assert self.loop is not None and self.reporter is not None
+        self._modes = modes(self.reporter.trainer.lightning_module)
         # After an interruption Lightning begins the epoch again, whose round may have been
         # committed before: its validation is missing, but its training is not.
         if t < self.state.rounds:
-            self.report(self.state.logged, t)
+            self.reporter.log(self.state.logged, t)
             return self.state.logged
         try:
             # The server computes in full precision and keeps no graph; steps have contexts of
@@ -384,72 +333,26 @@ class FederatedRun:
         checkpoint.with_hyper_parameters(saved, self.model)
         if self.loop is None or self.plan is None:
             return
-        if trainer.interrupted and trainer.world_size > 1:
-            raise UserError(
-                "a run of several processes cannot save a checkpoint as an exception passes: the "
-                "other processes are elsewhere. Resume from the last checkpoint of a round."
-            )
+        checkpoint.check_savable(trainer)
         # A checkpoint within a round holds what the round found, unless it is committed: a commit
         # that was interrupted is finished before.
         if self.state.settle(self.loop.present[0]):
             self.model.found = None
         server_update.undo_in(saved, self.model)
-        self.disk = self.disk or RowsOnDisk.of(trainer)
-        saved[checkpoint.KEY] = checkpoint.content(
+        self.folder.save(
+            saved,
+            trainer,
             self.identity(trainer),
             self.state,
             self.model,
-            saved["state_dict"],
             self.plan,
-            self.disk,
+            self.secret,
         )
-        folder = self.disk.folder if trainer.is_global_zero else None
-        self.secret.keep(saved[checkpoint.KEY], folder)
-        checkpoint.begin_round_again(saved.get("loops", {}), self.state.rounds, trainer.interrupted)
-        for logger in trainer.loggers:
-            logger.save()
-
-    def report(self, metrics: Metrics, t: int) -> None:
-        """Log metrics of round t to every logger, and where callbacks that monitor find them."""
-        self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=t)
-
-    def validation_starts(self) -> None:
-        self._validation_began = time.perf_counter()
-
-    def validation_ends(self, trainer: Any) -> None:
-        """Log how long validation took, where it belongs to a fit."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            seconds = time.perf_counter() - self._validation_began
-            self.report({"time/validation": seconds}, trainer.current_epoch)
-
-    def claim(self, trainer: Any, begins: bool) -> None:
-        """Make the folder of the run's checkpoints this run's own, before one is read.
-
-        ``begins``: make the folder, to write there.
-
-        Raises:
-            UserError: another process writes there.
-        """
-        # The command line claims a run's folder by a callback, earlier than we could.
-        claimed = any(hasattr(c, "claims_folder") for c in trainer.callbacks)
-        if claimed or not trainer.checkpoint_callbacks:
-            return
-        folder = RowsOnDisk.of(trainer).folder.parent
-        if begins:
-            folder.mkdir(parents=True, exist_ok=True)
-        if self.lock is None and folder.is_dir():
-            self.lock = held_by_all(folder, trainer)
-        if begins and self.lock is not None:
-            self.lock.use()
 
     def close(self) -> None:
         """Release what the engine holds, and the folder."""
         self._modes = []
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+        self.folder.release()
         self.close_engine()
 
     def close_engine(self) -> None:
@@ -457,11 +360,6 @@ class FederatedRun:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-
-    def _tell(self, done: int, of: int) -> None:
-        for callback in self._trainer.callbacks:
-            if hasattr(callback, "on_client_end"):
-                callback.on_client_end(self._trainer, self._trainer.lightning_module, done, of)
 
     def _not_captured(self, why: str) -> None:
         assert self.plan is not None

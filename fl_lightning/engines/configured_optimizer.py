@@ -1,24 +1,91 @@
-"""The clients' optimizer, given to the run or configured by the learner, at its first rates."""
+"""A run's optimizers, given to it or configured by the learner, at their first rates."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.checks import check_optimizer
+from fl_lightning.engines.client_optimizer import of_server
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import overrides
 from fl_lightning.round.client_schedule import MOVED, ClientSchedule
 from fl_lightning.round.context import ClientRates
-from fl_lightning.round.settings import OptimizerFactory
+from fl_lightning.round.settings import OptimizerFactory, Settings
+from fl_lightning.schedules import decay_text
 
 # A scheduler writes its own notes under these names into a parameter group.
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """The optimizers of a fit.
+
+    Args:
+        clients: over the learner's parameters.
+        schedule: the learner's lr scheduler, where it is stepped.
+        server: over w.
+        server_rates: the server's, before any decay.
+        accounts: classes and settings as text, which a resumed run has to have again.
+    """
+
+    clients: Optimizer
+    schedule: ClientSchedule | None
+    server: Optimizer
+    server_rates: list[float]
+    accounts: dict[str, str]
+
+    def describe(self, settings: Settings) -> str:
+        """Both in one line: ``SGD 0.1 × 0.998^t · server SGD 1``."""
+        rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(settings.lr_decay)}"
+        line = f"{type(self.clients).__name__} {rate}"
+        if self.schedule is not None:
+            line += f", {self.schedule.name} by {self.schedule.unit.replace('_', ' ')}"
+        return f"{line} · server {type(self.server).__name__} {self.server_rates[0]:g}"
+
+
+def of_run(
+    settings: Settings, learner: Any, w: Tensor, rounds: int, note: Callable[[str], None]
+) -> Optimizers:
+    """The optimizers that a run's settings ask for.
+
+    Args:
+        rounds: how many the run has; -1: no end.
+
+    Raises:
+        UserError: one that cannot work, or a scheduler that ends before the last round.
+    """
+    server = of_server(settings.server_optimizer, w)
+    check_optimizer("server_optimizer", server)
+    unit = settings.client_scheduler
+    clients, schedule = of_clients(settings.client_optimizer, learner, unit, note)
+    check_optimizer("client_optimizer", clients)
+    accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
+    if schedule is not None:
+        accounts["client_scheduler"] = schedule.account
+        # A scheduler that ends before the last round is refused now, and not in that round.
+        if unit == "rounds" and rounds > 0:
+            schedule.reach(min(rounds, 10_000))
+    server_rates = [float(group["lr"]) for group in server.param_groups]
+    return Optimizers(clients, schedule, server, server_rates, accounts)
+
+
+def account(optimizer: Optimizer) -> str:
+    """An optimizer's class and settings as text."""
+    groups = []
+    for group in optimizer.param_groups:
+        # A scheduler's note of the first rate stands there only once a scheduler was made.
+        groups.append({k: v for k, v in group.items() if k not in ("params", "initial_lr")})
+    return f"{type(optimizer).__name__} {groups}"
 
 
 def of_clients(

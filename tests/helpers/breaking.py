@@ -231,7 +231,7 @@ class SavedOnException(Callback):
 
 def leavings(module: Any, run: pl.Trainer, logged: Logged) -> dict[str, Any]:
     """All that a run leaves, by name."""
-    (optimizer,) = module.run.server.state.values() or [{}]
+    (optimizer,) = module.run.optimizers.server.state.values() or [{}]
     return {
         "w": module.global_vector.detach().clone(),
         "evaluated": module.evaluated_vector.detach().clone(),

@@ -190,7 +190,7 @@ class Meddles(FederatedCallback):
 
 class OneRate(FederatedCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        (self._rate,) = {group["lr"] for group in pl_module.run.clients.param_groups}
+        (self._rate,) = {group["lr"] for group in pl_module.run.optimizers.clients.param_groups}
 
 
 WRONG: list[tuple[type[FederatedCallback], str, str]] = [
