@@ -20,7 +20,7 @@ from fl_lightning.lightning import rank_zero_only, rank_zero_warn
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.apart import is_plain
 
-Facts = dict[str, str | int | float | bool]
+HyperParameters = dict[str, str | int | float | bool]
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
 
 
@@ -84,64 +84,66 @@ def line(run: Any) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of packages that a result may depend on."""
-    numbers = {package: _version(package) for package in _PACKAGES}
+    numbers = {package: version_of(package) or "not installed" for package in _PACKAGES}
     return {**numbers, "python": platform.python_version()}
 
 
-def of_learner(learner: Any) -> Facts:
+def of_learner(learner: Any) -> HyperParameters:
     """The learner's class, its plain hyper-parameters, and how many parameters are trained."""
-    facts: Facts = {"learner": type(learner).__name__}
+    entries: HyperParameters = {"learner": type(learner).__name__}
     network = getattr(learner, "network", None)
     if network is not None:
-        facts["learner/network"] = type(network).__name__
+        entries["learner/network"] = type(network).__name__
     for name, value in dict(learner.hparams).items():
         if is_plain(value):
-            facts[f"learner/{name}"] = _value(value)
-    facts["learner/parameters"] = sum(p.numel() for p in learner.parameters() if p.requires_grad)
-    return facts
+            entries[f"learner/{name}"] = _value(value)
+    entries["learner/parameters"] = sum(p.numel() for p in learner.parameters() if p.requires_grad)
+    return entries
 
 
-def of_run(run: Any, trainer: Any) -> Facts:
+def of_run(run: Any, trainer: Any) -> HyperParameters:
     """Learner, method, data, partition, seed, engine and versions of a run, before its rounds."""
     data = trainer.datamodule
-    facts: Facts = {**of_learner(run.model.learner), "method": run.methods.title()}
+    entries: HyperParameters = {**of_learner(run.model.learner), "method": run.methods.title()}
     for callback in run.methods.callbacks:
         arguments = _parameters(callback)
         for name, value in vars(callback).items():
             if name in arguments and (is_plain(value) or isinstance(value, Schedule)):
-                facts[f"method/{type(callback).__name__}/{name}"] = _value(value)
-    facts["data"] = type(data).__name__
-    facts.update({f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"})
+                entries[f"method/{type(callback).__name__}/{name}"] = _value(value)
+    entries["data"] = type(data).__name__
+    entries.update(
+        {f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"}
+    )
     for name in ("num_clients", "batch_size"):
-        facts[f"data/{name}"] = _value(getattr(data, name, None))
-    facts["seed"] = run.seed(trainer)
-    facts["rounds"] = _value(trainer.max_epochs)
+        entries[f"data/{name}"] = _value(getattr(data, name, None))
+    entries["seed"] = run.seed(trainer)
+    entries["rounds"] = _value(trainer.max_epochs)
     # Optimizers and the seed have entries of their own, by what the run made of these settings.
     elsewhere = ("client_optimizer", "server_optimizer", "seed", "strict_resume")
     for name, value in vars(run.settings).items():
         if name not in elsewhere and value is not None:
-            facts[name] = _value(value)
+            entries[name] = _value(value)
     optimizers = {"client": run.optimizers.clients, "server": run.optimizers.server}
     for name, optimizer in optimizers.items():
-        facts[f"{name}_optimizer"] = type(optimizer).__name__
+        entries[f"{name}_optimizer"] = type(optimizer).__name__
         for key, value in optimizer.param_groups[0].items():
             if key not in ("params", "initial_lr") and is_plain(value) and value is not None:
-                facts[f"{name}_optimizer/{key}"] = _value(value)
-    for name, value in run.plan.facts().items():
-        facts[f"machine/{name.replace(' ', '_')}"] = _value(value)
-    facts["machine/processes"] = trainer.world_size
+                entries[f"{name}_optimizer/{key}"] = _value(value)
+    for name, value in run.plan.card().items():
+        entries[f"machine/{name.replace(' ', '_')}"] = _value(value)
+    entries["machine/processes"] = trainer.world_size
     for package, number in versions().items():
-        facts[f"versions/{package}"] = number
-    return facts
+        entries[f"versions/{package}"] = number
+    return entries
 
 
-def log_to(loggers: list[Any], facts: Facts) -> None:
-    """Give the facts to every logger as hyper-parameters."""
+def log_to(loggers: list[Any], entries: HyperParameters) -> None:
+    """Give the entries to every logger as hyper-parameters."""
     for logger in loggers:
         # A logger is others' code: some refuse a value that changed since a resumed run began,
         # which is no reason to end the run.
         try:
-            logger.log_hyperparams(as_paths(facts) if _is(logger, "MLFlowLogger") else facts)
+            logger.log_hyperparams(as_paths(entries) if _is(logger, "MLFlowLogger") else entries)
             if _is(logger, "TensorBoardLogger"):
                 _write_hparams(logger)
         except Exception as error:
@@ -150,20 +152,20 @@ def log_to(loggers: list[Any], facts: Facts) -> None:
             )
 
 
-def as_paths(facts: Facts) -> Facts:
-    """The facts under names that are paths of files, as MLflow's store needs them.
+def as_paths(entries: HyperParameters) -> HyperParameters:
+    """The entries under names that are paths of files, as MLflow's store needs them.
 
     >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
     {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}
     """
     folders: set[str] = set()
-    for name in facts:
+    for name in entries:
         folder = name.rpartition("/")[0]
         while folder:
             folders.add(folder)
             folder = folder.rpartition("/")[0]
-    paths: Facts = {}
-    for name, value in facts.items():
+    paths: HyperParameters = {}
+    for name, value in entries.items():
         path = posixpath.normpath(re.sub(r"[^/\w. :-]", "_", name)).lstrip("/.")
         # A name that others lie below would be a folder and a file at once.
         if name in folders:
@@ -202,9 +204,10 @@ def _value(value: Any) -> str | int | float | bool:
     return value if isinstance(value, str | int | float | bool) else repr(value)
 
 
-@cache  # it reads through all that is installed
-def _version(package: str) -> str:
+@cache  # it reads through all that is installed, and is asked for several times a run
+def version_of(package: str) -> str | None:
+    """The version of a package; None: it is not installed, as a checkout need not be."""
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "not installed"
+    except PackageNotFoundError:
+        return None

@@ -30,7 +30,7 @@ from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.run_state import RunState
 
-Metrics = dict[str, float]
+RoundMetrics = dict[str, float]
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
 
 
@@ -60,7 +60,7 @@ class FederatedLoop:
     client_rates: ClientRates
     parts: Parts | None
     participants: Participants
-    report: Callable[[Metrics, int], None]
+    report: Callable[[RoundMetrics, int], None]
     tell: Callable[[int, int], None]
     note: Callable[[str], None]
     buffers: BufferPolicy
@@ -69,7 +69,7 @@ class FederatedLoop:
     present: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
 
-    def run_round(self, t: int) -> Metrics:
+    def run_round(self, t: int) -> RoundMetrics:
         """Run round t, which is committed when this returns, and return its metrics."""
         start = time.perf_counter()
         start_cpu = time.process_time()
@@ -125,7 +125,7 @@ class FederatedLoop:
     def begin(self, t: int) -> Ledger:
         """The ledger of round t, with its facts and those who take part, sampled or chosen."""
         # A method that chooses reads server states, so the facts it may read come first.
-        ledger = Ledger(self.facts(t))
+        ledger = Ledger(self.round_at(t))
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
@@ -167,7 +167,7 @@ class FederatedLoop:
             )
         return ids
 
-    def facts(self, t: int) -> Round:
+    def round_at(self, t: int) -> Round:
         """The facts of round t, before it is known who takes part."""
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
         w = self.model.w.detach()
@@ -259,7 +259,7 @@ class FederatedLoop:
         server.evaluated = self.model.evaluated.detach()
         self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
 
-    def metrics(self, ledger: Ledger, server: Server) -> Metrics:
+    def metrics(self, ledger: Ledger, server: Server) -> RoundMetrics:
         """The metrics that the learner, clients' and server hooks logged; sets ``loss`` too."""
         self.warn_of_mean_gradient(ledger)
         for text in ledger.notes:

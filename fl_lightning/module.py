@@ -156,7 +156,7 @@ class FederatedModule(LearnerHooks):
     @property
     def engine_facts(self) -> dict[str, str]:
         """The engine that trains the clients, and why, for people; empty before training."""
-        return {} if self.run.plan is None else self.run.plan.facts()
+        return {} if self.run.plan is None else self.run.plan.card()
 
     @property
     def notes(self) -> list[str]:

@@ -27,7 +27,7 @@ from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import rank_zero_warn
-from fl_lightning.loop import FederatedLoop, Metrics, Participants
+from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.devices import prepare_process
 from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.cohort import Cohort
@@ -302,7 +302,7 @@ class FederatedRun:
         """Leave the process's random generators as they were before the first round."""
         self._random_state.restore()
 
-    def run_round(self, t: int) -> Metrics:
+    def run_round(self, t: int) -> RoundMetrics:
         """Run round t and return its metrics; a committed round is only reported once more."""
         assert self.loop is not None and self.reporter is not None
         self._modes = modes(self.reporter.trainer.lightning_module)

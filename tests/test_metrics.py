@@ -26,7 +26,7 @@ from fl_lightning.report.runs import find
 from fl_lightning.report.sections import scores
 from fl_lightning.report.summary import summarise
 from fl_lightning.sweep.folder import DIVERGED, DONE
-from fl_lightning.sweep.grid import Run
+from fl_lightning.sweep.grid import PlannedRun
 from fl_lightning.sweep.selection import Candidate, choose
 from fl_lightning.sweep.spec import Selection
 from tests.callbacks.test_per_client_evaluation import data
@@ -149,7 +149,7 @@ def test_reports_and_sweeps_go_by_it(tmp_path: Path, name: str) -> None:
     make_arm(tmp_path, "high", {0: 0.75}, name)
     found = find([tmp_path])
     candidates = [
-        Candidate("arm", {"lr": level}, (Run(tmp_path, f"{level}/seed-0", "arm", 0, ()),))
+        Candidate("arm", {"lr": level}, (PlannedRun(tmp_path, f"{level}/seed-0", "arm", 0, ()),))
         for level in ("low", "high")
     ]
     states = {candidate.runs[0]: DONE for candidate in candidates}
@@ -329,7 +329,7 @@ def test_reports_and_sweeps_read_what_torchmetrics_said(tmp_path: Path) -> None:
     )
     table = scores(summarise(find([tmp_path]), "val/quality"))
     assert [row[1].mark for row in table.rows if row[0].text == "low"] == ["best"]
-    runs = [Run(tmp_path, f"{level}/seed-0", "arm", 0, ()) for level in ("low", "high")]
+    runs = [PlannedRun(tmp_path, f"{level}/seed-0", "arm", 0, ()) for level in ("low", "high")]
     candidates = [Candidate("arm", {"lr": run.place}, (run,)) for run in runs]
     selection = Selection({"lr": ("low", "high")}, "val/quality", 0.1, (0,))
     assert choose(tmp_path, selection, candidates, dict.fromkeys(runs, DONE))["arm"] == {
@@ -373,7 +373,7 @@ def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> No
 
 def test_a_selection_asks_what_a_diverged_run_has_only_where_one_diverged(tmp_path: Path) -> None:
     make_arm(tmp_path, "low", {0: 0.25}, "val/quality", status="diverged")
-    run = Run(tmp_path, "low/seed-0", "arm", 0, ())
+    run = PlannedRun(tmp_path, "low/seed-0", "arm", 0, ())
     selection = Selection({"lr": ("low",)}, "val/quality", 0.1, (0,))
     with pytest.raises(UserError, match=r"select\.mode"):
         choose(tmp_path, selection, [Candidate("arm", {"lr": 1}, (run,))], {run: DIVERGED})

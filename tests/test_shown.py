@@ -16,8 +16,8 @@ from fl_lightning.cli.run_folder import RunCheckpoint, RunFolder
 from fl_lightning.cli.run_record import RunRecord
 from fl_lightning.lightning import pl
 from fl_lightning.sweep.folder import DONE, RUNNING
-from fl_lightning.sweep.grid import Run
-from fl_lightning.sweep.table import Table
+from fl_lightning.sweep.grid import PlannedRun
+from fl_lightning.sweep.table import ProgressTable
 from tests.callbacks.test_per_client_evaluation import data
 from tests.helpers.learners import Lit, federated, trainer
 from tests.report.folders import make_run
@@ -131,18 +131,22 @@ def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys:
     make_run(tmp_path / "a/seed-1", "a", 1, {"val/acc": [0.5]})  # an older run
     make_run(tmp_path / "b/seed-0", "b", 0, columns, shown=["val_auc"])
     runs = {
-        place: Run(tmp_path, place, place[0], int(place[-1]), ())
+        place: PlannedRun(tmp_path, place, place[0], int(place[-1]), ())
         for place in ("a/seed-0", "a/seed-1", "b/seed-0")
     }
     states = {runs["a/seed-0"]: DONE, runs["b/seed-0"]: RUNNING}
-    told = [" ".join(line.split()) for line in Table("x", None, {"b/seed-0": 9}).lines(states)]
+    told = [
+        " ".join(line.split()) for line in ProgressTable("x", None, {"b/seed-0": 9}).lines(states)
+    ]
     assert told[2:-1] == ["val_auc, clients/acc seed 0", "a 0.7500, 0.5000", "b 2/9"]
-    Table("x", None, {}).tell(runs["a/seed-0"], states)
+    ProgressTable("x", None, {}).tell(runs["a/seed-0"], states)
     assert "a/seed-0: done, val_auc 0.7500, clients/acc 0.5000" in capsys.readouterr().out
-    selected = Table("x", "val/acc", {}).lines({runs["a/seed-1"]: DONE, runs["b/seed-0"]: DONE})
+    selected = ProgressTable("x", "val/acc", {}).lines(
+        {runs["a/seed-1"]: DONE, runs["b/seed-0"]: DONE}
+    )
     assert [line.split() for line in selected[2:-1]] == [
         ["val/acc,", "val_auc", "seed", "1", "seed", "0"],
         ["a", "0.5000,", "–"],
         ["b", "0.1250,", "0.7500"],
     ]
-    assert "val/acc" in Table("x", None, {}).lines({runs["a/seed-1"]: DONE})[2]
+    assert "val/acc" in ProgressTable("x", None, {}).lines({runs["a/seed-1"]: DONE})[2]

@@ -28,7 +28,7 @@ _PUBLISHED_CLASSES = 10
 
 
 @dataclass(frozen=True)
-class Facts:
+class SampleFacts:
     """What a data module's class says about its samples; None: nothing."""
 
     name: str
@@ -166,18 +166,18 @@ def _is_ours(network: Any) -> bool:
     return getattr(_class(network), "__module__", "").startswith("fl_lightning.models.")
 
 
-def _facts(data: Any) -> Facts:
+def _facts(data: Any) -> SampleFacts:
     cls = _class(data)
     if not (isinstance(cls, type) and issubclass(cls, FederatedDataModule)):
-        return Facts("data")
+        return SampleFacts("data")
     arguments = _arguments(deepcopy(data)) if isinstance(data, dict) else {}
     shape = cls.shape_of_samples(**arguments)
     # A class that reads its labels to count them has a property here.
     classes = cls.num_classes if isinstance(cls.num_classes, int) else None
-    return Facts(cls.__name__, shape, classes, getattr(cls, "texts", False))
+    return SampleFacts(cls.__name__, shape, classes, getattr(cls, "texts", False))
 
 
-def _complete(node: Any, classes: Any, facts: Facts, guessed: list[str]) -> Any:
+def _complete(node: Any, classes: Any, facts: SampleFacts, guessed: list[str]) -> Any:
     """Fill in a network's sizes, and give the number of classes; ``classes`` is the learner's.
 
     Adds guesses to ``guessed``.
@@ -215,7 +215,7 @@ def _ends(cls: Any, sizes: Any) -> list[Any] | None:
 # --------------------------------------------------------------------------- refusing
 
 
-def _check_texts(learner: Any, facts: Facts) -> None:
+def _check_texts(learner: Any, facts: SampleFacts) -> None:
     """Refuse our networks for images on texts, and our learners of texts on what is none."""
     cls = _class(learner)
     if cls is ImageClassifier and facts.texts:
@@ -235,7 +235,7 @@ def _check_texts(learner: Any, facts: Facts) -> None:
         )
 
 
-def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
+def _check(learner: dict[str, Any], facts: SampleFacts, learners: bool) -> None:
     """Refuse what cannot work.
 
     ``learners``: whether the number of classes was given to the learner.
@@ -259,7 +259,11 @@ def _check(learner: dict[str, Any], facts: Facts, learners: bool) -> None:
 
 
 def _check_classes(
-    classes: Any, network: dict[str, Any], ends: list[Any] | None, facts: Facts, learners: bool
+    classes: Any,
+    network: dict[str, Any],
+    ends: list[Any] | None,
+    facts: SampleFacts,
+    learners: bool,
 ) -> None:
     """Refuse fewer outputs than the data have classes, and two numbers that differ."""
     option = f"{_AT}.num_classes"
@@ -287,7 +291,7 @@ def _check_classes(
         )
 
 
-def _check_images(cls: Any, network: dict[str, Any], facts: Facts) -> None:
+def _check_images(cls: Any, network: dict[str, Any], facts: SampleFacts) -> None:
     """Refuse samples that are no images, or images that the network cannot take."""
     assert facts.shape is not None
     if len(facts.shape) != 3:

@@ -10,8 +10,6 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.cli.trackers import ids_of, trackers
+from fl_lightning.description import version_of
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
 from fl_lightning.machine.processes import usable_cores
@@ -220,7 +219,7 @@ class RunRecord(pl.Callback):
             "command": self.command,
             "machine": self._kept["machine"],
             "versions": {
-                **{package: _version(package) for package in _PACKAGES},
+                **{package: version_of(package) for package in _PACKAGES},
                 "python": platform.python_version(),
             },
         }
@@ -236,12 +235,3 @@ def _out_of_time(trainer: pl.Trainer) -> bool:
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     remaining = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in remaining)
-
-
-@cache  # It reads what is installed, and the record is written several times a run.
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        # The code runs from a checkout that is not installed.
-        return None

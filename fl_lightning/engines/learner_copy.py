@@ -171,34 +171,33 @@ class LearnerCopy:
         for part in self._parts:
             object.__setattr__(part, "_trainer", self.present.trainer(part._trainer))
 
-    @contextmanager
-    def shifted(self, e: Tensor) -> Iterator[None]:
+    def shifted(self, e: Tensor) -> AbstractContextManager[None]:
         """Within, the learner's parameters are at x + e, and gradients go to a second vector."""
         if self._second is None:
             second = torch.empty_like(self.g)
             self._second = second, self.layout.views(second.view(-1))
-        first = self.g, self._views_of_g
         # g's storage holds x + e: the method is done with the gradient once it has made e of it.
         torch.add(self.x, e, out=self.g)
-        tie(self.parameters, self._views_of_g)
-        self.g, self._views_of_g = self._second
-        try:
-            yield
-        finally:
-            tie(self.parameters, self._views)
-            self.g, self._views_of_g = first
+        return self._elsewhere(self._views_of_g, *self._second)
 
-    @contextmanager
-    def at(self, point: Tensor) -> Iterator[None]:
+    def at(self, point: Tensor) -> AbstractContextManager[None]:
         """Within, the learner is at ``point``; the point and gradients have memory of their own."""
         if self._third is None:
             self._third = torch.empty_like(self.x), torch.empty_like(self.g)
-        (x, g) = self._third
-        first = (self.g, self._views_of_g)
+        x, g = self._third
         x.copy_(point)
-        tie(self.parameters, self.layout.views(x.view(-1)))
+        views = self.layout.views
+        return self._elsewhere(views(x.view(-1)), g, views(g.view(-1)))
+
+    @contextmanager
+    def _elsewhere(
+        self, parameters: list[Tensor], g: Tensor, views_of_g: list[Tensor]
+    ) -> Iterator[None]:
+        """Within, the learner's parameters are these, and gradients go to ``g``."""
+        first = (self.g, self._views_of_g)
+        tie(self.parameters, parameters)
         self.g = g
-        self._views_of_g = self.layout.views(g.view(-1))
+        self._views_of_g = views_of_g
         try:
             yield
         finally:

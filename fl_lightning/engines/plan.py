@@ -52,23 +52,23 @@ class EnginePlan:
         settings = {name: held[name] for name in RESUMED if name in held}
         return cls(why=AS_BEFORE, **settings, written=tuple(held.get("written") or ()))
 
-    def facts(self) -> dict[str, str]:
+    def card(self) -> dict[str, str]:
         """What the run's card says of it."""
-        facts = {
+        entries = {
             "engine": self.engine,
             "threads": str(self.threads),
             "server_threads": str(self.server_threads),
         }
         if self.engine == "concurrent":
-            facts["workers"] = str(self.workers)
-            facts["capture"] = "yes" if self.captured else f"no: {self.not_captured}"
+            entries["workers"] = str(self.workers)
+            entries["capture"] = "yes" if self.captured else f"no: {self.not_captured}"
         if self.engine == "stacked":
-            facts["clients"] = str(self.at_once)
+            entries["clients"] = str(self.at_once)
         if self.channels_last:
-            facts["memory"] = "channels_last"
+            entries["memory"] = "channels_last"
         if self.written:
-            facts["as buffers"] = ", ".join(self.written)
-        return {**facts, "why": self.why}
+            entries["as buffers"] = ", ".join(self.written)
+        return {**entries, "why": self.why}
 
     def __str__(self) -> str:
         return f"{self.engine} × {self.workers}" if self.engine == "concurrent" else self.engine

@@ -30,7 +30,7 @@ from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.store import ClientStore
 
-Model = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
+PersonalModel = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
 
 
 class Sizes(dict[int, int]):
@@ -56,7 +56,7 @@ class PersonalModels:
     round: Round
     methods: Methods
 
-    def of(self, client: int) -> Model:
+    def of(self, client: int) -> PersonalModel:
         """The model of one client; the server's, where it never finished a round."""
         round = replace(self.round, ids=[client])
         # Kept parts are those with which the next round would begin.
@@ -83,7 +83,7 @@ def of_run(run: Any) -> PersonalModels:
             "personal models are there once a run has begun: after trainer.fit, or in its "
             "callbacks."
         )
-    facts = run.loop.facts(max(run.state.rounds - 1, 0))
+    facts = run.loop.round_at(max(run.state.rounds - 1, 0))
     return PersonalModels(replace(facts, sizes=Sizes(run.loop.cohort.data)), run.methods)
 
 
@@ -135,7 +135,7 @@ def check_client(client: int, m: int) -> None:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
 
-def of_client(run: Any, client: int) -> Model:
+def of_client(run: Any, client: int) -> PersonalModel:
     """One client's personal model, the same in every process of a FederatedRun."""
     models = of_run(run)
     check_client(client, models.round.num_clients)
@@ -220,7 +220,7 @@ class FineTuning:
 
     def __call__(
         self, round: Round, client: int, weights: Tensor, buffers: Mapping[str, Tensor]
-    ) -> Model:
+    ) -> PersonalModel:
         """The client's model after ``epochs`` more, from ``weights`` ``(D,)`` and ``buffers``."""
         steps = self.cohort.steps_of(client, self.epochs)
         factor = decay_factor(self.settings.lr_decay, round.t)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fl_lightning.report.runs import Column, Run
+from fl_lightning.report.runs import Column, ReportedRun
 from fl_lightning.report.scores import lost, measured, summed, tail_of
 
 AXES = {
@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class View:
+class BudgetView:
     """``tail`` of each finished run, had it spent only ``budget``, what the cheapest done run did.
 
     ``values``: arm → seed → value. ``what`` is the column of seconds that was summed.
@@ -40,7 +40,7 @@ class View:
     what: str = ""
 
 
-def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
+def spending(run: ReportedRun, axis: str, seconds: str = CLOCK) -> Column:
     """What was spent up to and with each round; NaN where that is not known.
 
     After a round without seconds or gradients their sum is not known any more.
@@ -51,13 +51,15 @@ def spending(run: Run, axis: str, seconds: str = CLOCK) -> Column:
     return spent if axis == "bytes" else np.cumsum(spent)
 
 
-def views(arms: Mapping[str, list[Run]], metric: str, timed: bool = True) -> list[View]:
+def views(
+    arms: Mapping[str, list[ReportedRun]], metric: str, timed: bool = True
+) -> list[BudgetView]:
     """A view for each axis that every done run has measured.
 
     There is one of the clock's seconds where no two runs overlapped. ``timed``: whether seconds
     are asked for.
     """
-    done: list[Run] = []
+    done: list[ReportedRun] = []
     for runs in arms.values():
         done += [run for run in runs if run.status == "done" and len(measured(run, metric)[0])]
     seconds = timed_by(done) if timed else None
@@ -78,11 +80,11 @@ def views(arms: Mapping[str, list[Run]], metric: str, timed: bool = True) -> lis
                 spent = _spent(run, axis, column)
                 value = tail_of(run, metric, spent, budget) if lasting else lost(run, metric)
                 values[arm][run.seed] = value
-        made.append(View(axis, budget, values, seconds or ""))
+        made.append(BudgetView(axis, budget, values, seconds or ""))
     return made
 
 
-def timed_by(runs: Sequence[Run]) -> str | None:
+def timed_by(runs: Sequence[ReportedRun]) -> str | None:
     """The column of seconds that can be compared.
 
     It is the processor's, else the clock's of runs that were alone on the machine; of runs on
@@ -100,7 +102,7 @@ def timed_by(runs: Sequence[Run]) -> str | None:
     return CLOCK if alone and runs else None
 
 
-def _span(run: Run) -> tuple[datetime, datetime] | None:
+def _span(run: ReportedRun) -> tuple[datetime, datetime] | None:
     """When a run started and ended, as run.json has it: in UTC, where it names no zone."""
     times = []
     for key in ("started", "ended"):
@@ -113,7 +115,7 @@ def _span(run: Run) -> tuple[datetime, datetime] | None:
     return (began, ended) if began <= ended else None
 
 
-def _spent(run: Run, axis: str, column: str) -> Column:
+def _spent(run: ReportedRun, axis: str, column: str) -> Column:
     """As :func:`spending`, where a missing cell costs nothing."""
     if axis == "rounds":
         return run.columns["round"] + 1

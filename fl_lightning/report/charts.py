@@ -25,7 +25,7 @@ from fl_lightning.report.drawing import (
     whole_rounds,
 )
 from fl_lightning.report.fairness import column_of, over_rounds
-from fl_lightning.report.runs import Column, Run
+from fl_lightning.report.runs import Column, ReportedRun
 from fl_lightning.report.scores import FORMS, SCORE_TITLES, forms, over_time
 from fl_lightning.report.sections import MAIN, SIGNS, difference_unit, shown_first, unit_of
 from fl_lightning.report.summary import Arm, Summary
@@ -358,7 +358,7 @@ def looks(summary: Summary, **more: Any) -> Iterator[tuple[Arm, dict[str, Any]]]
         yield arm, {**more, **style().look(number)}
 
 
-def mean_over_runs(runs: Sequence[Run], name: str) -> Column:
+def mean_over_runs(runs: Sequence[ReportedRun], name: str) -> Column:
     """The mean of a column over the runs that are done, round by round; NaN where none has it."""
     columns = [run.column(name) for run in runs if run.status == "done"]
     shortest = min(map(len, columns), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fl_lightning.report.runs import Sweep, read_table
+from fl_lightning.report.runs import ReportedSweep, read_table
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Choice:
         return self.taken[option] in (values[0], values[-1])
 
 
-def choices(sweep: Sweep) -> Iterator[Choice]:
+def choices(sweep: ReportedSweep) -> Iterator[Choice]:
     """The choice of each arm that had one; none where nothing was selected."""
     rows = read_table(sweep.folder / "select.csv")
     for arm in dict.fromkeys(row.get("arm") or "" for row in rows):

@@ -14,7 +14,7 @@ import yaml
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import MODES
-from fl_lightning.report.runs import Found, Run
+from fl_lightning.report.runs import Found, ReportedRun
 from fl_lightning.report.scores import FORMS, SCORES
 
 # Kind → keys that it needs beside id and metric.
@@ -160,7 +160,7 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
     return list(files.values())
 
 
-def read_claims(path: Path, runs: Iterable[Run]) -> ClaimsFile:
+def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
     """The claims in ``path``, and which claims ``runs`` recorded.
 
     Raises:

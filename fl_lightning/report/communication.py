@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fl_lightning.cli.compose import class_name
 from fl_lightning.report.intervals import mean_sd
-from fl_lightning.report.runs import Run
+from fl_lightning.report.runs import ReportedRun
 from fl_lightning.report.summary import Arm
 
 # Vectors of the model's size a client and round; one direction stands for both.
@@ -30,7 +30,7 @@ class Traffic:
     partial: bool
 
 
-def methods(run: Run) -> set[str] | None:
+def methods(run: ReportedRun) -> set[str] | None:
     """Class names of the method callbacks in config.yaml; None where there is none to read."""
     if not run.config:
         return None
@@ -66,7 +66,7 @@ def over(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
-def _a_round(runs: list[Run], name: str) -> float | None:
+def _a_round(runs: list[ReportedRun], name: str) -> float | None:
     # The column is a running total, and runs may differ in their number of rounds.
     rates = [float(run.column(name)[-1]) / run.rounds_done for run in runs if run.rounds_done]
     return mean_sd(rates)[0] if all(map(math.isfinite, rates)) else None

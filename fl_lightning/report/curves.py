@@ -23,7 +23,7 @@ from fl_lightning.report.drawing import (
     styled,
     whole_rounds,
 )
-from fl_lightning.report.runs import Column, Run
+from fl_lightning.report.runs import Column, ReportedRun
 from fl_lightning.report.scores import measured, smooth
 from fl_lightning.report.sections import metric_title, unit_of, windows
 from fl_lightning.report.summary import Summary
@@ -100,18 +100,23 @@ def _caption(summary: Summary) -> str:
     return " ".join(parts)
 
 
-def _has(run: Run, metric: str, axis: str) -> bool:
+def _has(run: ReportedRun, metric: str, axis: str) -> bool:
     return bool(len(measured(run, metric)[0])) and bool(np.isfinite(spending(run, axis)).any())
 
 
 def _arm(
-    axes: Axes, runs: list[Run], metric: str, axis: str, look: Mapping[str, Any], shown: Unit
+    axes: Axes,
+    runs: list[ReportedRun],
+    metric: str,
+    axis: str,
+    look: Mapping[str, Any],
+    shown: Unit,
 ) -> dict[str, Any]:
     """Draw an arm and give the line that stands for it in the legend, by its name there."""
     handles = {}
     if done := [run for run in runs if run.status == "done"]:
 
-        def smoothed(run: Run) -> Column:
+        def smoothed(run: ReportedRun) -> Column:
             return smooth(measured(run, metric)[1])
 
         chosen, rounds, mean, sd = _over_seeds(done, metric, smoothed)
@@ -137,14 +142,14 @@ def _arm(
     return handles
 
 
-def _at(run: Run, rounds: Column, column: Column) -> Column:
+def _at(run: ReportedRun, rounds: Column, column: Column) -> Column:
     """The values of a run's column in these rounds."""
     return column[np.isin(run.columns["round"], rounds)]
 
 
 def _over_seeds(
-    runs: list[Run], metric: str, values_of: Callable[[Run], Column]
-) -> tuple[list[Run], Column, Column, Column]:
+    runs: list[ReportedRun], metric: str, values_of: Callable[[ReportedRun], Column]
+) -> tuple[list[ReportedRun], Column, Column, Column]:
     """(runs, rounds, mean, deviation) in the rounds in which all ``runs`` have ``metric``.
 
     Runs that were measured in other rounds have no mean: then it is the first one alone.

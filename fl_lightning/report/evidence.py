@@ -10,12 +10,12 @@ import numpy as np
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.claims import Claim
-from fl_lightning.report.runs import Column, Found, Run
+from fl_lightning.report.runs import Column, Found, ReportedRun
 from fl_lightning.report.scores import measured, over_time, reached, score_of
 from fl_lightning.report.verdicts import Evidence
 
 # The finished runs of an arm, by seed.
-Seeds = Mapping[int, Run]
+Seeds = Mapping[int, ReportedRun]
 
 
 def named(claim: Claim, names: Mapping[str, str]) -> Claim:
@@ -70,7 +70,7 @@ def absent(found: Found, metric: str) -> str:
     return f"No run logs {metric}, so nothing is scored by it.{hint}"
 
 
-def _finished(found: Found, arm: str) -> dict[int, Run]:
+def _finished(found: Found, arm: str) -> dict[int, ReportedRun]:
     return {run.seed: run for run in found.arms.get(arm, []) if run.finished}
 
 
@@ -113,7 +113,9 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
     return made
 
 
-def _helps(claim: Claim, runs: Mapping[str, Run], values: Mapping[str, float | None]) -> bool:
+def _helps(
+    claim: Claim, runs: Mapping[str, ReportedRun], values: Mapping[str, float | None]
+) -> bool:
     """Whether leaving a seed out would help the claim: then nothing may count as reproduced."""
     # The arm that is claimed to be cheaper never arrived: without this seed it looks better.
     if claim.kind == "to_target":
@@ -122,7 +124,7 @@ def _helps(claim: Claim, runs: Mapping[str, Run], values: Mapping[str, float | N
     return any(run.status == "diverged" for run in runs.values())
 
 
-def _why_left_out(claim: Claim, runs: Mapping[str, Run]) -> str:
+def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
     if claim.kind == "to_target":
         return "never arrives"
     if any(run.status == "diverged" for run in runs.values()):
@@ -130,7 +132,7 @@ def _why_left_out(claim: Claim, runs: Mapping[str, Run]) -> str:
     return "has no score to compare"
 
 
-def _value(claim: Claim, run: Run, arms: Mapping[str, Seeds]) -> float | None:
+def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float | None:
     """A run's score, or what it spent until the target."""
     mode = claim.mode or None
     if claim.kind != "to_target":
@@ -147,7 +149,7 @@ def _value(claim: Claim, run: Run, arms: Mapping[str, Seeds]) -> float | None:
     return None if spent is None else float(spent)
 
 
-def _score_if_done(run: Run | None, metric: str, score: str) -> float | None:
+def _score_if_done(run: ReportedRun | None, metric: str, score: str) -> float | None:
     if run is None or run.status != "done":
         return None
     return score_of(run, metric, score)
@@ -171,7 +173,7 @@ def _tell_alone(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str
             notes.append(f"{which} {seeds} of {name}: no finished run of {partner} to pair with.")
 
 
-def _refuse_other_partition(a: Run, b: Run) -> None:
+def _refuse_other_partition(a: ReportedRun, b: ReportedRun) -> None:
     ours = a.record.get("partition_hash")
     theirs = b.record.get("partition_hash")
     if ours != theirs:
@@ -253,7 +255,7 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     return made
 
 
-def _on_axis(claim: Claim, run: Run) -> bool:
+def _on_axis(claim: Claim, run: ReportedRun) -> bool:
     """Whether the run has a value of the axis, under the claim's method where it names one."""
     if claim.over not in run.axes:
         return False

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from fl_lightning.report.claims import ClaimsFile
 from fl_lightning.report.evidence import absent, logged
-from fl_lightning.report.runs import Found, Run, Sweep, read_table
+from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep, read_table
 
 
 def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str]:
@@ -77,9 +77,9 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
     return notes
 
 
-def _unread(found: Found, read: Set[str]) -> dict[str, list[Run]]:
+def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
     """Hash of claims that runs recorded and that nobody has read now → these runs."""
-    unread: dict[str, list[Run]] = {}
+    unread: dict[str, list[ReportedRun]] = {}
     if not read:
         for run in found.runs:
             if stated := run.record.get("claims_hash"):
@@ -95,7 +95,7 @@ def _unread(found: Found, read: Set[str]) -> dict[str, list[Run]]:
     return unread
 
 
-def _on_arm(name: str, runs: Sequence[Run]) -> list[str]:
+def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     notes = []
     if len({run.record.get("config_hash") for run in runs}) > 1:
         notes.append(f"Runs of {name} differ in their config by more than the seed.")
@@ -116,7 +116,7 @@ def _on_arm(name: str, runs: Sequence[Run]) -> list[str]:
     return notes
 
 
-def _on_candidates(sweep: Sweep) -> str | None:
+def _on_candidates(sweep: ReportedSweep) -> str | None:
     """Say where the arms of a sweep chose from unequal numbers of candidates."""
     arms = [row.get("arm") or "" for row in read_table(sweep.folder / "select.csv")]
     counts = Counter(sweep.names.get(arm, arm) for arm in arms)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_lightning.cli.compose import class_name, packaged, parse_yaml
 from fl_lightning.report.evidence import between
-from fl_lightning.report.runs import Found, Run, Sweep
+from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def published(found: Found) -> list[Beside]:
     made = []
     for table in tables():
 
-        def meant(run: Run, table: Published = table) -> bool:
+        def meant(run: ReportedRun, table: Published = table) -> bool:
             names = product(named[run.folder], table.experiments)
             return any(starmap(fnmatch.fnmatchcase, names))
 
@@ -133,7 +133,7 @@ def experiments(found: Found) -> dict[Path, list[str]]:
     return made
 
 
-def _of_sweep(sweep: Sweep) -> list[Any]:
+def _of_sweep(sweep: ReportedSweep) -> list[Any]:
     configs = sweep.spec.get("configs")
     configs = configs if isinstance(configs, list) else [configs]
     return [*_packaged_sweep(sweep.folder / "sweep.yaml"), *configs]
@@ -154,7 +154,7 @@ def _packaged_sweep(path: Path) -> list[str]:
     return names
 
 
-def setting(run: Run) -> str:
+def setting(run: ReportedRun) -> str:
     """Network and data of a run: ``MLP on Digits``; "" without a config.yaml."""
     data = _at(run.config, "data.class_path")
     network = _at(run.config, "model.learner.init_args.network") or _at(run.config, "model.learner")

@@ -33,7 +33,7 @@ ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ReportedRun:
     """One run as its folder tells it.
 
     ``columns`` are the metrics by name, NaN where nothing was measured. ``record`` is run.json.
@@ -99,7 +99,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class ReportedSweep:
     """A folder of runs with what belongs to all of them.
 
     ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``kin``: the same text for sweeps
@@ -121,8 +121,8 @@ class Sweep:
 class Found:
     """What the folders of a command line hold, in its order and the grid's."""
 
-    runs: list[Run] = field(default_factory=list)
-    sweeps: list[Sweep] = field(default_factory=list)
+    runs: list[ReportedRun] = field(default_factory=list)
+    sweeps: list[ReportedSweep] = field(default_factory=list)
     directions: Directions = field(default_factory=lambda: Directions(ASK))
 
     @property
@@ -135,9 +135,9 @@ class Found:
         return waiting
 
     @property
-    def arms(self) -> dict[str, list[Run]]:
+    def arms(self) -> dict[str, list[ReportedRun]]:
         """Runs by arm, arms in the order in which they first come."""
-        arms: dict[str, list[Run]] = {}
+        arms: dict[str, list[ReportedRun]] = {}
         for run in self.runs:
             arms.setdefault(run.arm, []).append(run)
         return arms
@@ -153,7 +153,7 @@ class Found:
     def within(self, folders: Collection[Path]) -> Found:
         """The runs in ``folders``, which are resolved, and their sweeps alone."""
 
-        def touches(sweep: Sweep) -> bool:
+        def touches(sweep: ReportedSweep) -> bool:
             return any(path.resolve() in folders for path in sweep.runs)
 
         runs = [run for run in self.runs if run.folder.resolve() in folders]
@@ -180,7 +180,7 @@ def find(folders: Sequence[Path]) -> Found:
         named.setdefault(path.resolve(), path)
     found.runs = [read_run(path, found.directions) for path in named.values()]
     _keep_apart(found)
-    first: dict[tuple[str, int], Run] = {}
+    first: dict[tuple[str, int], ReportedRun] = {}
     for run in found.runs:
         other = first.setdefault((run.arm, run.seed), run)
         if other is not run:
@@ -228,7 +228,7 @@ def _keep_apart(found: Found) -> None:
 # ---------------------------------------------------------------------------- one run
 
 
-def read_run(folder: Path, directions: Directions | None = None) -> Run:
+def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
     """The run in ``folder``.
 
     ``directions`` take what it recorded of its metrics, beside what other runs did.
@@ -259,7 +259,7 @@ def read_run(folder: Path, directions: Directions | None = None) -> Run:
     directions.record(record.get("modes"))
     columns = _columns(folder, status)
     faults = _faults(folder, status, record, columns["round"])
-    return Run(folder, status, seed, str(arm), record, columns, directions, tuple(faults))
+    return ReportedRun(folder, status, seed, str(arm), record, columns, directions, tuple(faults))
 
 
 def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
@@ -331,7 +331,7 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
 # -------------------------------------------------------------------------- one sweep
 
 
-def _sweep(folder: Path) -> Sweep:
+def _sweep(folder: Path) -> ReportedSweep:
     """The runs of a sweep in its grid's order (that of runs.csv), of another folder by name."""
     if not folder.is_dir():
         raise UserError(
@@ -367,7 +367,7 @@ def _sweep(folder: Path) -> Sweep:
     else:
         claims = None
     runs = tuple(paths[place] for place in places)
-    return Sweep(folder, claims, _mapping(folder / "sweep.yaml"), runs, kin, tuple(waiting))
+    return ReportedSweep(folder, claims, _mapping(folder / "sweep.yaml"), runs, kin, tuple(waiting))
 
 
 def _natural(place: str) -> tuple[str, str, int, str]:

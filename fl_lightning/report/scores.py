@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.runs import Column, Found, Run
+from fl_lightning.report.runs import Column, Found, ReportedRun
 
 SCORE_TITLES = {
     "tail": "last third of gradients",
@@ -52,20 +52,20 @@ def smooth(values: Column) -> Column:
     return smoothed
 
 
-def measured(run: Run, metric: str) -> tuple[Column, Column]:
+def measured(run: ReportedRun, metric: str) -> tuple[Column, Column]:
     """(rounds, values) of ``metric`` where it is finite."""
     values = run.column(metric)
     finite = np.isfinite(values)
     return run.columns["round"][finite], values[finite]
 
 
-def summed(run: Run, name: str) -> Column:
+def summed(run: ReportedRun, name: str) -> Column:
     """The cost ``name`` up to and with each round; a missing cell costs nothing."""
     total: Column = np.cumsum(np.nan_to_num(run.column(name), nan=0.0, posinf=0.0, neginf=0.0))
     return total
 
 
-def tail(run: Run, metric: str) -> float | None:
+def tail(run: ReportedRun, metric: str) -> float | None:
     """The mean of what was measured in the last third of the run's gradients.
 
     Where no evaluation lies there, it is the last one; None where nothing was measured. Without
@@ -77,7 +77,7 @@ def tail(run: Run, metric: str) -> float | None:
     return tail_of(run, metric, spent, float(spent[-1]) if len(spent) else 0.0)
 
 
-def tail_of(run: Run, metric: str, spent: Column, budget: float) -> float | None:
+def tail_of(run: ReportedRun, metric: str, spent: Column, budget: float) -> float | None:
     """The mean where 2/3 of ``budget`` < ``spent`` ≤ ``budget``.
 
     Where nothing was measured there, it is the last value that ``budget`` affords.
@@ -109,7 +109,7 @@ def scores(values: Column) -> dict[str, float | None]:
     }
 
 
-def score_of(run: Run, metric: str, score: str, mode: str | None = None) -> float | None:
+def score_of(run: ReportedRun, metric: str, score: str, mode: str | None = None) -> float | None:
     """The score that counts: a diverged run has 0 where greater is better, else none at all.
 
     ``mode``: which way is better, where a claim says it.
@@ -121,12 +121,14 @@ def score_of(run: Run, metric: str, score: str, mode: str | None = None) -> floa
     return scores(measured(run, metric)[1])[score]
 
 
-def lost(run: Run, metric: str, mode: str | None = None) -> float | None:
+def lost(run: ReportedRun, metric: str, mode: str | None = None) -> float | None:
     """The score of a run that diverged."""
     return 0.0 if run.directions.greater(metric, mode) else None
 
 
-def reached(run: Run, metric: str, target: float, mode: str | None = None) -> dict[str, Any]:
+def reached(
+    run: ReportedRun, metric: str, target: float, mode: str | None = None
+) -> dict[str, Any]:
     """Rounds, bytes, gradients and seconds until the smoothed curve first reached ``target``.
 
     The round that reached it counts; None where it never did, or the cost is not known.
@@ -173,7 +175,7 @@ def forms(found: Found) -> dict[str, list[str]]:
     return logged
 
 
-def over_time(runs: Sequence[Run], name: str) -> float | None:
+def over_time(runs: Sequence[ReportedRun], name: str) -> float | None:
     """Mean of ``name`` over the rounds that have it, and then over runs.
 
     These are the runs that are done, or all where none is.

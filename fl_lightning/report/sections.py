@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from fl_lightning.metrics import is_accuracy
-from fl_lightning.report.budgets import CPU, View, views
+from fl_lightning.report.budgets import CPU, BudgetView, views
 from fl_lightning.report.chosen import choices, short
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.communication import over, papers_ratio, traffic
@@ -406,7 +406,7 @@ def budgets(summary: Summary) -> Table:
     return table.with_best(range(1, 1 + len(made)), lambda: summary.greater, kin(summary))
 
 
-def _budget(view: View) -> str:
+def _budget(view: BudgetView) -> str:
     whose = "of processors" if view.what == CPU else "of rounds"
     return {
         "rounds": f"{view.budget:.0f} rounds",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_lightning.report.runs import Found, Run
+from fl_lightning.report.runs import Found, ReportedRun
 
 # The one setting, where nothing but the method differs.
 ALL = "all"
@@ -16,7 +16,7 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     place.
     """
     # Sweeps whose arms had to be kept apart are groups of their own, all others are one.
-    groups: dict[str, dict[str, Run]] = {}
+    groups: dict[str, dict[str, ReportedRun]] = {}
     for run in found.runs:
         groups.setdefault(run.group, {}).setdefault(run.arm, run)
     placed = []
@@ -38,7 +38,7 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     return made
 
 
-def _axes(runs: list[Run]) -> tuple[list[str], list[str]]:
+def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
     """The axes with several values: those that make a setting, those that make a method."""
     values: dict[str, set[str]] = {}
     for run in runs:
@@ -51,12 +51,12 @@ def _axes(runs: list[Run]) -> tuple[list[str], list[str]]:
     return of_data, [key for key in varying if key not in of_data]
 
 
-def _place(run: Run, axes: tuple[list[str], list[str]]) -> tuple[str, str, str]:
+def _place(run: ReportedRun, axes: tuple[list[str], list[str]]) -> tuple[str, str, str]:
     """(setting, method, arm) of a run."""
     setting = _values(run, axes[0])
     method = _values(run, axes[1])
     return setting or ALL, method or run.axes.get("method") or run.arm, run.arm
 
 
-def _values(run: Run, keys: list[str]) -> str:
+def _values(run: ReportedRun, keys: list[str]) -> str:
     return "_".join(run.axes[key] for key in keys if key in run.axes)

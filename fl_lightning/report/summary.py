@@ -14,7 +14,7 @@ from fl_lightning.report.fairness import fairness
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.notes import notes_on, on_test
 from fl_lightning.report.published import Beside, Gain, gains, published
-from fl_lightning.report.runs import Found, Run
+from fl_lightning.report.runs import Found, ReportedRun
 from fl_lightning.report.scores import SCORES, reached, score_of
 from fl_lightning.report.settings import settings
 from fl_lightning.report.verdicts import Comparison, judge
@@ -42,7 +42,7 @@ class Arm:
     """
 
     name: str
-    runs: list[Run]
+    runs: list[ReportedRun]
     scores: dict[str, BySeed]
     reached: dict[str, dict[int, dict[str, Any]]]
     key: str
@@ -54,7 +54,7 @@ class Arm:
         return self.key.removeprefix(f"{self.runs[0].group}/")
 
     @property
-    def finished(self) -> list[Run]:
+    def finished(self) -> list[ReportedRun]:
         return [run for run in self.runs if run.finished]
 
     @property
@@ -229,7 +229,9 @@ def _within_settings(
     return judge(members)
 
 
-def _arm(name: str, runs: list[Run], metric: str, targets: Sequence[str], any_logged: bool) -> Arm:
+def _arm(
+    name: str, runs: list[ReportedRun], metric: str, targets: Sequence[str], any_logged: bool
+) -> Arm:
     scores: dict[str, BySeed] = {score: {} for score in SCORES}
     costs: dict[str, dict[int, dict[str, Any]]] = {target: {} for target in targets}
     for run in filter(lambda run: run.finished, runs):

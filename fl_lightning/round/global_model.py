@@ -26,7 +26,7 @@ from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """The model as a round found it, until the round is committed.
 
     Args:
@@ -57,7 +57,7 @@ class GlobalModel:
         self.learner: Any = learner
         self.config: dict[str, Any] = {}
         self.written: tuple[str, ...] = ()
-        self.found: Found | None = None
+        self.found: FoundModel | None = None
         self._layout: Layout | None = None
         self._slots: Slots = []
         self._w: Tensor | None = None
@@ -85,11 +85,11 @@ class GlobalModel:
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """A round begins, which may change what it finds; ``buffers``: copies of them."""
         check_same_parameters(self.learner, self._slots)
-        self.found = Found(self.w.detach(), self._evaluated, buffers)
+        self.found = FoundModel(self.w.detach(), self._evaluated, buffers)
 
-    def committed(self) -> Found:
+    def committed(self) -> FoundModel:
         """As the rounds that are over left it."""
-        return self.found or Found(self.w.detach(), self._evaluated, self.buffers())
+        return self.found or FoundModel(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
         """Lay the learner's parameters out in one vector and tie them to it.

@@ -15,7 +15,7 @@ from fl_lightning.storage.rows import ClientRows, Rows
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """The result of round t besides the model: rows, server states and metrics.
 
     ``rows``: at home, see :meth:`ClientRows.bring_home`.
@@ -50,7 +50,7 @@ class RunState:
     logged: dict[str, float] = field(default_factory=dict)
     chosen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     partition: str | None = None
-    _outcome: Outcome | None = None
+    _outcome: RoundOutcome | None = None
 
     def commit(
         self,
@@ -65,7 +65,7 @@ class RunState:
         rows = self.rows.store.owned(rows)
         # This one assignment decides: from here on the round counts, whatever happens, and
         # `settle` finishes what an interrupt left undone.
-        self._outcome = Outcome(t, rows, server, logged, chosen)
+        self._outcome = RoundOutcome(t, rows, server, logged, chosen)
         self.settle(t)
 
     def keep_rows_for(self, data: Any) -> None:

@@ -13,7 +13,7 @@ from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
 from fl_lightning.storage.files import named
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, WAITING, read_states, standing
-from fl_lightning.sweep.grid import Run
+from fl_lightning.sweep.grid import PlannedRun
 from fl_lightning.sweep.spec import read_spec
 from fl_lightning.sweep.sweep import Sweep
 from fl_lightning.sweep.table import counts
@@ -112,7 +112,7 @@ def _list(sweep: Sweep) -> None:
 
 
 def _list_runs(
-    sweep: Sweep, purpose: str, runs: Sequence[Run], listed_states: Mapping[str, str]
+    sweep: Sweep, purpose: str, runs: Sequence[PlannedRun], listed_states: Mapping[str, str]
 ) -> None:
     states = {run: standing(run, listed_states) for run in runs}
     numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())

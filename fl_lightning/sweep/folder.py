@@ -15,7 +15,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.metrics import comma_separated, read_record, read_rows
 from fl_lightning.report import runs as reading
 from fl_lightning.storage.files import written_aside
-from fl_lightning.sweep.grid import Arm, Run
+from fl_lightning.sweep.grid import PlannedArm, PlannedRun
 from fl_lightning.sweep.spec import Spec
 
 WAITING = "waiting"
@@ -86,7 +86,7 @@ def _alive(holder: str) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
+def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | None:
     """Write sweep.yaml and claims.yaml, and give the hash of the claims, None where there are none.
 
     Raises:
@@ -120,7 +120,7 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[Arm]) -> str | None:
     return claims_hash
 
 
-def _check_claims(spec: Spec, path: Path, arms: Sequence[Arm]) -> None:
+def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
     """Refuse claims about arms, axes or methods that the grid does not have."""
     # Here, since what reads claims is slow to import, and most sweeps have none.
     from fl_lightning.report.claims import read_claims
@@ -146,7 +146,7 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[Arm]) -> None:
                 )
 
 
-def set_status(run: Run, status: str) -> None:
+def set_status(run: PlannedRun, status: str) -> None:
     """Mend run.json of a run whose process did not come to write it."""
     if content := read_record(run.folder):
         content["status"] = status
@@ -154,7 +154,7 @@ def set_status(run: Run, status: str) -> None:
             file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def standing(run: Run, before: Mapping[str, str], rounds: int | None = None) -> str:
+def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = None) -> str:
     """How ``run`` stands while nobody runs it: waiting, done, diverged or failed.
 
     Args:
@@ -179,14 +179,14 @@ def read_states(folder: Path) -> dict[str, str]:
     return {f"{arm}/seed-{seed}": status for (arm, seed), status in states.items()}
 
 
-def write_states(folder: Path, states: Mapping[Run, str]) -> None:
+def write_states(folder: Path, states: Mapping[PlannedRun, str]) -> None:
     """Write runs.csv whole; it names a run's folder as seen from where the sweep was started."""
     rows = [[run.arm, run.seed, status, str(run.folder)] for run, status in states.items()]
     with written_aside(folder / "runs.csv", durable=False) as file:
         file.write(comma_separated([["arm", "seed", "status", "folder"], *rows]).encode())
 
 
-def progress(run: Run, metric: str) -> tuple[int, float | None]:
+def progress(run: PlannedRun, metric: str) -> tuple[int, float | None]:
     """(rounds done, the newest value of ``metric``)."""
     try:
         _, rows = read_rows(run.folder / "metrics.csv", complete=False)
@@ -197,7 +197,7 @@ def progress(run: Run, metric: str) -> tuple[int, float | None]:
     return done, (values[-1] if values else None)
 
 
-def shown_of(run: Run) -> list[str]:
+def shown_of(run: PlannedRun) -> list[str]:
     """The metrics by which a run is shown, as its run.json says; of an older run none."""
     shown = read_record(run.folder).get("shown")
     if not isinstance(shown, list):
@@ -205,7 +205,7 @@ def shown_of(run: Run) -> list[str]:
     return [name for name in shown if isinstance(name, str)]
 
 
-def why_failed(run: Run) -> str:
+def why_failed(run: PlannedRun) -> str:
     """The last thing that a failed run said."""
     try:
         text = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace")

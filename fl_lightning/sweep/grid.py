@@ -17,7 +17,7 @@ from fl_lightning.sweep.spec import ROUNDS, SEEDS, Spec, as_list
 
 
 @dataclass(frozen=True)
-class Arm:
+class PlannedArm:
     """One setting of a sweep.
 
     ``axes``: key of the grid → value as named. ``share``: of the rounds that are fixed for all
@@ -37,13 +37,13 @@ class Arm:
             configs += ["-c", name]
         return [*configs, *_flags({**self.options, **more})]
 
-    def with_options(self, name: str, more: Mapping[str, Any]) -> Arm:
+    def with_options(self, name: str, more: Mapping[str, Any]) -> PlannedArm:
         """The arm with ``more`` options, under another name."""
         return replace(self, name=name, options={**self.options, **more})
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of an arm; it lies in ``<sweep>/<place>``.
 
     ``argv`` is what ``fl-lightning fit`` would be given.
@@ -61,7 +61,7 @@ class Run:
         return self.sweep / self.place
 
 
-def arms(spec: Spec) -> list[Arm]:
+def arms(spec: Spec) -> list[PlannedArm]:
     """The arms of the grid, the last axis varying fastest.
 
     Raises:
@@ -73,7 +73,7 @@ def arms(spec: Spec) -> list[Arm]:
     names = {axis: _names(its_items) for axis, its_items in items.items()}
     # An axis of one value says nothing of an arm, unless all are such.
     naming = [axis for axis in items if len(items[axis]) > 1] or list(items)
-    made: dict[str, Arm] = {}
+    made: dict[str, PlannedArm] = {}
     for places in itertools.product(*(range(len(its_items)) for its_items in items.values())):
         choice = dict(zip(items, places, strict=True))
         values_named = {axis: names[axis][place] for axis, place in choice.items()}
@@ -89,7 +89,7 @@ def arms(spec: Spec) -> list[Arm]:
     return list(made.values())
 
 
-def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]) -> Arm:
+def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]) -> PlannedArm:
     """The arm of one item of each axis."""
     configs = list(spec.configs)
     options: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]
         # 15 of 150 rounds stay a tenth of whatever is fixed.
         share = Fraction(options[ROUNDS], spec.own_rounds)
         options[ROUNDS] = part_of(spec.fixed[ROUNDS], share)
-    return Arm(name, tuple(configs), {**spec.fixed, **options}, axes, share)
+    return PlannedArm(name, tuple(configs), {**spec.fixed, **options}, axes, share)
 
 
 def part_of(rounds: int, share: Fraction) -> int:
@@ -113,7 +113,7 @@ def _whole(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def seeds(spec: Spec, arm: Arm) -> list[int]:
+def seeds(spec: Spec, arm: PlannedArm) -> list[int]:
     """The seeds of ``arm``: the grid's, else that of its configs, else 0."""
     if spec.seeds is not None:
         return spec.seeds
@@ -126,24 +126,24 @@ def seeds(spec: Spec, arm: Arm) -> list[int]:
     return [seed]
 
 
-def runs(sweep: Path, prefix: str, arm: Arm, its_seeds: Sequence[int]) -> list[Run]:
+def runs(sweep: Path, prefix: str, arm: PlannedArm, its_seeds: Sequence[int]) -> list[PlannedRun]:
     """The runs of ``arm`` in ``<sweep>/<prefix><arm>/seed-<s>``."""
     made = []
     for seed in its_seeds:
         place = f"{prefix}{arm.name}/seed-{seed}"
         folder = str(sweep / place)
         argv = arm.argv(**{SEEDS: seed, "trainer.default_root_dir": folder, "ckpt_path": "last"})
-        made.append(Run(sweep, place, arm.name, seed, tuple(argv), tuple(arm.axes.items())))
+        made.append(PlannedRun(sweep, place, arm.name, seed, tuple(argv), tuple(arm.axes.items())))
     return made
 
 
-def by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
+def by_seed(groups: Sequence[Sequence[PlannedRun]]) -> list[PlannedRun]:
     """Take the first run of every group, then the second ones: what is done is paired by seed.
 
     >>> by_seed([[1, 2], [3], [4, 5]])  # type: ignore[list-item]
     [1, 3, 4, 2, 5]
     """
-    ordered: list[Run] = []
+    ordered: list[PlannedRun] = []
     for place in range(max(map(len, groups), default=0)):
         ordered += [group[place] for group in groups if place < len(group)]
     return ordered

@@ -14,8 +14,8 @@ from types import FrameType
 from fl_lightning.metrics import read_record
 from fl_lightning.sweep import folder as files
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
-from fl_lightning.sweep.grid import Run
-from fl_lightning.sweep.table import Table
+from fl_lightning.sweep.grid import PlannedRun
+from fl_lightning.sweep.table import ProgressTable
 from fl_lightning.sweep.workers import STOPPING, Place, start
 
 # Seconds between two looks at the workers.
@@ -35,10 +35,10 @@ class Queue:
 
     def __init__(
         self,
-        states: dict[Run, str],
+        states: dict[PlannedRun, str],
         places: list[Place],
         claims_hash: str | None,
-        table: Table,
+        table: ProgressTable,
         listed: Path | None,
     ) -> None:
         self.states = states
@@ -47,7 +47,7 @@ class Queue:
         self.listed = listed
         # They are taken from the end.
         self._free = list(reversed(places))
-        self._workers: dict[ForkProcess, tuple[Run, Place]] = {}
+        self._workers: dict[ForkProcess, tuple[PlannedRun, Place]] = {}
         # The signal that asked to stop.
         self.stopped: int | None = None
         self._workers_know = False
@@ -85,7 +85,7 @@ class Queue:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self.table.show(self.states, last=True)
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: PlannedRun) -> None:
         place = self._free.pop()
         self.states[run] = RUNNING
         # It comes before the fork: a run that runs.csv does not know of was not started.
@@ -126,7 +126,7 @@ class Queue:
             worker.kill()
 
 
-def outcome(run: Run, code: int) -> str:
+def outcome(run: PlannedRun, code: int) -> str:
     """The state of a run whose process ended with ``code``.
 
     Where a signal killed it, the code is minus the signal's number.

@@ -19,7 +19,7 @@ from fl_lightning.report import runs as reading
 from fl_lightning.report.scores import SCORES, score_of
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.folder import DIVERGED, DONE
-from fl_lightning.sweep.grid import Arm, Run, part_of, runs, value_name
+from fl_lightning.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
 from fl_lightning.sweep.spec import ROUNDS, Selection, as_list
 
 # A candidate is scored as a report compares arms.
@@ -32,10 +32,10 @@ class Candidate:
 
     arm: str
     choice: Mapping[str, Any]
-    runs: tuple[Run, ...]
+    runs: tuple[PlannedRun, ...]
 
 
-def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Candidate]:
+def candidates(sweep: Path, select: Selection, arms: Sequence[PlannedArm]) -> list[Candidate]:
     """Every choice of every arm; the runs lie in ``<sweep>/select/<arm>/<values>/seed-<s>``.
 
     An option of a method, such as ``method.beta``, is chosen by the arms whose methods have it.
@@ -74,7 +74,7 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[Arm]) -> list[Cand
     return made
 
 
-def _shorter(arm: Arm, select: Selection) -> dict[str, int]:
+def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
     """The rounds of a candidate, where they are others than the arm's own.
 
     An arm keeps its share of them.
@@ -95,7 +95,7 @@ def unequal(found: Sequence[Candidate]) -> str | None:
     return f"arms choose from unequal numbers of candidates: {numbers}"
 
 
-def stored(path: Path, arms: Sequence[Arm]) -> dict[str, Mapping[str, Any]]:
+def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any]]:
     """The choices of ``arms`` in another sweep, as its selections.yaml has them.
 
     Raises:
@@ -126,7 +126,7 @@ def write_choices(sweep: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def choose(
-    sweep: Path, select: Selection, found: Sequence[Candidate], states: Mapping[Run, str]
+    sweep: Path, select: Selection, found: Sequence[Candidate], states: Mapping[PlannedRun, str]
 ) -> dict[str, Mapping[str, Any]]:
     """Arm → its best choice, by the mean score over the seeds.
 
@@ -137,7 +137,7 @@ def choose(
         UserError: a run that is done did not log the metric, or nobody says which way it is better.
     """
     directions = which_way(select)
-    ended: dict[Run, reading.Run] = {}
+    ended: dict[PlannedRun, reading.ReportedRun] = {}
     # All are read before the first is scored: any of them may tell which way the metric is better.
     for candidate in found:
         for run in candidate.runs:
@@ -197,7 +197,7 @@ def at_the_end(values: Sequence[Any], value: Any) -> str:
     return f", the {'least' if value == min(numbers) else 'largest'} that was tried"
 
 
-def _has(arm: Arm, key: str) -> bool:
+def _has(arm: PlannedArm, key: str) -> bool:
     section, _, name = key.partition(".")
     if section != "method":
         return True
@@ -213,8 +213,8 @@ def _has(arm: Arm, key: str) -> bool:
 def _mean(
     candidate: Candidate,
     select: Selection,
-    states: Mapping[Run, str],
-    ended: Mapping[Run, reading.Run],
+    states: Mapping[PlannedRun, str],
+    ended: Mapping[PlannedRun, reading.ReportedRun],
 ) -> float | None:
     """The mean score; NaN where a diverged run has none; None where a run has not ended."""
     if any(states[run] not in (DONE, DIVERGED) for run in candidate.runs):

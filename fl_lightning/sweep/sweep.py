@@ -17,7 +17,7 @@ from fl_lightning.metrics import read_record
 from fl_lightning.sweep import folder as files
 from fl_lightning.sweep import workers
 from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
-from fl_lightning.sweep.grid import Arm, Run, arms, by_seed, runs, seeds
+from fl_lightning.sweep.grid import PlannedArm, PlannedRun, arms, by_seed, runs, seeds
 from fl_lightning.sweep.queue import Queue, outcome
 from fl_lightning.sweep.selection import (
     Candidate,
@@ -30,7 +30,7 @@ from fl_lightning.sweep.selection import (
     write_choices,
 )
 from fl_lightning.sweep.spec import Spec
-from fl_lightning.sweep.table import Table
+from fl_lightning.sweep.table import ProgressTable
 
 # What may differ in one folder: what names a run or says where things lie.
 # Of rounds there may be more than before, which are then added.
@@ -78,17 +78,17 @@ class Sweep:
             self.chosen = stored(select.stored, self.arms)
         elif select is not None:
             self.candidates = candidates(folder, select, self.arms)
-        self.states: dict[Run, str] = {}
+        self.states: dict[PlannedRun, str] = {}
         self.selecting = False
         self.metric = select.metric if select else None
         self._claims_hash: str | None = None
-        # The whole configuration of each run that was rehearsed.
-        self._configs: dict[Run, dict[str, Any]] = {}
+        # The whole configuration of each run that was built.
+        self._configs: dict[PlannedRun, dict[str, Any]] = {}
 
     @property
-    def measuring(self) -> list[Run]:
+    def measuring(self) -> list[PlannedRun]:
         """The runs that measure candidates."""
-        its_runs: list[Run] = []
+        its_runs: list[PlannedRun] = []
         for candidate in self.candidates:
             its_runs += candidate.runs
         return its_runs
@@ -99,7 +99,7 @@ class Sweep:
         had = {candidate.arm for candidate in self.candidates}
         return [arm.name for arm in self.arms if arm.name in had and arm.name not in self.chosen]
 
-    def listed(self) -> list[Run]:
+    def listed(self) -> list[PlannedRun]:
         """The sweep's own runs, in the grid's order, with what was chosen for their arms so far."""
         return by_seed([self._runs(arm) for arm in self.arms])
 
@@ -151,7 +151,7 @@ class Sweep:
             status = files.standing(run, files.read_states(self.folder))
             # What began with other settings is refused even where it is done.
             if (run.folder / "run.json").is_file():
-                self._refuse_other_settings(run, self._rehearse([run], 1)[0])
+                self._refuse_other_settings(run, self._configurations([run], 1)[0])
             if status == DONE:
                 print(f"{run.folder}: is done")
                 return 0
@@ -205,7 +205,7 @@ class Sweep:
         cores = workers.usable_cores()
         gpus = workers.usable_gpus()
         first = [self._runs(arm, guess=True)[0] for arm in self.arms]
-        configs = self._rehearse(first, len(cores))
+        configs = self._configurations(first, len(cores))
         self._ask_which_way(first)
         trainers = [config.get("trainer") or {} for config in configs]
         # Runs that ask for the CPU leave the GPUs to others.
@@ -219,7 +219,7 @@ class Sweep:
         most = max(len(self.listed()), len(self.measuring))
         return workers.places(jobs, devices, cores, gpus, most)
 
-    def _ask_which_way(self, first: Sequence[Run]) -> None:
+    def _ask_which_way(self, first: Sequence[PlannedRun]) -> None:
         """Ask which way the metric is better before hours of runs, not after them.
 
         Nothing is asked where no arm has a choice, or where a learner may tell by a torchmetrics
@@ -271,15 +271,17 @@ class Sweep:
 
     def _queue(
         self,
-        states: dict[Run, str],
+        states: dict[PlannedRun, str],
         places: list[workers.Place],
         rounds: Mapping[str, int | None],
         title: str,
         listed: Path | None,
     ) -> Queue:
-        return Queue(states, places, self._claims_hash, Table(title, self.metric, rounds), listed)
+        return Queue(
+            states, places, self._claims_hash, ProgressTable(title, self.metric, rounds), listed
+        )
 
-    def _runs(self, arm: Arm, guess: bool = False) -> list[Run]:
+    def _runs(self, arm: PlannedArm, guess: bool = False) -> list[PlannedRun]:
         choice = self.chosen.get(arm.name)
         if choice is None and guess:
             choices = [each.choice for each in self.candidates if each.arm == arm.name]
@@ -287,8 +289,8 @@ class Sweep:
         return runs(self.folder, "", arm.with_options(arm.name, choice or {}), self.seeds[arm.name])
 
     def _states(
-        self, its_runs: Sequence[Run], rounds: Mapping[str, int | None] | None = None
-    ) -> dict[Run, str]:
+        self, its_runs: Sequence[PlannedRun], rounds: Mapping[str, int | None] | None = None
+    ) -> dict[PlannedRun, str]:
         listed = files.read_states(self.folder)
         rounds = rounds or {}
         return {run: files.standing(run, listed, rounds.get(run.place)) for run in its_runs}
@@ -304,7 +306,7 @@ class Sweep:
                 if status == FAILED:
                     self.states[run] = WAITING
 
-    def _note(self, run: Run, status: str) -> None:
+    def _note(self, run: PlannedRun, status: str) -> None:
         """Write one run's state to runs.csv, beside others who do the same.
 
         Runs to select from are not in it.
@@ -316,12 +318,12 @@ class Sweep:
             if run in states:
                 files.write_states(self.folder, {**states, run: status})
 
-    def _check(self, groups: Sequence[Sequence[Run]], at_once: int) -> dict[str, int | None]:
+    def _check(self, groups: Sequence[Sequence[PlannedRun]], at_once: int) -> dict[str, int | None]:
         """Place → rounds asked for.
 
         Refuses runs that began with other settings, else keeps the sweep's files.
         """
-        configs = self._rehearse([group[0] for group in groups], at_once)
+        configs = self._configurations([group[0] for group in groups], at_once)
         rounds: dict[str, int | None] = {}
         for group, config in zip(groups, configs, strict=True):
             asked = (config.get("trainer") or {}).get("max_epochs")
@@ -331,14 +333,14 @@ class Sweep:
         self._claims_hash = files.keep_files(self.folder, self.spec, self.arms)
         return rounds
 
-    def _rehearse(self, its_runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
+    def _configurations(self, its_runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, Any]]:
         """The whole configuration of each run; each is built once."""
         new = [run for run in its_runs if run not in self._configs]
         if new:
-            self._configs.update(zip(new, workers.rehearse(new, at_once), strict=True))
+            self._configs.update(zip(new, workers.configurations(new, at_once), strict=True))
         return [self._configs[run] for run in its_runs]
 
-    def _refuse_other_settings(self, run: Run, config: Mapping[str, Any]) -> None:
+    def _refuse_other_settings(self, run: PlannedRun, config: Mapping[str, Any]) -> None:
         """Refuse a run that began, or was made elsewhere, with anything else that decides it."""
         try:
             before = parse_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
@@ -370,7 +372,7 @@ class Sweep:
                 "remove this run."
             )
 
-    def _refuse_other_hash(self, run: Run, config: Mapping[str, Any]) -> None:
+    def _refuse_other_hash(self, run: PlannedRun, config: Mapping[str, Any]) -> None:
         """Compare the hash of a config, where config.yaml itself is missing."""
         from fl_lightning.cli.run_record import config_hash
 

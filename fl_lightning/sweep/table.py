@@ -17,13 +17,13 @@ from fl_lightning.sweep.folder import (
     shown_of,
     why_failed,
 )
-from fl_lightning.sweep.grid import Run
+from fl_lightning.sweep.grid import PlannedRun
 
 # Seconds between two looks at the runs' files.
 _EVERY = 1.0
 
 
-class Table:
+class ProgressTable:
     """A table that is drawn anew in a terminal.
 
     Elsewhere it is a line for each run that ends, and the table at the end.
@@ -43,9 +43,9 @@ class Table:
         self._next = 0.0
         self._began = time.monotonic()
         # What the runs that ended are shown by, by metric.
-        self._values: dict[Run, dict[str, str]] = {}
+        self._values: dict[PlannedRun, dict[str, str]] = {}
 
-    def show(self, states: Mapping[Run, str], last: bool = False) -> None:
+    def show(self, states: Mapping[PlannedRun, str], last: bool = False) -> None:
         """Draw it, if it is time to."""
         if not last and (not self._live or time.monotonic() < self._next):
             return
@@ -58,7 +58,7 @@ class Table:
         print("\n".join(lines), flush=True)
         self._lines_drawn = 0 if last else len(lines)
 
-    def tell(self, run: Run, states: Mapping[Run, str]) -> None:
+    def tell(self, run: PlannedRun, states: Mapping[PlannedRun, str]) -> None:
         """Say that ``run`` has ended."""
         self._values.pop(run, None)
         status = states[run]
@@ -81,7 +81,7 @@ class Table:
             # Up by so many lines, and all below is wiped.
             print(f"\x1b[{self._lines_drawn}F\x1b[J", end="")
 
-    def lines(self, states: Mapping[Run, str]) -> list[str]:
+    def lines(self, states: Mapping[PlannedRun, str]) -> list[str]:
         """The table, line by line."""
         seconds = int(time.monotonic() - self._began)
         numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())
@@ -101,7 +101,7 @@ class Table:
         clock = f"{seconds // 60:02d}:{seconds % 60:02d}"
         return ["", f"{self.title}: {numbers} · {clock}", *_aligned(grid), ""]
 
-    def _newest(self, run: Run) -> dict[str, str]:
+    def _newest(self, run: PlannedRun) -> dict[str, str]:
         """A done run's newest values of what it is shown by."""
         if run not in self._values:
             first = [self.metric] if self.metric else []
@@ -114,7 +114,7 @@ class Table:
             self._values[run] = values
         return self._values[run]
 
-    def _cell(self, run: Run, status: str, names: list[str]) -> str:
+    def _cell(self, run: PlannedRun, status: str, names: list[str]) -> str:
         """A done run's values of ``names``, the round of one that runs, or the state."""
         if status == RUNNING:
             done = progress(run, "round")[0]
@@ -138,7 +138,7 @@ def _aligned(grid: list[list[str]]) -> list[str]:
     return lines
 
 
-def counts(states: Mapping[Run, str]) -> dict[str, int]:
+def counts(states: Mapping[PlannedRun, str]) -> dict[str, int]:
     """How many runs are in each state, those that none is in left out."""
     order = (DONE, RUNNING, WAITING, DIVERGED, FAILED)
     values = list(states.values())

@@ -22,7 +22,7 @@ from fl_lightning.cli.compose import parse_yaml, prepare
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_record
 from fl_lightning.sweep.folder import DIVERGED, DONE, make
-from fl_lightning.sweep.grid import Run
+from fl_lightning.sweep.grid import PlannedRun
 
 if TYPE_CHECKING:
     from fl_lightning.cli.cli import CommandCLI
@@ -124,7 +124,7 @@ def places(
     return made
 
 
-def start(run: Run, place: Place, claims_hash: str | None) -> ForkProcess:
+def start(run: PlannedRun, place: Place, claims_hash: str | None) -> ForkProcess:
     """Fork a worker that is ``fl-lightning fit`` for this run.
 
     Its output goes to the run's log.txt.
@@ -135,7 +135,7 @@ def start(run: Run, place: Place, claims_hash: str | None) -> ForkProcess:
     return worker
 
 
-def fit_here(run: Run, claims_hash: str | None) -> int:
+def fit_here(run: PlannedRun, claims_hash: str | None) -> int:
     """Be ``fl-lightning fit`` for ``run`` in this process, and give its exit status."""
     from fl_lightning.cli.commands import run as fit
 
@@ -146,7 +146,7 @@ def fit_here(run: Run, claims_hash: str | None) -> int:
     return fit("fit", prepared)
 
 
-def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
+def configurations(runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, Any]]:
     """The whole configuration of each run, parsed and built in processes of their own.
 
     Nothing is trained or written.
@@ -162,7 +162,7 @@ def rehearse(runs: Sequence[Run], at_once: int) -> list[dict[str, Any]]:
     return configs
 
 
-def _build(run: Run) -> dict[str, Any] | str:
+def _build(run: PlannedRun) -> dict[str, Any] | str:
     """The configuration of a run, or the error that keeps it from being built."""
     try:
         config = parse_yaml(_built(run)._config_text())
@@ -173,24 +173,24 @@ def _build(run: Run) -> dict[str, Any] | str:
     return dict(config)
 
 
-def may_tell_modes(runs: Sequence[Run]) -> bool:
+def may_tell_modes(runs: Sequence[PlannedRun]) -> bool:
     """Whether a learner of these runs has a torchmetrics metric that says which way is better."""
     return any(_answers(_tells_mode, runs))
 
 
-def _tells_mode(run: Run) -> bool:
+def _tells_mode(run: PlannedRun) -> bool:
     from fl_lightning.aggregation.metric_states import tells_mode
 
     return tells_mode(_built(run).model.learner)
 
 
-def _built(run: Run) -> CommandCLI:
+def _built(run: PlannedRun) -> CommandCLI:
     from fl_lightning.cli.cli import CommandCLI
 
     return CommandCLI("fit", prepare("fit", _to_build(run)))
 
 
-def _to_build(run: Run) -> list[str]:
+def _to_build(run: PlannedRun) -> list[str]:
     """The arguments by which a run can be built.
 
     A run that has ended and was kept without checkpoints takes no fit in its own folder.
@@ -212,7 +212,7 @@ def _end_with(parent: int) -> None:
         os._exit(137)
 
 
-def _fit(run: Run, place: Place, claims_hash: str | None, parent: int) -> None:
+def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) -> None:
     _end_with(parent)
     # A Ctrl-C is for the sweep, which tells its workers.
     os.setsid()

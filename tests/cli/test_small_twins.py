@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks import papers
 from fl_lightning.cli.compose import packaged, parse_yaml
-from fl_lightning.sweep.grid import Arm, arms
+from fl_lightning.sweep.grid import PlannedArm, arms
 from fl_lightning.sweep.spec import read_spec
 from tests.helpers.zygote import Cli
 
@@ -154,7 +154,7 @@ def test_every_arm_of_a_twin_is_a_configuration(name: str, cli: Cli) -> None:
             assert config["model"]["lr_decay"] == decay(arm), arm.name
 
 
-def decay(arm: Arm) -> float:
+def decay(arm: PlannedArm) -> float:
     """The papers': FedDyn and its kin decay the rate more slowly than the others."""
     slow = any(
         config.rpartition("/")[2] in ("feddyn", "feddyn_sam", "fedsmoo") for config in arm.configs

@@ -28,7 +28,7 @@ def test_a_checkpoint_may_hold_none(held: dict[str, Any]) -> None:
 
 def test_a_card_tells_what_belongs_to_the_engine() -> None:
     beside = EnginePlan("concurrent", "measured", workers=2, captured=True, at_once=5)
-    assert beside.facts() == {
+    assert beside.card() == {
         "engine": "concurrent",
         "threads": "1",
         "server_threads": "1",
@@ -37,15 +37,15 @@ def test_a_card_tells_what_belongs_to_the_engine() -> None:
         "why": "measured",
     }
     assert (
-        EnginePlan("sequential", written=("teacher.w", "queue")).facts()["as buffers"]
+        EnginePlan("sequential", written=("teacher.w", "queue")).card()["as buffers"]
         == "teacher.w, queue"
     )
-    assert EnginePlan("concurrent", not_captured="few steps").facts()["capture"] == "no: few steps"
-    stacked = EnginePlan("stacked", at_once=5, workers=2, channels_last=True).facts()
+    assert EnginePlan("concurrent", not_captured="few steps").card()["capture"] == "no: few steps"
+    stacked = EnginePlan("stacked", at_once=5, workers=2, channels_last=True).card()
     assert (
         stacked["clients"] == "5"
         and stacked["memory"] == "channels_last"
         and not {"workers", "capture"} & set(stacked)
     )
-    assert not {"clients", "memory", "workers"} & set(EnginePlan("sequential").facts())
+    assert not {"clients", "memory", "workers"} & set(EnginePlan("sequential").card())
     assert (str(beside), str(EnginePlan("sequential"))) == ("concurrent × 2", "sequential")

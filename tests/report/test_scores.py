@@ -12,7 +12,7 @@ from folders import make_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.report.runs import Run, read_run
+from fl_lightning.report.runs import ReportedRun, read_run
 from fl_lightning.report.scores import reached, scores, smooth, tail
 
 short = st.lists(st.floats(0, 1), min_size=1, max_size=30)
@@ -52,7 +52,7 @@ def smoothed_by_hand(values: list[float]) -> list[float]:
     return smoothed
 
 
-def run_of(values: list[float], status: str = "done", metric: str = "val/acc") -> Run:
+def run_of(values: list[float], status: str = "done", metric: str = "val/acc") -> ReportedRun:
     rounds = np.arange(len(values), dtype=float)
     columns = {
         "round": rounds,
@@ -60,7 +60,7 @@ def run_of(values: list[float], status: str = "done", metric: str = "val/acc") -
         "communication/total_bytes": 7.0 * (rounds + 1),
         "time/round": np.full(len(values), 0.5),
     }
-    return Run(Path("x"), status, 0, "arm", {}, columns)
+    return ReportedRun(Path("x"), status, 0, "arm", {}, columns)
 
 
 @given(curves)

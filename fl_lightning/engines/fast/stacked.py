@@ -33,7 +33,7 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import LOSS, ClientGroup
 
-Group = tuple[list[int], list[Tensor], TreeSpec]
+BatchGroup = tuple[list[int], list[Tensor], TreeSpec]
 
 
 class _Step(nn.Module):
@@ -70,7 +70,7 @@ class Stack:
         self._counts: dict[str, int] = {}
         self._caller = _Step(copy.learner, copy.step)
 
-    def gradient(self, groups: list[Group], step: int, log: bool = True) -> Tensor:
+    def gradient(self, groups: list[BatchGroup], step: int, log: bool = True) -> Tensor:
         """∇ℓ at each client's x ``(n, D)``; zeros for clients without a batch."""
         self.copy.logging = log
         self.copy.present.index = step
@@ -174,7 +174,7 @@ class Stack:
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Buffers are the learner's own: a learner that changes them cannot be stacked."""
 
-    def groups(self, batches: list[tuple[int, Any]]) -> list[Group]:
+    def groups(self, batches: list[tuple[int, Any]]) -> list[BatchGroup]:
         """Clients' batches ``[(row, batch)]``, stacked where structure and shapes are alike."""
         alike: dict[Any, tuple[list[int], list[list[Tensor]], TreeSpec]] = {}
         for row, batch in batches:
@@ -185,7 +185,7 @@ class Stack:
             rows, gathered, _ = alike.setdefault(key, ([], [], spec))
             rows.append(row)
             gathered.append(leaves)
-        groups: list[Group] = []
+        groups: list[BatchGroup] = []
         for rows, gathered, spec in alike.values():
             stacked = [torch.stack(leaves) for leaves in zip(*gathered, strict=True)]
             groups.append((rows, stacked, spec))
@@ -286,7 +286,7 @@ class Stacked:
 
     def _batches(
         self, stack: Stack, group: ClientGroup, limit: Tensor | None
-    ) -> Iterator[list[Group]]:
+    ) -> Iterator[list[BatchGroup]]:
         """One step's batches at a time; clients without a batch are put back after the step.
 
         Their clipping ``limit`` ``(n, 1)`` is lifted, so that they do not count as clipped.
