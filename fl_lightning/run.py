@@ -15,7 +15,7 @@ from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.checkpoint import CheckpointFolder, Identity
 from fl_lightning.description import Reporter
-from fl_lightning.engines import client_optimizer, configured_optimizer
+from fl_lightning.engines import configured_optimizer
 from fl_lightning.engines.build import NOT_CAPTURED, choose
 from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.engine import Engine
@@ -205,8 +205,7 @@ class FederatedRun:
         """
         model = self.model
         cohort = self.cohort(trainer)
-        optimizers = self.optimizers
-        rates = client_optimizer.rates(optimizers.clients, optimizers.schedule, model.w.device)
+        rates = self.optimizers.client_rates(model.w.device)
         reporter = Reporter(trainer)
         self._note_settings(trainer, cohort, rates)
         policy = self._choose_engine(trainer, cohort)
@@ -220,7 +219,7 @@ class FederatedRun:
             methods=self.methods,
             state=self.state,
             engine=self.engine,
-            server_step=ServerStep(server_optimizer, optimizers.server_rates, progress),
+            server_step=ServerStep(server_optimizer, self.optimizers.server_rates, progress),
             client_rates=rates,
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
@@ -264,10 +263,7 @@ class FederatedRun:
             settings.keep_optimizer_state,
         )
         work.evaluate = ClientEvaluation(self, trainer)
-        optimizers = self.optimizers
-        situation = situation_of(
-            trainer, settings, self.model, optimizers.clients, optimizers.schedule, work, cohort
-        )
+        situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss)
         earlier = self.plan

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.checks import check_optimizer
-from fl_lightning.engines.client_optimizer import of_server
+from fl_lightning.engines.client_optimizer import of_server, rates
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import overrides
@@ -43,6 +43,10 @@ class Optimizers:
     server: Optimizer
     server_rates: list[float]
     accounts: dict[str, str]
+
+    def client_rates(self, device: torch.device) -> ClientRates:
+        """The clients' rates before any decay."""
+        return rates(self.clients, self.schedule, device)
 
     def describe(self, settings: Settings) -> str:
         """Both in one line: ``SGD 0.1 × 0.998^t · server SGD 1``."""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.worker import Worker
@@ -149,8 +150,7 @@ def situation_of(
     trainer: Any,
     settings: Settings,
     model: GlobalModel,
-    optimizer: Optimizer,
-    schedule: ClientSchedule | None,
+    optimizers: Optimizers,
     work: Work,
     cohort: Cohort,
 ) -> Situation:
@@ -164,8 +164,8 @@ def situation_of(
         learner=model.learner,
         layout=model.layout,
         w=model.w,
-        optimizer=optimizer,
-        schedule=schedule,
+        optimizer=optimizers.clients,
+        schedule=optimizers.schedule,
         work=work,
         cohort=cohort,
         rank=trainer.global_rank,

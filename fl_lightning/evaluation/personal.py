@@ -203,13 +203,7 @@ class FineTuning:
         seed = int(generator(self.cohort.seed, "finetune").integers(2**63))
         work = Work(data, Methods([]), seed)
         situation = situation_of(
-            trainer,
-            run.settings,
-            run.model,
-            run.optimizers.clients,
-            run.optimizers.schedule,
-            work,
-            self.cohort,
+            trainer, run.settings, run.model, run.optimizers, work, self.cohort
         )
         copies = LearnerCopies(situation)
         copies.treat_as_buffers(run.model.written)
