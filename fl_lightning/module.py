@@ -15,11 +15,13 @@ from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
-from fl_lightning.learner_hooks import LearnerHooks
-from fl_lightning.lightning import explain_to_other_trainers
+from fl_lightning.learner.modules import TRANSFER
+from fl_lightning.lightning import LightningOptimizer, explain_to_other_trainers
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Logged
+from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.settings import OptimizerFactory, Settings
@@ -205,6 +207,30 @@ class FederatedModule(LearnerHooks):
     def evaluator(self) -> Evaluator:
         """An evaluator of losses and gradients at any vector, on a copy of the learner."""
         return Evaluator.of_run(self.run, self.trainer)
+
+    def clients_optimizer(self) -> Any:
+        """The clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
+        optimizer = self.run.clients_now(self.current_epoch)
+        return [] if optimizer is None else LightningOptimizer(optimizer)
+
+    def clients_scheduler(self) -> Any:
+        """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
+        optimizer = self.run.clients_now(self.current_epoch)
+        if optimizer is None or self.run.optimizers.schedule is None:
+            return None
+        return ShownScheduler(self.run.optimizers.schedule, optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has no learner and no hooks of one: it takes the model's copy anew."""
+        state = dict(super().__getstate__())
+        state["_modules"] = {k: v for k, v in self._modules.items() if k != "learner"}
+        for name in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
+        self.adopt(self.global_model.learner)
 
     # Lightning's hooks, in the order of a fit
     # ------------------------------------------------------------------------

@@ -29,7 +29,6 @@ loop checkpoint
 evaluation
 description
 run
-learner_hooks
 module
 """
 PARTS = """

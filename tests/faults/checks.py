@@ -52,7 +52,7 @@ CORE: dict[str, list[str]] = {
         HOOKS,
         STEPS,
         "tests/engines/test_client_scheduler.py",
-        "tests/test_learner_hooks.py",
+        "tests/learner/test_learner_hooks.py",
         "tests/callbacks/test_byzantine_clients.py",
     ],
     "fl_lightning/aggregation/gathering.py": ["tests/aggregation/test_gathering.py"],

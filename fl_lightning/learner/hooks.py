@@ -10,12 +10,8 @@ from typing import Any
 from torchmetrics import Metric
 
 from fl_lightning.learner.modules import SHIMS, TRANSFER, lightning_modules, overrides
-from fl_lightning.lightning import LightningOptimizer, extract_batch_size, pl
+from fl_lightning.lightning import extract_batch_size, pl
 from fl_lightning.metrics import Logged
-from fl_lightning.round.client_schedule import ShownScheduler
-from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.settings import Settings
-from fl_lightning.run import FederatedRun
 
 HOOKS = [
     "on_fit_end",
@@ -57,9 +53,6 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS` to the learner."""
 
     learner: Any
-    run: FederatedRun
-    settings: Settings
-    global_model: GlobalModel
     logged: Logged  # what the learner says of the metrics that it logs
     _evaluated_batch_size: int = 1
 
@@ -138,27 +131,11 @@ class LearnerHooks(pl.LightningModule):
 
     def clients_optimizer(self) -> Any:
         """The clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
-        optimizer = self.run.clients_now(self.current_epoch)
-        return [] if optimizer is None else LightningOptimizer(optimizer)
+        raise NotImplementedError  # the run knows it
 
     def clients_scheduler(self) -> Any:
         """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
-        optimizer = self.run.clients_now(self.current_epoch)
-        if optimizer is None or self.run.optimizers.schedule is None:
-            return None
-        return ShownScheduler(self.run.optimizers.schedule, optimizer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle has no learner and no hooks of one: it takes the model's copy anew."""
-        state = dict(super().__getstate__())
-        state["_modules"] = {k: v for k, v in self._modules.items() if k != "learner"}
-        for name in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN):
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no types there
-        self.adopt(self.global_model.learner)
+        raise NotImplementedError  # the run knows it
 
     def connect_learner(self) -> None:
         """Give the learner and LightningModules in it this run's trainer, and take their logs."""
