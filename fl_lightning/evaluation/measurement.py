@@ -57,4 +57,4 @@ class Measurement(FederatedCallback):
     def _measure(self, trainer: Any) -> None:
         self._measured = self._ended
         module = trainer.lightning_module
-        module.run.report(self.measure(module), self._measured)
+        module.run.reporter.log(self.measure(module), self._measured)
