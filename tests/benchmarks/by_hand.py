@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -508,22 +508,28 @@ def printed_differences(claim: dict[str, Any], folders: Sequence[Path]) -> dict[
     files = [path for folder in folders for path in ROOT.glob(f"configs/**/{folder.name}.yaml")]
     names = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in files]
     found: dict[str, Number] = {}
-    for path in sorted(ROOT.glob("fl_lightning/report/published/*.yaml")):
-        for table in yaml.safe_load(path.read_text()):
-            about = [
-                n for n in names for pattern in table["experiments"] if fnmatchcase(n, pattern)
-            ]
-            if not about or table["metric"] != claim["metric"]:
-                continue
-            printed = table["arms"]
-            rows = [next((p for p in printed if fnmatchcase(claim[x], p)), None) for x in "ab"]
-            if rows[0] is None or rows[1] is None or rows[0] == rows[1]:
-                continue
-            numbers = [printed[row][0] for row in rows if row is not None]
-            value = contrast(*numbers, claim.get("scale") == "log_ratio")
-            if value is not None and value not in found.values():
-                found[table["source"]] = value
+    for table in printed_tables():
+        about = [n for n in names for pattern in table["experiments"] if fnmatchcase(n, pattern)]
+        if not about or table["metric"] != claim["metric"]:
+            continue
+        printed = table["arms"]
+        rows = [next((p for p in printed if fnmatchcase(claim[x], p)), None) for x in "ab"]
+        if rows[0] is None or rows[1] is None or rows[0] == rows[1]:
+            continue
+        numbers = [printed[row][0] for row in rows if row is not None]
+        value = contrast(*numbers, claim.get("scale") == "log_ratio")
+        if value is not None and value not in found.values():
+            found[table["source"]] = value
     return found
+
+
+@cache
+def printed_tables() -> list[dict[str, Any]]:
+    """The papers' tables; their files are long, and many claims ask for them."""
+    tables = []
+    for path in sorted(ROOT.glob("fl_lightning/report/published/*.yaml")):
+        tables += yaml.safe_load(path.read_text())
+    return tables
 
 
 def is_incomplete(claim: dict[str, Any], n: int, sweeps: Sweeps) -> bool:
