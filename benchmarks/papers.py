@@ -274,7 +274,8 @@ def page(results: Path, target: Path) -> int:
         with tempfile.TemporaryDirectory() as made:
             out = Path(made)
             # The runs shared their machine with other work, which lengthens their seconds.
-            if report(folders, out, labels_of(folders, results / "labels.yaml"), "--no_seconds"):
+            labels = labels_of(folders, results / "labels.yaml")
+            if report(folders, out, labels, "--no_seconds", "--figures", "png"):
                 return 1
             said = json.loads((out / "report.json").read_text("utf-8"))
             below = (out / "report.md").read_text("utf-8").partition("\n")[2]

@@ -13,6 +13,7 @@ from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
 from fl_lightning.storage.files import named
 
+FORMATS = ("png", "svg", "pdf")
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
 Reads folders of runs and of sweeps (with their claims.yaml), and writes report.html, a page to
@@ -66,6 +67,12 @@ def parser() -> ArgumentParser:
         help="of figures: for a page, or for a column of a paper, in print too (default: page)",
     )
     made.add_argument(
+        "--figures",
+        default=",".join(FORMATS),
+        metavar="FORMATS",
+        help="what figures are written as, or none, which leaves them out (default: %(default)s)",
+    )
+    made.add_argument(
         "--no_seconds",
         action="store_true",
         help="leave seconds out, as for runs that shared their machine with other work",
@@ -82,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     # What is typed is checked before anything is read.
     targets = _targets(options.targets)
+    formats = _formats(options.figures)
     # What reads and draws is slow to import, and a mistyped command need not wait for it.
     from fl_lightning.report.runs import find
     from fl_lightning.report.summary import summarise
@@ -98,16 +106,29 @@ def main(argv: Sequence[str]) -> int:
     title = " and ".join(folder.resolve().name for folder in options.folders[:3])
     if len(options.folders) > 3:
         title += " and others"
-    written = contents(summary, title, labels, options.style)
+    written = contents(summary, title, labels, options.style, formats)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     _write(out, written)
     for verdict in summary.verdicts:
         print(f"{verdict.claim.id}: {verdict.printed}")
     for note in summary.notes:
         print(f"note: {note}")
-    texts = ", ".join(name for name in written if "/" not in name)
-    print(f"→ {out / 'report.html'} ({texts}, figures/)")
+    files = [name for name in written if "/" not in name]
+    if len(files) < len(written):
+        files.append("figures/")
+    print(f"→ {out / 'report.html'} ({', '.join(files)})")
     return 0
+
+
+def _formats(text: str) -> list[str]:
+    formats = [] if text == "none" else text.split(",")
+    for name in formats:
+        if name not in FORMATS:
+            raise UserError(
+                f"report --figures {text}: {name!r} is none of {', '.join(FORMATS)}. "
+                "Accepted: some of these with commas between, or none."
+            )
+    return formats
 
 
 def _targets(text: str) -> list[str]:

@@ -271,6 +271,14 @@ def svg(drawn: Figure, transparent: bool = False) -> str:
     return file.getvalue().decode()
 
 
+# What a figure is written as: its bytes by the file's ending.
+FORMATS: dict[str, Callable[[Figure], bytes]] = {
+    "png": png,
+    "svg": lambda drawn: svg(drawn).encode(),
+    "pdf": pdf,
+}
+
+
 def inline(drawing: Drawing) -> str:
     """The figure as part of an HTML page, labelled for those who cannot see it."""
     text = svg(drawing.figure, transparent=True)

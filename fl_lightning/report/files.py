@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fl_lightning.metrics import comma_separated
 from fl_lightning.report import charts, curves, sections
-from fl_lightning.report.drawing import Drawing, in_style, inline, pdf, png, svg
+from fl_lightning.report.drawing import FORMATS, Drawing, in_style, inline
 from fl_lightning.report.labels import relabelled
 from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import COSTS, Summary
@@ -88,36 +88,36 @@ class Section:
 
 
 def contents(
-    summary: Summary, title: str, labels: Mapping[str, str] | None = None, style: str = "page"
+    summary: Summary,
+    title: str,
+    labels: Mapping[str, str] | None = None,
+    style: str = "page",
+    formats: Sequence[str] = tuple(FORMATS),
 ) -> dict[str, bytes]:
     """Name → bytes of every file of the report.
 
     ``labels``: arm → what it is called in tables and figures; report.json, report.csv and
-    curves.csv keep arms. ``style``: of the figures.
+    curves.csv keep arms. ``style``: of the figures. ``formats``: those of FORMATS that figures are
+    written in; without any there are no figures, on the page neither.
     """
     with in_style(style):
-        return _contents(summary, title, labels)
+        return _contents(summary, title, labels, formats)
 
 
-def _contents(summary: Summary, title: str, labels: Mapping[str, str] | None) -> dict[str, bytes]:
+def _contents(
+    summary: Summary, title: str, labels: Mapping[str, str] | None, formats: Sequence[str]
+) -> dict[str, bytes]:
     original = summary
     summary = relabelled(summary, labels or {})
     tables = sections.tables(summary)
-    drawings = [
-        *charts.intervals(summary),
-        *curves.curves(summary),
-        *charts.heat_map(summary),
-        *charts.layers(summary),
-        *charts.generalisation(summary),
-        *charts.clients(summary),
-        *curves.measurements(summary),
-    ]
+    drawings = _drawings(summary) if formats else []
     shown = {
         "title": title,
         "summary": summary,
         "lead": lead(summary),
         "tables": tables,
         "drawings": drawings,
+        "format": next(iter(formats), None),
         "sections": _sections(tables, drawings),
         "verdicts": sections.shown_first(summary.verdicts),
         "sentence": lambda claim: sections.sentence(claim, summary.called),
@@ -140,10 +140,21 @@ def _contents(summary: Summary, title: str, labels: Mapping[str, str] | None) ->
     # All bytes are made before the first is written: an error leaves the old report whole.
     written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
-        written[f"figures/{drawing.key}.png"] = png(drawing.figure)
-        written[f"figures/{drawing.key}.svg"] = svg(drawing.figure).encode()
-        written[f"figures/{drawing.key}.pdf"] = pdf(drawing.figure)
+        for ending in formats:
+            written[f"figures/{drawing.key}.{ending}"] = FORMATS[ending](drawing.figure)
     return written
+
+
+def _drawings(summary: Summary) -> list[Drawing]:
+    return [
+        *charts.intervals(summary),
+        *curves.curves(summary),
+        *charts.heat_map(summary),
+        *charts.layers(summary),
+        *charts.generalisation(summary),
+        *charts.clients(summary),
+        *curves.measurements(summary),
+    ]
 
 
 def _templates(kind: str) -> Environment:

@@ -61,10 +61,11 @@ def make_arm(
     ]
 
 
-def report(out: Path, *argv: object) -> dict[str, Any]:
-    """report.json that the command writes to ``out``."""
+def report(out: Path, *argv: object, figures: str = "none") -> dict[str, Any]:
+    """report.json that the command writes to ``out``; drawing takes longest, so who needs it asks."""
     from fl_lightning.__main__ import main
 
-    assert main(["report", *map(str, argv), "--out", str(out)]) == 0
+    words = [*map(str, argv), "--figures", figures, "--out", str(out)]
+    assert main(["report", *words]) == 0
     found: dict[str, Any] = json.loads((out / "report.json").read_text())
     return found

@@ -96,7 +96,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
-    report(tmp_path / "out", sweep, "--targets", "0.6")
+    report(tmp_path / "out", sweep, "--targets", "0.6", figures="svg")
     text = (tmp_path / "out/report.html").read_text()
     page = Page(text)
     assert all(place.startswith("#") for place in page.asked), page.asked
@@ -119,7 +119,7 @@ def test_the_page_is_whole_by_itself(sweep: Path, tmp_path: Path) -> None:
 
 
 def test_figures_tables_and_rows_lie_beside_it(sweep: Path, tmp_path: Path) -> None:
-    found = report(tmp_path / "out", sweep, "--targets", "0.6")
+    found = report(tmp_path / "out", sweep, "--targets", "0.6", figures="png,svg,pdf")
     figures = sorted((tmp_path / "out/figures").iterdir())
     names = {path.stem for path in figures}
     curves = {f"curves-{axis}" for axis in ("rounds", "gradients", "bytes", "seconds")}
@@ -193,6 +193,27 @@ def test_the_gap_is_drawn_over_the_training_loss_of_the_rounds_that_measured_bot
     assert len(charts.generalisation(claimed)[0].figure.axes[0].lines) == 1
 
 
+def test_figures_are_written_as_asked(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "a", LEVELS)
+    report(tmp_path / "out", tmp_path / "s", figures="svg")
+    written = {path.name for path in (tmp_path / "out/figures").iterdir()}
+    assert written and all(name.endswith(".svg") for name in written)
+    shown = re.findall(r"\]\(figures/([\w.-]+)\)", (tmp_path / "out/report.md").read_text())
+    assert set(shown) == written
+    report(tmp_path / "none", tmp_path / "s", figures="none")
+    assert not (tmp_path / "none/figures").exists()
+    assert "<svg" not in (tmp_path / "none/report.html").read_text()
+    said = (tmp_path / "out/report.json").read_bytes()
+    assert (tmp_path / "none/report.json").read_bytes() == said
+
+
+def test_another_form_of_figures_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path), "--figures", "png,gif"]) == 2
+    assert "'gif' is none of png, svg, pdf. Accepted: some of these" in capsys.readouterr().err
+
+
 def test_the_page_shows_every_figure_that_is_written(tmp_path: Path) -> None:
     measured = {
         **columns(0.7),
@@ -202,7 +223,7 @@ def test_the_page_shows_every_figure_that_is_written(tmp_path: Path) -> None:
     for arm in ("a", "b"):
         for seed in (0, 1):
             make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, measured)
-    report(tmp_path / "out", tmp_path / "s")
+    report(tmp_path / "out", tmp_path / "s", figures="svg")
     page = (tmp_path / "out/report.html").read_text()
     written = {path.stem for path in (tmp_path / "out/figures").glob("*.svg")}
     assert "generalisation" in written and page.count("<figure>") == len(written)
@@ -267,7 +288,7 @@ def test_seconds_of_the_clock_are_compared_of_runs_that_were_alone(
 def test_a_grid_of_two_axes_is_drawn_as_one(tmp_path: Path) -> None:
     for arm in ("iid_0", "iid_0.1", "skew_0", "skew_0.1"):
         make_arm(tmp_path / "s", arm, LEVELS)
-    report(tmp_path / "out", tmp_path / "s")
+    report(tmp_path / "out", tmp_path / "s", figures="svg")
     drawn = (tmp_path / "out/figures/heatmap.svg").read_text()
     assert (
         all(f">{name}<" in drawn for name in ("iid", "skew", "0", "0.1")) and "seed 0" not in drawn
@@ -339,7 +360,7 @@ def test_arms_are_called_by_their_labels_where_a_reader_looks(tmp_path: Path) ->
         make_arm(tmp_path / "s", arm, {seed: level + more for seed, level in LEVELS.items()})
     plain = report(tmp_path / "plain", tmp_path / "s")
     options = ["--label", "mine_2=FedMine, β = 2", "--label", "fedavg=FedAvg"]
-    labelled = report(tmp_path / "out", tmp_path / "s", *options)
+    labelled = report(tmp_path / "out", tmp_path / "s", *options, figures="svg")
     assert labelled == plain, "report.json keeps the arms"
     for name in ("report.csv", "report.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
