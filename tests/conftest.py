@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,27 @@ def asks_for_a_fast_way(value: object) -> bool:
     return value == "stacked" if isinstance(value, str) else False
 
 
+SHARED = pytest.StashKey[Zygote]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Side by side, all processes share one that forks, which imports while they collect."""
+    if SHARED not in node.config.stash:
+        node.config.stash[SHARED] = Zygote()
+    node.workerinput["zygote"] = str(node.config.stash[SHARED].folder)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SHARED in config.stash:
+        config.stash[SHARED].close()
+
+
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote(request: pytest.FixtureRequest) -> Iterator[Zygote]:
     """One process that has imported everything and forks for each command."""
-    process = Zygote()
+    given: dict[str, str] = getattr(request.config, "workerinput", {})
+    process = Zygote(given.get("zygote"))
     yield process
     process.close()
 

@@ -1,7 +1,8 @@
 """A process that has imported everything forks a child for each command, in milliseconds.
 
-Run as a script it is that process. Of ``fl-lightning`` it reads one line of JSON per command;
-``<name>.pid`` and, when the command has ended, ``<name>.status`` appear beside its output.
+Run as a script it is that process; those that run tests side by side share one. A command of
+``fl-lightning`` comes over a socket; ``<name>.pid`` and, when the command has ended,
+``<name>.status`` appear beside its output.
 
 Two further ones serve ``python``, an executable to be used in the place of ``sys.executable``:
 ``python -c …``, ``python -m …`` and ``python FILE`` are forked from one that has imported this
@@ -19,6 +20,7 @@ import json
 import logging
 import os
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -54,7 +56,7 @@ class Process:
 
     def __init__(self, files: Path) -> None:
         self._files = files
-        self.pid = int(_appears(files.with_suffix(".pid"), 60))
+        self.pid = int(_appears(files.with_suffix(".pid"), 60).read_text())
 
     @property
     def stdout(self) -> str:
@@ -74,7 +76,7 @@ class Process:
 
     def wait(self, timeout: float = 100) -> Result:
         try:
-            status = int(_appears(self._files.with_suffix(".status"), timeout))
+            status = int(_appears(self._files.with_suffix(".status"), timeout).read_text())
         except TimeoutError:
             self.kill(group=True)
             raise TimeoutError(
@@ -93,30 +95,33 @@ class Process:
             time.sleep(0.005)
 
 
-def _appears(path: Path, timeout: float) -> str:
+def _appears(path: Path, timeout: float) -> Path:
     deadline = time.monotonic() + timeout
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(str(path))
         time.sleep(0.005)
-    return path.read_text()
+    return path
 
 
 class Zygote:
-    """The tests' side of that process."""
+    """The tests' side of that process, which is in ``folder``, or started."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="python-"))
+        self.python, self.bare_python = self.folder / "python", self.folder / "bare_python"
+        self._process = None if folder else self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("FL_", "PL_"))}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._folder = Path(tempfile.mkdtemp(prefix="python-"))
-        self.python, self.bare_python = self._folder / "python", self._folder / "bare_python"
         waiting = Path(__file__).with_name("quick_python.py")
         for program, server in ((self.python, "own"), (self.bare_python, "bare")):
-            start = f'exec {sys.executable} -S -E "{waiting}" {self._folder} {server} "$@"'
+            start = f'exec {sys.executable} -S -E "{waiting}" {self.folder} {server} "$@"'
             program.write_text(f"#!/bin/sh\n{start}\n")
             program.chmod(0o755)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._folder)],
+        return subprocess.Popen(
+            [sys.executable, __file__, str(self.folder)],
             stdin=subprocess.PIPE,
             text=True,
             env=environment,
@@ -124,17 +129,20 @@ class Zygote:
         )
 
     def start(self, argv: list[str], cwd: Path, env: Mapping[str, str], files: Path) -> Process:
-        assert self._process.stdin is not None
         command = {"argv": argv, "cwd": str(cwd), "env": dict(env), "files": str(files)}
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        _appears(self.folder / "commands", 120)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(str(self.folder / "commands"))
+            server.sendall(json.dumps(command).encode())
         return Process(files)
 
     def close(self) -> None:
+        if self._process is None:
+            return
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)  # it may still import
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)
 
 
 class Cli:
@@ -221,14 +229,19 @@ def _serve() -> None:
 
     _serve_python(folder, "own")
     _warm_up(fl_lightning.lightning.LOGGERS)
-    for line in sys.stdin:
-        command = json.loads(line)
+    listening = _listening(folder, "commands")
+    # Its input is closed by those that started it, as they end.
+    while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
+        asked, _ = listening.accept()
+        with asked:
+            command = json.loads(asked.makefile("rb").read())
         pid = os.fork()
         if pid:
             threading.Thread(
                 target=_report, args=(pid, Path(command["files"])), daemon=True
             ).start()
             continue
+        listening.close()
         _leave(_child, command)
     os._exit(0)  # without the seconds that taking torch down costs
 
@@ -282,10 +295,7 @@ def _leave(work: Callable[[dict[str, Any]], int], command: dict[str, Any]) -> No
 
 def _serve_python(folder: Path, name: str) -> None:
     """Serve ``python`` over a socket from a forked process, which ends with this one."""
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(folder / f"{name}.new"))
-    listening.listen(64)
-    (folder / f"{name}.new").rename(folder / name)
+    listening = _listening(folder, name)
     parent = os.getpid()
     if os.fork():
         listening.close()
@@ -309,6 +319,14 @@ def _serve_python(folder: Path, name: str) -> None:
         command = json.loads(text)
         command["descriptors"] = dict(zip(command["open"], descriptors, strict=True))
         _leave(_python, {**command, "executable": str(folder / "python")})
+
+
+def _listening(folder: Path, name: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(folder / f"{name}.new"))
+    made.listen(64)
+    (folder / f"{name}.new").rename(folder / name)
+    return made
 
 
 def _received(asked: socket.socket, length: int) -> bytes:
