@@ -62,7 +62,7 @@ def make_arm(
 
 
 def report(out: Path, *argv: object, figures: str = "none") -> dict[str, Any]:
-    """report.json that the command writes to ``out``; drawing takes longest, so who needs it asks."""
+    """report.json that the command writes to ``out``. Drawing takes longest: who needs it asks."""
     from fl_lightning.__main__ import main
 
     words = [*map(str, argv), "--figures", figures, "--out", str(out)]
