@@ -159,10 +159,9 @@ def test_a_paper_needs_no_colour(tmp_path: Path) -> None:
 def test_two_reports_are_the_same_bytes(tmp_path: Path) -> None:
     """In two processes, whose hashes of texts differ, and at another time."""
     with_clients(tmp_path / "s")
-    code = (
-        "import sys; from fl_lightning.__main__ import main; words = sys.argv[1:]; "
-        f"[main(['report', 's', '--out', words[0] + style, '--style', style]) for style in {list(STYLES)}]"
-    )
+    code = "import sys; from fl_lightning.__main__ import main\n"
+    for style in STYLES:
+        code += f"main(['report', 's', '--out', sys.argv[1] + '{style}', '--style', '{style}'])\n"
     for out in ("one", "two"):
         env = {**os.environ, "PYTHONHASHSEED": str(len(out) + ord(out[0]))}
         command = [sys.executable, "-c", code, f"{out}/"]
