@@ -72,6 +72,7 @@ _PLAIN = {
     "int": "a whole number",
     "float": "a number",
     "list": "a list",
+    "Sequence": "a list",
 }
 
 
@@ -254,6 +255,8 @@ class Refusal:
             if name in self.known and name not in _PLAIN:
                 words = f"a {name} ({listed(_choices(self.known[name]))})"
             types.append(words)
+        if re.search(r"\b(Sequence|[Ll]ist)\[", line):
+            types.insert(0, _PLAIN["list"])
         expected = " or ".join(dict.fromkeys(types)) or line or self.leaf
         return f": {value!r} is not accepted; expected {expected}."
 

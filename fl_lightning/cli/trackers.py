@@ -63,7 +63,8 @@ def check_installed(config: Namespace) -> None:
         if find_spec(package) is None:
             raise UserError(
                 f"trainer.logger: {name} needs the package {package}, which is not installed: pip "
-                f"install {package}, or 'fl-lightning[trackers]' for every tracker."
+                f"install {package}, or 'fl-lightning[trackers]' for every tracker, or leave it "
+                "out: -c logger/csv."
             )
 
 

@@ -39,6 +39,12 @@ def said(result: Result, *words: str) -> None:
 
 
 OPTIONS = {
+    "a list is wanted": (
+        "--data.test_clients",
+        "5",
+        ["data.test_clients", "'5'", "a list or null"],
+    ),
+    "a list of biases": ("--data.biases", "5", ["data.biases", "'5'", "a list"]),
     "misspelt option": (
         "--trainer.max_epoch",
         3,
