@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +39,8 @@ PAGES = [
 ]
 
 
-# Programs that come with what is installed; others are not started by a test.
-AS_INSTALLED = ("python", "torchrun")
+# Programs that come with what is installed, as modules; others are not started by a test.
+AS_INSTALLED = {"fl-lightning": "fl_lightning", "torchrun": "torch.distributed.run"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,18 @@ def named(page: Path) -> str:
 
 
 @pytest.fixture
-def run(python: str, cli: Cli) -> object:
+def installed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of these programs, each by ``python``, which need not import what they start."""
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "python").symlink_to(python)
+    for name, module in AS_INSTALLED.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {python} -m {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def run(installed: Path, cli: Cli) -> object:
     """Run one command in the test's folder; it has to succeed."""
 
     def one(words: list[str]) -> None:
@@ -100,8 +110,8 @@ def run(python: str, cli: Cli) -> object:
             done = cli(*arguments, env=given, timeout=280)
             output, status = done.stdout + done.stderr, done.returncode
         else:
-            assert program in AS_INSTALLED, f"{program}: say `not run` and why, or teach this test"
-            installed = str(Path(sys.executable).parent)
+            known = (installed / program).exists()
+            assert known, f"{program}: say `not run` and why, or teach this test"
             environment = {
                 **os.environ,
                 "MPLBACKEND": "Agg",
@@ -109,9 +119,9 @@ def run(python: str, cli: Cli) -> object:
                 "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}",
                 **given,
             }
-            name = python if program == "python" else f"{installed}/{program}"
+            command = [installed / program, *arguments]
             other = subprocess.run(
-                [name, *arguments], cwd=cli.folder, env=environment, capture_output=True, text=True
+                command, cwd=cli.folder, env=environment, capture_output=True, text=True
             )
             output, status = other.stdout + other.stderr, other.returncode
         assert status == 0, f"{shlex.join(words)}\n{output[-3000:]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +92,11 @@ assert torch.isfinite(module.global_vector).all()
 
 
 @pytest.mark.slow
-def test_without_the_folder_everything_is_there(tmp_path: Path) -> None:
+def test_without_the_folder_everything_is_there(bare_python: str, tmp_path: Path) -> None:
     package = Path(fl_lightning.__file__).parent
     shutil.copytree(package, tmp_path / "fl_lightning")
     shutil.copytree(package.parent / "tests", tmp_path / "tests")
     shutil.rmtree(tmp_path / "fl_lightning" / "engines" / "fast")
-    command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
+    command = [bare_python, "-c", WITHOUT, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
