@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,15 +87,25 @@ class FromTable(FederatedDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """``(features,)``, from the names of the columns."""
-        if arguments.get("features") is not None:
-            return (len(arguments["features"]),)
-        if "path" not in arguments:
-            return None
-        path = Path(arguments["path"]).expanduser()
-        names = columns_of(path, arguments.get("separator", ","))
-        apart = {arguments.get("target"), arguments.get("client")}
-        return (len([name for name in names if name not in apart]),)
+        """``(features,)``, from the names of the columns.
+
+        Raises:
+            UserError: a column that was asked for is not there: the others would be counted wrong.
+        """
+        features = arguments.get("features")
+        path = Path(str(arguments.get("path"))).expanduser()
+        if "path" in arguments and (features is None or path.is_file()):
+            # A column may be called by a number, which is no text before the parser has seen it.
+            others = {
+                name: [str(arguments[name])]
+                for name in ("target", "client")
+                if arguments.get(name) is not None
+            }
+            names = columns_of(path, arguments.get("separator", ","))
+            require(path, names, {**others, "features": map(str, features or ())})
+            if features is None:
+                features = [name for name in names if [name] not in others.values()]
+        return None if features is None else (len(features),)
 
     def load(self) -> None:
         table = read_table(self.path, self.separator)
@@ -103,7 +113,12 @@ class FromTable(FederatedDataModule):
         features = self.features
         if features is None:
             features = [name for name in table.columns if name not in others]
-        table.require([*others, *features])
+        given: dict[str, Iterable[str]] = {
+            "target": [self.target],
+            "client": others[1:],
+            "features": features,
+        }
+        require(self.path, table.columns, given)
         if not features:
             raise UserError(
                 f"{table.where} has no columns besides {', '.join(others)}: x is empty."
@@ -118,7 +133,7 @@ class FromTable(FederatedDataModule):
         self.train_set = TensorSamples(x, y)
         if self.test is not None:
             other = read_table(Path(self.test).expanduser(), self.separator)
-            other.require([self.target, *features])
+            require(other.path, other.columns, {"target": [self.target], "features": features})
             held = other.numbers(features)
             self.test_set = TensorSamples(held, coded(other, self.target, classes))
             if self.client is not None and self.client in other.columns:
@@ -162,16 +177,6 @@ class Table:
     def where(self) -> str:
         return f"The table {str(self.path)!r}"
 
-    def require(self, names: Sequence[str]) -> None:
-        """Refuse names of columns that the table lacks."""
-        for name in names:
-            if name not in self.columns:
-                have = ", ".join(self.columns)
-                raise UserError(
-                    f"{self.where} has no column {name!r}; it has {have[:300]}."
-                    f"{suggest(name, self.columns)}"
-                )
-
     def present(self, name: str) -> list[Any]:
         """A column's values, none of which is missing."""
         values = list(self.columns[name])
@@ -206,6 +211,19 @@ class Table:
                     f"{self.first + row}, which is no finite number of single precision."
                 )
         return x
+
+
+def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]) -> None:
+    """Refuse names of columns that the table lacks; ``chosen``: those of each option of ours."""
+    columns = list(columns)
+    # An empty file is told of when it is read.
+    for option, names in chosen.items():
+        for name in names:
+            if columns and name not in columns:
+                raise UserError(
+                    f"data.{option}={name!r}: the table {str(path)!r} has no column {name!r}; it "
+                    f"has {', '.join(columns)[:300]}.{suggest(name, columns)}"
+                )
 
 
 def is_missing(value: Any) -> bool:

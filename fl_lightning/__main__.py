@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fl_lightning.errors import UserError, out_of_memory, suggest
+from fl_lightning.errors import UserError, in_own_code, out_of_memory, suggest
 
 COMMANDS = {
     "fit": (
@@ -146,8 +146,9 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and give its exit status.
 
-    0 done · 2 something to mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n
-    after its round. Exceptions from the user's own code are raised unchanged (status 1).
+    0 done · 1 an error in the user's own code, said in one paragraph with its line · 2 something to
+    mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round. Any
+    other exception is raised unchanged (status 1), and with --debug all are.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("FL_DEBUG", "") not in ("", "0")
@@ -166,10 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         why = out_of_memory(error)
-        if debug or not why:
+        said = why or in_own_code(error)
+        if debug or not said:
             raise
-        print(f"fl-lightning: {why}", file=sys.stderr)
-        return 2
+        print(f"fl-lightning: {said}", file=sys.stderr)
+        return 2 if why else 1
 
 
 if __name__ == "__main__":

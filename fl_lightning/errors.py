@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import linecache
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
 
 
@@ -43,3 +47,30 @@ def out_of_memory(error: BaseException) -> str:
         "smaller data.batch_size or network; a run that had begun goes on from its last round by "
         "--ckpt_path last."
     )
+
+
+def in_own_code(error: BaseException) -> str:
+    """An error of the user's own code in one paragraph, with the line; empty for another error.
+
+    The line is the innermost of a file that is neither this package's, nor Python's, nor installed.
+    """
+    installed = tuple(
+        os.path.join(folder, "")
+        for key, folder in sysconfig.get_paths().items()
+        if key in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    own = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        package = str(frame.f_globals.get("__name__")).split(".")[0]
+        others = package == __name__.split(".")[0] or code.co_filename.startswith(("<", *installed))
+        if not others and "-packages" not in code.co_filename:
+            own = code, line
+    if own is None:
+        return ""
+    (code, line) = own
+    text = linecache.getline(code.co_filename, line).strip()
+    said = " ".join(str(error).split())[:400]
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    where = f"{code.co_filename}, line {line}, in {code.co_name}: {text}"
+    return f"{type(error).__name__}: {said} [{where}]{notes}. --debug shows the whole traceback."

@@ -10,6 +10,7 @@ import importlib
 import math
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from fl_lightning.cli.compose import Command, merge, plain_yaml
@@ -84,6 +85,8 @@ def fit_network_to_data(command: Command) -> None:
             "attributes of the data's class"
         )
     command.config["model"] = {**model, "learner": merge(model.get("learner"), _sizes(learner))}
+    if built:
+        command.options = _without_gaps(command.options)
 
 
 def _sizes(node: dict[str, Any]) -> dict[str, Any]:
@@ -101,21 +104,41 @@ def _sizes(node: dict[str, Any]) -> dict[str, Any]:
 def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
     """The configuration with the options for data and learner in it, as far as they matter here."""
     tree = deepcopy({"model": config.get("model") or {}, "data": config.get("data")})
-    for position, option in enumerate(options):
-        flag, equals, text = option.partition("=")
-        path = flag.removeprefix("--").split(".")
-        of_learner = path[:2] == ["model", "learner"]
-        if not flag.startswith("--") or not (path[0] == "data" or of_learner):
-            continue
-        if not equals:
-            text = options[position + 1] if position + 1 < len(options) else ""
-        try:
-            value = plain_yaml(text, option)
-        except UserError:
-            # The parser will say what is wrong.
-            value = text
-        tree = _put(tree, path, value)
+    for option, following in pairwise([*options, ""]):
+        path, value = _read(option, following)
+        if path[0] == "data" or path[:2] == ["model", "learner"]:
+            tree = _put(tree, path, value)
     return tree
+
+
+def _read(option: str, following: str) -> tuple[list[str], Any]:
+    """The path and the value of ``option``, which may be the argument ``following`` it."""
+    flag, equals, text = option.partition("=")
+    if not flag.startswith("--"):
+        return [""], None
+    path = flag.removeprefix("--").split(".")
+    try:
+        return path, plain_yaml(text if equals else following, option)
+    except UserError:
+        # The parser will say what is wrong.
+        return path, text if equals else following
+
+
+def _without_gaps(options: list[str]) -> list[str]:
+    """The options without sizes of the learner's that leave a gap: the config has them filled."""
+    kept: list[str] = []
+    skipped = False
+    for option, following in pairwise([*options, ""]):
+        path, value = _read(option, following)
+        size = path[:2] == ["model", "learner"] and path[-1] in _SIZES
+        gap = None in value if isinstance(value, list) else value is None
+        if skipped:
+            skipped = False
+        elif size and gap and (option.partition("=")[2] or following):
+            skipped = "=" not in option
+        else:
+            kept.append(option)
+    return kept
 
 
 def _put(node: Any, path: list[str], value: Any) -> Any:

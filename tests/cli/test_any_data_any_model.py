@@ -236,6 +236,43 @@ def test_a_file_of_one_s_own_beats_the_learner_that_comes_with_data(tmp_path: Pa
         )
 
 
+def a_table(folder: Path) -> tuple[str, ...]:
+    """Options for a table of two features, of which a third column is called by a number."""
+    (folder / "sites.csv").write_text("site,f1,7,label\n" + "a,1,2,up\nb,2,1,down\n" * 6)
+    data = ("--data", "FromTable", "--data.path", str(folder / "sites.csv"))
+    return (*data, "--data.client", "site", "--model.learner", "ImageClassifier")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--data.target", "lable"), ["data.target='lable'", "Did you mean 'label'?"]),
+        (
+            ("--data.target=label", "--data.client=hospital"),
+            ["data.client='hospital'", "site, f1, 7, label"],
+        ),
+        (
+            ("--data.target=label", "--data.features=[f1, f2]"),
+            ["data.features='f2'", "Did you mean 'f1'?"],
+        ),
+    ],
+)
+def test_a_column_that_is_not_there_is_told_before_sizes(
+    tmp_path: Path, options: tuple[str, ...], words: list[str]
+) -> None:
+    sizes = ("--model.learner.network", "MLP", "--model.learner.network.sizes", "[2, 9, 2]")
+    with pytest.raises(UserError) as refused:
+        learner("-c", "base", *a_table(tmp_path), *options, *sizes)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_columns_called_by_numbers_are_counted(tmp_path: Path) -> None:
+    options = (*a_table(tmp_path), "--data.target", "7", "--data.features=[f1]")
+    sizes = ("--model.learner.network", "MLP", "--model.learner.network.sizes=[null, 9, 2]")
+    network = learner("-c", "base", *options, *sizes)["init_args"]["network"]
+    assert network["init_args"]["sizes"] == [1, 9, 2]
+
+
 # --------------------------------------------------------------------------- real runs
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "-c", "debug/tiny", "--trainer.max_epochs", 1)
@@ -259,6 +296,16 @@ def test_a_round_on_digits_and_its_config(cli: Cli, model: str) -> None:
     assert (
         result.returncode == 2 and "CIFAR100" in result.stderr and "Traceback" not in result.stderr
     )
+
+
+def test_gaps_in_options_are_filled_as_those_of_configs_are(cli: Cli) -> None:
+    sizes = ("--model.learner.network.sizes", "[null, 16, null]")
+    classes = ("--model.learner.num_classes=null", "--model.local_steps", 1)
+    result = cli(*FIT, "-c", "model/mlp", "-c", "data/digits", *FOLDER, *sizes, *classes)
+    assert result.returncode == 0, result.stderr
+    config = yaml.safe_load((cli.folder / "x/config.yaml").read_text())["model"]["learner"]
+    assert config["init_args"]["network"]["init_args"]["sizes"] == [64, 16, 10]
+    assert config["init_args"]["num_classes"] == 10
 
 
 def test_what_cannot_fit_leaves_nothing(cli: Cli) -> None:

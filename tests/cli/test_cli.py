@@ -387,9 +387,16 @@ def test_own_learner_and_monitor(cli: Cli) -> None:
     assert result.returncode == 2 and "'val/quality'" in result.stderr
 
 
-def test_an_error_in_the_learner_is_shown_as_it_is(cli: Cli) -> None:
-    result = cli(*own(cli, "--trainer.max_epochs", 1, fault="raise"))
-    assert result.returncode == 1
+def test_an_error_in_the_learner_is_told_with_its_line(cli: Cli) -> None:
+    argv = own(cli, "--trainer.max_epochs", 1, fault="raise")
+    result = cli(*argv)
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("fl-lightning: ")]
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    for words in ("KeyError", "my_learner.py, line ", 'in training_step: raise KeyError("mine")'):
+        assert words in said
+    assert "client 0" in said and "--debug" in said
+    result = cli(*argv, "--debug")
+    assert result.returncode == 1 and "Traceback" in result.stderr
     assert 'raise KeyError("mine")' in result.stderr and "in training_step" in result.stderr
 
 
