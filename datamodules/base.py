@@ -223,6 +223,9 @@ class FederatedDataModule(pl.LightningDataModule):
         # The data set's own groups are known only once it is loaded.
         return len(self._who.clients) if count is None or own_groups else count
 
+    # The clients' names, where the data have some.
+    client_names: Sequence[str] = ()
+
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
         """Shape of x for a class with these arguments; None: only the data tell."""

@@ -83,7 +83,7 @@ class FromTable(FederatedDataModule):
         self.features = None if features is None else list(features)
         self.test = test
         self.separator = separator
-        self.client_names: list[str] = []
+        self.client_names: Sequence[str] = []
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,7 @@ class Partitioned(Protocol):
     biases: tuple[Any, ...]
     drop_last: Any
     partition: Partition
+    client_names: Sequence[str]
 
     @property
     def tests_clients(self) -> bool: ...
@@ -64,6 +66,9 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
     }
     if data.drop_last:
         facts["batch size"] += ", shorter ones dropped"
+    if data.client_names:
+        names = ", ".join(data.client_names[:SHOWN_IN_TABLE])
+        facts["clients' names"] = f"{names}{', …' * (len(data.client_names) > SHOWN_IN_TABLE)}"
     if held:
         facts["held out for validation"] = f"{held} training samples"
     if split.test is not None:
@@ -112,6 +117,9 @@ def partition_table(data: Partitioned) -> str:
     totals = class_totals(data)
     header = ["client", "samples"]
     rows = [[str(i), str(size)] for i, size in enumerate(sizes[:SHOWN_IN_TABLE])]
+    if data.client_names:
+        header.append("name")
+        rows = [[*row, data.client_names[i]] for i, row in enumerate(rows)]
     if data.tests_clients:
         header.append("test")
         rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -245,6 +246,9 @@ class FederatedModule(LearnerHooks):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
+            # The one batch of an epoch is a round, which is logged whatever the interval.
+            message = r"The number of training batches \(1\) is smaller than the logging interval"
+            warnings.filterwarnings("ignore", message)
             batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
         self.connect_learner()

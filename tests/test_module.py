@@ -13,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from fl_lightning import FederatedModule, UserError
@@ -286,6 +287,15 @@ def test_who_takes_part_can_be_a_subclass_s_own() -> None:
     module = Own(Lit().double(), (1, 4), participation=2, local_epochs=1, seed=1)
     trainer(1, [ControlVariates()]).fit(module, blobs())
     assert module.client_rows.store.clients("ControlVariates.c_i").tolist() == [1, 4]
+
+
+def test_the_one_batch_of_a_round_is_no_reason_to_warn(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    logger = CSVLogger(str(tmp_path))
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
+    pl.Trainer(max_epochs=1, accelerator="cpu", logger=logger, **quiet).fit(federated(), blobs())
+    assert [str(each.message) for each in recwarn if "logging interval" in str(each.message)] == []
 
 
 def test_what_runs_is_told_once_it_has_begun_and_from_then_on() -> None:

@@ -124,4 +124,6 @@ def sum_over_processes(total: Leaf | None) -> Leaf | None:
     tree = TreeSum(world)
     for rank in range(world):
         tree.add(rank, leaves[rank] or None)
-    return tree.total
+    # What travelled is sorted; the order is to be that of one process, in which logs are written.
+    total = tree.total or {}
+    return {key: total[key] for key in kind_of}

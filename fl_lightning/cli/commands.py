@@ -120,8 +120,9 @@ def _fit(cli: CommandCLI) -> None:
             raise
     if not cli.stop.started and trainer.is_global_zero:
         progress: Any = trainer.fit_loop.epoch_progress.current
-        asked = f"--trainer.max_epochs above {trainer.max_epochs} goes on"
-        print(f"{cli.folder}: {progress.processed} rounds are done already; {asked}")
+        done = progress.processed
+        asked = f"--trainer.max_epochs above {done} goes on"
+        print(f"{cli.folder}: {done} rounds are done already; {asked}")
 
 
 def _execute(cli: CommandCLI) -> int:

@@ -316,6 +316,7 @@ class Command:
             self.notes.append(
                 f"{name} replaces the method list ({', '.join(old)}) by ({', '.join(new)})"
             )
+        self._tell_of_loggers(name, document)
         model = document.get("model")
         if isinstance(model, dict) and "learner" in model:
             self.learners.append((_is_fallback(name), model["learner"]))
@@ -328,6 +329,23 @@ class Command:
             ordered = sorted(self.learners, key=lambda item: not item[0])
             self.config["model"]["learner"] = reduce(merge, (learner for _, learner in ordered))
         self.names.append(name)
+
+    def _tell_of_loggers(self, name: str, document: dict[str, Any]) -> None:
+        """Note that the config ``name`` replaces loggers which those before it asked for."""
+        before = (self.config.get("trainer") or {}).get("logger")
+        new = document.get("trainer") or {}
+        if before and "logger" in new and new["logger"] != before:
+            self.notes.append(
+                f"{name} replaces the loggers ({_loggers(before)}) by ({_loggers(new['logger'])})"
+            )
+
+
+def _loggers(value: Any) -> str:
+    """``trainer.logger`` in words."""
+    if value is False:
+        return "metrics.csv alone"
+    items = [True] if value is None else as_list(value)
+    return ", ".join("TensorBoard" if each is True else class_name(each) for each in items)
 
 
 def _is_fallback(name: str) -> bool:

@@ -116,10 +116,10 @@ _README = """\
 
 ```
 pip install -e .
-fl-lightning check {title}                             # the contracts of a method
-fl-lightning fit -c base -c method/{module}
-fl-lightning fit -c base -c method/{module} --method.mu 0.1
-fl-lightning fit -c base --method {title}              # by its short name
+fl-lightning check {title}   # the contracts of a method
+fl-lightning fit -c base -c data/digits -c method/{module}
+fl-lightning fit -c base -c data/digits -c method/{module} --method.mu 0.1
+fl-lightning fit -c base -c data/digits --method {title}   # by its short name
 ```
 
 - `{module}/method.py`: the method, written as its algorithm is.
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"→ {folder}/: change {folder / module / 'method.py'}. Then")
     print(f"  pip install -e {folder}")
     print(f"  fl-lightning check {title}")
-    print(f"  fl-lightning fit -c base -c method/{module}")
+    print(f"  fl-lightning fit -c base -c data/digits -c method/{module}")
     return 0
 
 

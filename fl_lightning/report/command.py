@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_lightning.cli.arguments import ArgumentParser
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.storage.files import named
 
 FORMATS = ("png", "svg", "pdf")
+METRIC = "val/acc"
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
 Reads folders of runs and of sweeps (with their claims.yaml), and writes report.html, a page to
@@ -41,7 +42,7 @@ def parser() -> ArgumentParser:
         default="",
         help="values of the metric, such as 0.8,0.9: rounds, bytes, seconds until",
     )
-    made.add_argument("--metric", default="val/acc", help="what is scored (default: %(default)s)")
+    made.add_argument("--metric", help=f"what is scored (default: {METRIC})")
     made.add_argument(
         "--mode",
         choices=("max", "min"),
@@ -91,12 +92,20 @@ def main(argv: Sequence[str]) -> int:
     targets = _targets(options.targets)
     formats = _formats(options.figures)
     # What reads and draws is slow to import, and a mistyped command need not wait for it.
+    from fl_lightning.report.evidence import logged
     from fl_lightning.report.runs import find
     from fl_lightning.report.summary import summarise
 
     found = find(options.folders)
-    found.directions.given[options.metric] = options.mode
-    summary = summarise(found, options.metric, targets, options.claims)
+    metric = options.metric or METRIC
+    # Runs that have logged nothing so far may come to log it.
+    if options.metric and found.metrics and not logged(found, metric):
+        raise UserError(
+            f"report --metric {metric}: no run logs it.{suggest(metric, found.metrics)} They log "
+            f"{', '.join(found.metrics)[:400]}."
+        )
+    found.directions.given[metric] = options.mode
+    summary = summarise(found, metric, targets, options.claims)
     summary.timed = not options.no_seconds
     from fl_lightning.report.files import contents
     from fl_lightning.report.labels import labels_of

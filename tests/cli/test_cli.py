@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.compose import packaged, read
+from fl_lightning.cli.compose import packaged, prepare, read
 from fl_lightning.models import ImageClassifier
 from tests.helpers.zygote import Cli, Zygote
 
@@ -385,6 +385,16 @@ def test_own_learner_and_monitor(cli: Cli) -> None:
         )
     )
     assert result.returncode == 2 and "'val/quality'" in result.stderr
+
+
+def test_a_config_that_replaces_loggers_says_so() -> None:
+    def notes(*names: str) -> list[str]:
+        return prepare("fit", [f"-clogger/{name}" for name in names]).notes
+
+    assert notes("csv", "tensorboard") == notes("csv", "csv") == notes("mlflow", "wandb") == []
+    assert notes("tensorboard", "mlflow", "csv") == [
+        "logger/csv replaces the loggers (TensorBoard, MLFlowLogger) by (metrics.csv alone)"
+    ]
 
 
 def test_an_error_in_the_learner_is_told_with_its_line(cli: Cli) -> None:

@@ -117,8 +117,6 @@ def test_a_finished_run_says_that_nothing_is_left(
     before = snapshot(run)
     result = cli("fit", "x", *more)
     assert result.returncode == 0, result.stderr
-    assert (
-        f"2 rounds are done already; --trainer.max_epochs above {more[1] if more else 2} goes on"
-        in result.stdout
-    )
+    told = "2 rounds are done already; --trainer.max_epochs above 2 goes on"
+    assert told in result.stdout
     assert snapshot(run) == before

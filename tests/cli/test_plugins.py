@@ -49,6 +49,15 @@ def installed(written: Path, python: str, tmp_path: Path) -> Command:
     return run
 
 
+def test_what_a_new_package_tells_to_run_has_data_of_enough_clients(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = (capsys.readouterr().out + (written / "README.md").read_text()).splitlines()
+    runs = [line for line in told if "fl-lightning fit" in line]
+    # base alone has one client a round, of which methods show little.
+    assert len(runs) == 4 and all("-c base -c data/digits " in line for line in runs)
+
+
 @pytest.mark.slow
 def test_a_new_package_works_like_ours(installed: Command, tmp_path: Path) -> None:
     listed = installed("-m", "fl_lightning", "configs").stdout

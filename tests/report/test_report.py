@@ -180,16 +180,23 @@ def test_one_seed_gives_a_mean_and_no_interval(tmp_path: Path) -> None:
 
 
 def test_an_absent_metric_scores_nobody(tmp_path: Path) -> None:
-    make_arm(tmp_path / "s", "a", LEVELS)
-    make_arm(tmp_path / "s", "b", LEVELS)
-    make_run(tmp_path / "s/b/seed-7", "b", 7, {"val/acc": [0.1]}, "diverged")
-    found = report(tmp_path / "out", tmp_path / "s", "--metric", "test/acc", "--targets", "0.5")
+    make_arm(tmp_path / "s", "a", LEVELS, "test/acc")
+    make_arm(tmp_path / "s", "b", LEVELS, "test/acc")
+    make_run(tmp_path / "s/b/seed-7", "b", 7, {"test/acc": [0.1]}, "diverged")
+    found = report(tmp_path / "out", tmp_path / "s", "--targets", "0.5")
     scores = found["arms"]["b"]["scores"]["last10"]
     assert (
         scores["mean"] is None and scores["sd"] is None and set(scores["values"].values()) == {None}
     )
     assert found["pairs"][0]["n"] == 0 and found["pairs"][0]["mean"] is None
-    assert "No run logs test/acc" in (tmp_path / "out/report.md").read_text()
+    assert "No run logs val/acc" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_metric_that_was_asked_for_and_is_absent_is_refused(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "a", LEVELS)
+    with pytest.raises(UserError, match=r"val/ac: no run logs it. Did you mean 'val/acc'\?"):
+        main([str(tmp_path / "s"), "--metric", "val/ac", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_runs_by_themselves_come_in_the_order_of_the_command_line(tmp_path: Path) -> None:
