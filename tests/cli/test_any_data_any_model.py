@@ -253,7 +253,7 @@ def a_table(folder: Path) -> tuple[str, ...]:
         ),
         (
             ("--data.target=label", "--data.features=[f1, f2]"),
-            ["data.features='f2'", "Did you mean 'f1'?"],
+            ["data.features='f2'", "site, f1, 7, label"],
         ),
     ],
 )

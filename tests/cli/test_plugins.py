@@ -50,7 +50,7 @@ def installed(written: Path, python: str, tmp_path: Path) -> Command:
 
 
 def test_what_a_new_package_tells_to_run_has_data_of_enough_clients(
-    written: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], written: Path
 ) -> None:
     told = (capsys.readouterr().out + (written / "README.md").read_text()).splitlines()
     runs = [line for line in told if "fl-lightning fit" in line]
