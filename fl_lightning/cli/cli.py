@@ -301,8 +301,9 @@ class CommandCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         config = self.config
-        check_installed(config)
         ids: dict[str, str] = {}
+        if self.command != "partition":
+            check_installed(config)
         if self.command == "fit":
             ids = trackers(self.folder) if self.checkpoint else {}
             config = completed(config, ids)
@@ -313,10 +314,10 @@ class CommandCLI(LightningCLI):
             if isinstance(error, UserError) or message is None:
                 raise
             raise UserError(message) from error
-        check_goes_on(self.config_init.trainer.logger, ids, self.folder)
         self.datamodule = self.config_init.data
         if self.command == "partition":
             return
+        check_goes_on(self.config_init.trainer.logger, ids, self.folder)
         self.model = self.config_init.model
         learner = yaml.safe_load(self._config_text())["model"]["learner"]
         written = learner_config(learner, self.config.model.learner, type(self.model.learner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -26,9 +27,11 @@ class Waiting(Lit):
 
 
 @pytest.mark.fast
-def test_auto_takes_what_is_faster_and_says_why() -> None:
+@pytest.mark.usefixtures("short_steps")
+def test_auto_takes_what_is_faster_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, tiny = federated(Waiting(), workers=2), federated(Lit(), workers=2)
     trainer(1).fit(slow, blobs())
+    monkeypatch.setattr(auto, "TINY_SECONDS", math.inf)
     trainer(1).fit(tiny, blobs(clients=4))
     assert slow.engine_facts["engine"] == "concurrent" and slow.engine_facts["workers"] == "2"
     assert "a step is captured: it takes" in slow.engine_facts["why"]
@@ -37,6 +40,7 @@ def test_auto_takes_what_is_faster_and_says_why() -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.usefixtures("short_steps")
 def test_short_steps_train_side_by_side_where_they_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

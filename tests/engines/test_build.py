@@ -140,6 +140,7 @@ def test_who_asks_for_capturing_is_told_where_there_is_none(
 
 
 @pytest.mark.fast
+@pytest.mark.usefixtures("short_steps")
 def test_steps_are_captured_as_they_were_tried(
     chosen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_who_asks_for_a_fast_way_is_told(asked: tuple[tuple[str, Any], ...], nam
 
 
 @pytest.mark.fast
+@pytest.mark.usefixtures("short_steps")
 @pytest.mark.parametrize("engine", ["auto", "concurrent"])
 def test_a_run_leaves_the_same_bits_without_them(
     monkeypatch: pytest.MonkeyPatch, engine: str

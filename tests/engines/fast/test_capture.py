@@ -258,6 +258,7 @@ def test_an_error_in_a_replayed_round_leaves_the_run_where_it_was() -> None:
     assert torch.equal(module.global_vector, again.global_vector)
 
 
+@pytest.mark.usefixtures("short_steps")
 def test_capture_takes_auto_true_and_false() -> None:
     for capture, expected in (("auto", "yes"), (True, "yes"), (False, "no: not asked for")):
         module, _, _ = ran(Lit, list, {}, capture=capture)
