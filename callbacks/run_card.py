@@ -203,7 +203,9 @@ def _section(title: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _processor() -> str:
-    return f"{platform.processor() or platform.machine()} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    unit = "thread" if threads == 1 else "threads"
+    return f"{platform.processor() or platform.machine()} ({threads} {unit})"
 
 
 def _write(path: Path, text: str) -> None:

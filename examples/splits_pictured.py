@@ -3,7 +3,7 @@ Splits, pictured
 ================
 
 How unlike each other clients are decides how hard a federated experiment is. Six ways of splitting
-the same 1,437 digits over ten clients, each a partition that any data module takes.
+the same 1,438 digits over ten clients, each a partition that any data module takes.
 """
 
 # %%

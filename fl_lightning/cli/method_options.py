@@ -80,19 +80,21 @@ def method_class(item: Any) -> type[FederatedCallback]:
     # Plugins are imported by it, so that their methods are known too.
     names_of_ours()
     known = subclasses(FederatedCallback)
+    # What only measures is no method, though the list takes it.
+    names = listed(sorted(name for name, each in known.items() if not each.measures))
+    accepted = f"Accepted: {names}, or my_module.MyClass of a file my_module.py here."
     if not isinstance(path, str):
-        raise UserError(
-            f"method: {item!r} names no class. "
-            f"Accepted: {listed(sorted(known))}, or my_module.MyClass."
-        )
+        raise UserError(f"method: {item!r} names no class. {accepted}")
     if "." in path:
         module, _, name = path.rpartition(".")
+        own: Any = None
         try:
-            cls = getattr(importlib.import_module(module), name)
+            own = importlib.import_module(module)
+            cls = getattr(own, name)
         except (ImportError, AttributeError) as error:
+            hint = suggest(name, known if own is None else [*vars(own), *known])
             raise UserError(
-                f"method: {path!r} cannot be imported: {error}.{suggest(name, known)} "
-                f"Accepted: {listed(sorted(known))}, or my_module.MyClass."
+                f"method: {path!r} cannot be imported: {error}.{hint} {accepted}"
             ) from None
     else:
         cls = known.get(path)
@@ -100,10 +102,7 @@ def method_class(item: Any) -> type[FederatedCallback]:
         problem = "is not a FederatedCallback" if cls is not None else "no such method"
         if f"method/{path.lower()}" in packaged():
             problem = f"no class of this name; it is a config: -c method/{path.lower()}"
-        raise UserError(
-            f"method: {path!r}: {problem}.{suggest(path, known)} "
-            f"Accepted: {listed(sorted(known))}, or my_module.MyClass."
-        )
+        raise UserError(f"method: {path!r}: {problem}.{suggest(path, known)} {accepted}")
     return cls
 
 

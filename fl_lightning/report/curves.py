@@ -58,7 +58,7 @@ def curves(summary: Summary) -> list[Drawing]:
         drawn = figure(9.2, 4.2)
         axes = drawn.add_subplot()
         handles: dict[str, Any] = {}
-        for arm, look in looks(summary, markevery=0.12):
+        for arm, look in looks(summary):
             having = [run for run in arm.runs if _has(run, summary.metric, axis)]
             handles |= _arm(axes, having, summary.metric, axis, look, shown)
         axes.set_xlabel(title)
@@ -121,7 +121,8 @@ def _arm(
 
         chosen, rounds, mean, sd = _over_seeds(done, metric, smoothed)
         x = np.mean([_at(run, rounds, spending(run, axis)) for run in chosen], axis=0)
-        (handles[done[0].arm],) = axes.plot(x, mean * shown.factor, **look)
+        every = marked(len(x))
+        (handles[done[0].arm],) = axes.plot(x, mean * shown.factor, markevery=every, **look)
         if len(done) > 1:
             low = (mean - sd) * shown.factor
             high = (mean + sd) * shown.factor
@@ -133,13 +134,19 @@ def _arm(
         rounds, values = measured(run, metric)
         x = _at(run, rounds, spending(run, axis))
         y = smooth(values) * shown.factor
-        (line,) = axes.plot(x, y, **{**look, "linewidth": 0.9, "alpha": 0.9})
+        thin = {**look, "linewidth": 0.9, "alpha": 0.9}
+        (line,) = axes.plot(x, y, markevery=marked(len(x)), **thin)
         if run.status == "diverged":
             cross: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 1.6}
             axes.plot(x[-1:], y[-1:], color=look["color"], **cross)
         if not handles:
             handles[f"{run.arm} ({run.status})"] = line
     return handles
+
+
+def marked(points: int) -> list[int]:
+    """Which points of a curve have its marker: nine at most, the first and the last among them."""
+    return np.unique(np.linspace(0, max(points - 1, 0), 9).round().astype(int)).tolist()
 
 
 def _at(run: ReportedRun, rounds: Column, column: Column) -> Column:
@@ -199,13 +206,13 @@ def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
     """Draw one panel, and give each arm's line for the legend."""
     handles = {}
     positive = True
-    for arm, look in looks(summary, linewidth=1.3, markevery=0.15):
+    for arm, look in looks(summary, linewidth=1.3):
         runs = [run for run in arm.runs if len(measured(run, name)[0])]
         runs = [run for run in runs if run.status == "done"] or runs
         if runs:
             _, rounds, mean, sd = _over_seeds(runs, name, lambda run: measured(run, name)[1])
             positive = positive and bool((mean > 0).all())
-            (handles[arm.name],) = axes.plot(rounds + 1, mean, **look)
+            (handles[arm.name],) = axes.plot(rounds + 1, mean, markevery=marked(len(mean)), **look)
             # A band below 0 has no place on a logarithmic axis.
             low = np.maximum(mean - sd, mean / 10)
             band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": look["color"]}

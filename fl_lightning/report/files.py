@@ -173,6 +173,7 @@ def _templates(kind: str) -> Environment:
     )
     templates.filters["tex"] = tex
     templates.filters["line"] = line
+    templates.filters["first_column"] = first_column
     templates.filters["label"] = lambda key: re.sub("[^a-z0-9]+", "-", key)
     templates.filters["inline"] = inline
     return templates
@@ -186,6 +187,12 @@ def tex(text: str) -> str:
     """
     # LaTeX would make one dash of two hyphens of a name.
     return text.translate(_TEX).replace("--", "-{}-")
+
+
+def first_column(table: Table) -> str:
+    """LaTeX's column of a table's names: long ones, such as claims' sentences, are broken."""
+    longest = max((len(row[0].text) for row in table.rows), default=0)
+    return "p{0.3\\linewidth}" if longest > 40 else "l"
 
 
 def line(text: str) -> str:

@@ -293,13 +293,16 @@ def scores(summary: Summary) -> Table:
     curve = f"curve under a Hanning window of {widths}"
     if widths == "1":
         curve = "unsmoothed curve, as there are too few rounds"
+    few = ""
+    if any(length < 10 for length in lengths(summary)):
+        few = "Mean of last 10: of as many as there are, where they are fewer. "
     lost = ""
     if summary.scored and any(arm.diverged for arm in summary.arms.values()):
         lost = f"A diverged run {'scores 0' if summary.greater else 'has no score'}. "
     several = len(set(kin(summary).values())) > 1
     note = (
         f"Mean ± sample deviation over seeds. Smoothed: highest of the last 50 of the {curve}. "
-        f"{lost}Unfinished runs are kept out.{' Bold: the best of its sweep.' * several}"
+        f"{few}{lost}Unfinished runs are kept out.{' Bold: the best of its sweep.' * several}"
     )
     table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
     return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater, kin(summary))
@@ -313,11 +316,16 @@ def kin(summary: Summary) -> dict[str, str]:
     return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
 
 
+def lengths(summary: Summary) -> list[int]:
+    """How many values of the metric the runs that are done have, each number once."""
+    done = [run for run in summary.found.runs if run.status == "done"]
+    found = {len(measured(run, summary.metric)[0]) for run in done}
+    return sorted(found - {0})
+
+
 def windows(summary: Summary) -> str:
     """How many values are smoothed over, in the runs that are done."""
-    done = [run for run in summary.found.runs if run.status == "done"]
-    lengths = {len(measured(run, summary.metric)[0]) for run in done}
-    widths = sorted({max(1, window(length)) for length in lengths if length})
+    widths = sorted({max(1, window(length)) for length in lengths(summary)})
     return " or ".join(map(str, widths)) or NONE
 
 

@@ -404,7 +404,7 @@ def test_an_error_in_the_learner_is_told_with_its_line(cli: Cli) -> None:
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
     for words in ("KeyError", "my_learner.py, line ", 'in training_step: raise KeyError("mine")'):
         assert words in said
-    assert "client 0" in said and "--debug" in said
+    assert "first batch ((20, 1, 8, 8)" in said and "--debug" in said
     result = cli(*argv, "--debug")
     assert result.returncode == 1 and "Traceback" in result.stderr
     assert 'raise KeyError("mine")' in result.stderr and "in training_step" in result.stderr

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fl_lightning.cli.method_options import method_class
+from fl_lightning.errors import UserError
 from tests.helpers.zygote import Cli, Result
 
 FIT = (
@@ -226,6 +228,19 @@ def test_method_options(cli: Cli) -> None:
         *FIT, "--method", "[RelaxedInitialization, RelaxedInitialization]", "--method.beta", "0.2"
     )
     said(both, "--method.beta", "RelaxedInitialization and RelaxedInitialization")
+
+
+def test_a_method_of_one_s_own_that_is_misspelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    program = "from fl_lightning import FederatedCallback\nclass SlowStep(FederatedCallback): ..."
+    (tmp_path / "a_misspelt_method.py").write_text(program)
+    with pytest.raises(UserError, match="Did you mean 'SlowStep'") as refused:
+        method_class("a_misspelt_method.SlowStp")
+    assert "Logger" not in str(refused.value) and len(str(refused.value)) <= 600
+    with pytest.raises(UserError, match=r"my_module.MyClass of a file my_module.py here"):
+        method_class("a_mispelt_method.SlowStep")
 
 
 def test_a_plain_data_module_is_refused_with_the_line_that_wraps_it(cli: Cli) -> None:

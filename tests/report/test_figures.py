@@ -150,6 +150,7 @@ def test_a_paper_needs_no_colour(tmp_path: Path) -> None:
     lines = [line for line in drawing.figure.axes[0].lines if len(line.get_xdata()) > 2]
     looks = {(line.get_marker(), str(line.get_linestyle())) for line in lines}
     assert len(lines) == len(arms) == len({marker for marker, _ in looks})
+    assert all(line.get_markevery()[-1] == 11 for line in lines), "the last round is marked"
     assert drawing.figure.get_figwidth() == 3.4 and shapes.get_figwidth() == 6.9
     on_page = curves.curves(summary)[0].figure
     assert on_page.get_figwidth() == 9.2

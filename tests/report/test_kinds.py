@@ -233,6 +233,8 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
     assert said["layers"]["family"] == "targets" and said["layers"]["kind"] == "trend"
     latex = (tmp_path / "out/report.tex").read_text()
     assert not set("≈ρ±×−") & set(latex) and r"same $\approx$ base" in latex
+    captions = [line for line in latex.splitlines() if line.startswith(r"\caption")]
+    assert r"\begin{tabular}{p{0.3\linewidth}" in latex and max(map(len, captions)) < 120
     page = (tmp_path / "out/report.md").read_text()
     assert (
         "rises: up > base in val/acc (last third of gradients) (primary)" in page

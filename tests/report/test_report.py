@@ -207,6 +207,8 @@ def test_runs_by_themselves_come_in_the_order_of_the_command_line(tmp_path: Path
     assert (found["pairs"][0]["a"], found["pairs"][0]["b"]) == ("FedInit", "SCAFFOLD")
     head = "arm,seed,status,rounds,tail,last10,smoothed,last,max,folder"
     assert (tmp_path / "out/report.csv").read_text().startswith(head)
+    told = "Mean of last 10: of as many as there are, where they are fewer."
+    assert told in (tmp_path / "out/report.md").read_text(), "one round alone"
 
 
 def test_another_partition_is_refused_by_name(tmp_path: Path) -> None:
