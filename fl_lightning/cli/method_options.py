@@ -81,7 +81,7 @@ def method_class(item: Any) -> type[FederatedCallback]:
     names_of_ours()
     known = subclasses(FederatedCallback)
     # What only measures is no method, though the list takes it.
-    names = listed(sorted(name for name, each in known.items() if not each.measures))
+    names = listed(sorted(name for name in known if not getattr(known[name], "measures", False)))
     accepted = f"Accepted: {names}, or my_module.MyClass of a file my_module.py here."
     if not isinstance(path, str):
         raise UserError(f"method: {item!r} names no class. {accepted}")

@@ -146,7 +146,8 @@ def _arm(
 
 def marked(points: int) -> list[int]:
     """Which points of a curve have its marker: nine at most, the first and the last among them."""
-    return np.unique(np.linspace(0, max(points - 1, 0), 9).round().astype(int)).tolist()
+    places = np.linspace(0, max(points - 1, 0), 9)
+    return sorted({round(place) for place in places.tolist()})
 
 
 def _at(run: ReportedRun, rounds: Column, column: Column) -> Column:
