@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.lightning import isolate_rng, pl
+from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
@@ -136,10 +137,17 @@ class Run:
         """Learner and data as config.yaml describes them."""
         # The command line seeds the process, which a notebook must not notice.
         seeds = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+        # Nor is it to read of seeds and devices that serve nothing here.
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        levels = [logger.level for logger in loggers]
         with isolate_rng():
             try:
+                for logger in loggers:
+                    logger.setLevel(logging.WARNING)
                 return CommandCLI("export", prepare("export", [str(self.folder)]))
             finally:
+                for logger, level in zip(loggers, levels, strict=True):
+                    logger.setLevel(level)
                 for key, value in seeds.items():
                     os.environ.pop(key, None)
                     if value is not None:

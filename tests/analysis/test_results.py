@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pty
 import struct
@@ -26,6 +27,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import LOGGERS
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
@@ -262,7 +264,9 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
         results.load(tmp_path / "none")
 
 
-def test_a_real_run_gives_back_its_learner_and_partition(tmp_path: Path) -> None:
+def test_a_real_run_gives_back_its_learner_and_partition(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = str(tmp_path / "x")
     fit = [
         "fit",
@@ -280,7 +284,15 @@ def test_a_real_run_gives_back_its_learner_and_partition(tmp_path: Path) -> None
     wanted = torch.rand(1)
     torch.manual_seed(1)
     run = results.load(folder)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        # As in a notebook, where no command has made them quiet.
+        logger.setLevel(logging.INFO)
+        logger.addHandler(caplog.handler)
     learner, data = run.learner, run.built.datamodule
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == [] and all(each.level == logging.INFO for each in loggers)
     assert torch.rand(1) == wanted  # the caller's random numbers are left alone
     indices = np.concatenate([run.partition[i] for i in range(len(run.partition))])
     assert sorted(indices) == list(range(len(indices))) and len(indices) == sum(data.client_sizes())
