@@ -145,7 +145,7 @@ def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli:
         left = record(cli.folder / "x")
         assert left["status"] == status and (left["ended"] is None) == (status == "running")
         (cli.folder / "training").unlink()
-    report = cli("report", "x", "--metric", "train/loss")
+    report = cli("report", "x")
     assert report.returncode == 0 and "seed 0: stopped" in report.stdout
     changed = record(cli.folder / "x") | {"arm": "mine", "claims_hash": "h"}
     (cli.folder / "x/run.json").write_text(json.dumps(changed))  # as a sweep would have it
