@@ -52,11 +52,14 @@ ROWS = {  # in the order in which they run
     "A8": "fedinit/table1-fashionmnist-splits-100-small",
     "T1": "fedinit/table1-fashionmnist-dir0.1-100-small",
     "A6": "fedinit/figure1-fashionmnist-dir0.1-100-small",
+    "A7-models, A7-updates": "fedinit/table2-fashionmnist-dir0.1-100-small",
     "C2": "fedals/table1-cifar10-iid-5-small",
     "C4": "fedals/table1-cifar10-shards-5-small",
     "L1": "fedinit/table3-cifar10-dir0.1-100-small",
     "L2": "fedsmoo/table8-cifar10-path3-100-small",
 }
+FIRST = "protocol-1"
+LATER = {"A7-models, A7-updates": "protocol-2"}  # the rows that a later protocol added
 QUICK = ("P1, P3, P9", "P2", "P5, B3")
 CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
 UNITS: dict[str, Callable[[float], str]] = {
@@ -269,7 +272,8 @@ def page(results: Path, target: Path) -> int:
         "the runs.\n"
     )
     if (results / "protocol.txt").is_file():
-        text += f"The protocol's commit: {(results / 'protocol.txt').read_text('utf-8').strip()}.\n"
+        commits = (f"{commit} {tag}" for tag, commit in protocols(results).items())
+        text += f"The protocol's commit: {', '.join(commits)}.\n"
     if folders:
         with tempfile.TemporaryDirectory() as made:
             out = Path(made)
@@ -364,17 +368,22 @@ def filled(text: str, said: Mapping[str, Any]) -> str:
 
 
 def objections(results: Path) -> list[str]:
-    """What speaks against the runs in ``results``, held to the commit that ``protocol.txt`` there
-    names.
+    """What speaks against the runs in ``results``, held to the commits that ``protocol.txt`` there
+    names: each row to that of the protocol that it came with.
 
     Each run, also those that selected, began after that commit, in a clean checkout of it or of a
     later one with the same configs, with the protocol's sweep file and claims. It is a run of the
     protocol, none is silently absent, and no seed that selected is reported.
     """
-    protocol = (results / "protocol.txt").read_text("utf-8").split()[0]
+    commits = protocols(results)
     objected = []
     for folder in sweeps(results):
-        name = next(name for name in ROWS.values() if name.rpartition("/")[2] == folder.name)
+        row, name = next(item for item in ROWS.items() if item[1].rpartition("/")[2] == folder.name)
+        tag = LATER.get(row, FIRST)
+        if tag not in commits:
+            objected.append(f"{folder.name}: {tag} is not in {results / 'protocol.txt'}")
+            continue
+        protocol = commits[tag]
         with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
             listed = {f"{row['arm']}/seed-{row['seed']}" for row in csv.DictReader(file)}
         planned = set(places(name))
@@ -391,29 +400,47 @@ def objections(results: Path) -> list[str]:
         stated = hashlib.sha256(claims.encode()).hexdigest()
         for place in (kept & planned) | selecting:
             run = json.loads((folder / place / "run.json").read_text("utf-8"))
-            about += [(place, what) for what in of_a_run(run, protocol)]
+            about += [(place, what) for what in of_a_run(run, protocol, name)]
             if place in kept and run["claims_hash"] != stated:
                 about.append((place, "had other claims"))
         objected += [f"{folder.name}/{place}: {what}" for place, what in sorted(about)]
     return objected
 
 
-def of_a_run(run: Mapping[str, Any], protocol: str) -> list[str]:
-    """What speaks against one run, by its run.json."""
+def protocols(results: Path) -> dict[str, str]:
+    """Tag → commit, of the lines of ``protocol.txt``."""
+    lines = (results / "protocol.txt").read_text("utf-8").splitlines()
+    return {tag: commit for commit, tag in map(str.split, lines)}
+
+
+def of_a_run(run: Mapping[str, Any], protocol: str, name: str) -> list[str]:
+    """What speaks against one run of a packaged sweep, by its run.json."""
     started = datetime.fromisoformat(str(run["started"]).replace("Z", "+00:00"))
     started = started.replace(tzinfo=started.tzinfo or timezone.utc)
     early = ["began before the protocol"] if started <= made_at(protocol) else []
-    return early + of_sources(str(run["commit"]), protocol)
+    return early + of_sources(str(run["commit"]), protocol, name)
 
 
 @cache
-def of_sources(commit: str, protocol: str) -> list[str]:
-    """What speaks against the sources that a run came from."""
+def of_sources(commit: str, protocol: str, name: str) -> list[str]:
+    """What speaks against the sources that a run of a packaged sweep came from."""
     if commit.endswith("-dirty") or not descends(commit, protocol):
         return [f"ran from {commit}"]
-    if git("diff", "--name-only", protocol, commit, "--", "configs"):
+    if git("diff", "--name-only", protocol, commit, "--", *frozen(name)):
         return [f"ran from {commit}, whose configs are others"]
     return []
+
+
+def frozen(name: str) -> list[str]:
+    """The files of a packaged sweep: its own, its claims, and the configs that it names."""
+    from fl_lightning.sweep.grid import arms
+    from fl_lightning.sweep.spec import read_spec
+
+    named: set[str] = set()
+    for arm in arms(read_spec(f"experiment/{name}")):
+        named.update(arm.configs)
+    own = [f"experiment/{name}", f"experiment/{name}.claims"]
+    return [f"configs/{config}.yaml" for config in [*own, *sorted(named)]]
 
 
 @cache

@@ -106,8 +106,13 @@ def _list(sweep: Sweep) -> None:
     _list_runs(sweep, "", sweep.listed(), listed_states)
     if sweep.candidates:
         options: dict[str, Any] = {}
+        after: dict[str, str] = {}
         for candidate in sweep.candidates:
             options |= candidate.choice
+            if candidate.after is not None:
+                after[candidate.arm] = candidate.after
+        for arm, before in after.items():
+            print(f"  select/{arm} with the choice of {before}")
         print(f"  each with the choice of its arm: {', '.join(options)}")
 
 
@@ -148,4 +153,7 @@ def _write_script(target: str, text: str, sweep: Sweep) -> None:
         ) from None
     print(f"→ {target}: sbatch {target}")
     if sweep.selecting:
-        print("it selects; the same command afterwards writes the script of the sweep's own runs")
+        following = "the sweep's own runs"
+        if sweep.ready != sweep.candidates:
+            following = "what the arms that come after others select from"
+        print(f"it selects; the same command afterwards writes the script of {following}")

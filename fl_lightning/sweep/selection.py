@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,37 @@ SCORE = SCORES[0]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice (option → value) that an arm has, and the runs that measure it."""
+    """One choice (option → value) that an arm has, and the runs that measure it.
+
+    ``taken``: what the arm ``after`` chose, which the runs have too; empty before it has chosen.
+    """
 
     arm: str
     choice: Mapping[str, Any]
     runs: tuple[PlannedRun, ...]
+    after: str | None = None
+    taken: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """All that the arm's runs have where this is chosen."""
+        return {**self.taken, **self.choice}
 
 
-def candidates(sweep: Path, select: Selection, arms: Sequence[PlannedArm]) -> list[Candidate]:
+def candidates(
+    sweep: Path,
+    select: Selection,
+    arms: Sequence[PlannedArm],
+    chosen: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Candidate]:
     """Every choice of every arm; the runs lie in ``<sweep>/select/<arm>/<values>/seed-<s>``.
 
     An option of a method, such as ``method.beta``, is chosen by the arms whose methods have it.
+    ``chosen``: what arms chose so far, for those that come after them.
 
     Raises:
-        UserError: no arm has it, or an arm that there is none of has candidates of its own.
+        UserError: no arm has it, or an arm that there is none of has candidates of its own, or
+            arms that come after others cannot.
     """
     names = [arm.name for arm in arms]
     for name in select.arms:
@@ -50,7 +67,7 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[PlannedArm]) -> li
                 f"select.arms.{name}: no arm of the grid.{suggest(name, names)} "
                 f"Arms: {', '.join(names)}."
             )
-    options: dict[str, dict[str, Sequence[Any]]] = {}
+    options: dict[str, Mapping[str, Sequence[Any]]] = {}
     for arm in arms:
         options[arm.name] = {key: tried for key, tried in select.over.items() if _has(arm, key)}
     for key in select.over:
@@ -59,19 +76,56 @@ def candidates(sweep: Path, select: Selection, arms: Sequence[PlannedArm]) -> li
                 f"select.over.{key}: no method of any arm has it. "
                 "Give an option of one, or leave it out."
             )
+    options |= select.arms
+    _check_order(select.after, options)
     made = []
     for arm in arms:
-        over = select.arms.get(arm.name, options[arm.name])
+        over = options[arm.name]
         if not over:
             continue
+        after = select.after.get(arm.name)
+        taken = (chosen or {}).get(after or "", {})
         held_out = {**_shorter(arm, select), "data.val_fraction": select.val_fraction}
         for values in itertools.product(*over.values()):
             choice = dict(zip(over, values, strict=True))
             name = f"{arm.name}/{'_'.join(map(value_name, values))}"
-            measuring = arm.with_options(name, {**choice, **held_out})
+            measuring = arm.with_options(name, {**taken, **choice, **held_out})
             its_runs = runs(sweep, "select/", measuring, select.seeds)
-            made.append(Candidate(arm.name, choice, tuple(its_runs)))
+            made.append(Candidate(arm.name, choice, tuple(its_runs), after, taken))
     return made
+
+
+def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse arms that come after none, after one that has no choice, or after themselves.
+
+    ``options``: what each arm varies, which no arm before it may vary, too.
+    """
+    for arm, before in after.items():
+        where = f"select.arms.{arm}.after {before}"
+        if before not in options:
+            raise UserError(
+                f"{where}: no arm of the grid.{suggest(before, options)} "
+                f"Arms: {', '.join(options)}."
+            )
+        passed = [arm]
+        while passed[-1] in after:
+            passed.append(after[passed[-1]])
+            if passed[-1] in passed[:-1]:
+                raise UserError(
+                    f"{where}: {' after '.join(passed)} is a circle, in which nobody can choose "
+                    "first. Leave one of these out."
+                )
+        if not options[before]:
+            raise UserError(
+                f"{where}: {before} has no candidates, so there is no choice of it to take. Give "
+                "it some, or leave this out."
+            )
+        for other in passed[1:]:
+            if both := [key for key in options[arm] if key in options.get(other, {})]:
+                raise UserError(
+                    f"{where}: {both[0]} is chosen by {other} and again by {arm}. Leave it out of "
+                    "one of them."
+                )
 
 
 def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
@@ -87,7 +141,10 @@ def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
 
 
 def unequal(found: Sequence[Candidate]) -> str | None:
-    """Say where arms choose from unequal numbers of candidates: who tries more is favoured."""
+    """Say where arms choose from unequal numbers of candidates: who tries more is favoured.
+
+    An arm's own are counted, not those of an arm that it comes after.
+    """
     counts = Counter(candidate.arm for candidate in found)
     if len(set(counts.values())) < 2:
         return None
@@ -130,8 +187,8 @@ def choose(
 ) -> dict[str, Mapping[str, Any]]:
     """Arm → its best choice, by the mean score over the seeds.
 
-    Arms of which a run has not ended are left out. All scores are written to
-    ``<sweep>/select.csv``.
+    Arms of which a run has not ended, or is not among ``states``, are left out. All scores are
+    written to ``<sweep>/select.csv``.
 
     Raises:
         UserError: a run that is done did not log the metric, or nobody says which way it is better.
@@ -141,10 +198,10 @@ def choose(
     # All are read before the first is scored: any of them may tell which way the metric is better.
     for candidate in found:
         for run in candidate.runs:
-            if states[run] in (DONE, DIVERGED):
+            if states.get(run) in (DONE, DIVERGED):
                 ended[run] = reading.read_run(run.folder, directions)
     scored = [(_mean(candidate, select, states, ended), candidate) for candidate in found]
-    best: dict[str, Mapping[str, Any]] = {}
+    best: dict[str, Candidate] = {}
     for arm in dict.fromkeys(candidate.arm for candidate in found):
         own = [(mean, candidate) for mean, candidate in scored if candidate.arm == arm]
         if any(mean is None for mean, _ in own):
@@ -155,26 +212,26 @@ def choose(
             sign = -1 if directions.greater(select.metric) else 1
             known.sort(key=lambda scored_candidate: sign * scored_candidate[0])
         if known:
-            best[arm] = known[0][1].choice
+            best[arm] = known[0][1]
     _write_scores(sweep, select.metric, scored, best)
-    return best
+    return {arm: candidate.whole for arm, candidate in best.items()}
 
 
 def _write_scores(
     sweep: Path,
     metric: str,
     scored: Sequence[tuple[float | None, Candidate]],
-    best: Mapping[str, Mapping[str, Any]],
+    best: Mapping[str, Candidate],
 ) -> None:
     """Write select.csv: a row a candidate."""
     keys: dict[str, None] = {}
     for _, candidate in scored:
-        keys |= dict.fromkeys(candidate.choice)
+        keys |= dict.fromkeys(candidate.whole)
     rows: list[list[Any]] = [["arm", *keys, f"{metric} ({SCORE})", "runs", "chosen"]]
     for mean, candidate in scored:
         score = "" if mean is None or math.isnan(mean) else repr(mean)
-        values = [candidate.choice.get(key, "") for key in keys]
-        chosen = "yes" if best.get(candidate.arm) is candidate.choice else ""
+        values = [candidate.whole.get(key, "") for key in keys]
+        chosen = "yes" if best.get(candidate.arm) is candidate else ""
         rows.append([candidate.arm, *values, score, len(candidate.runs), chosen])
     with written_aside(sweep / "select.csv") as file:
         file.write(comma_separated(rows).encode())
@@ -183,6 +240,17 @@ def _write_scores(
 def which_way(select: Selection) -> Directions:
     """Which way the metric is better, before any run recorded it."""
     return Directions("Give select.mode", {select.metric: select.mode})
+
+
+def told(arm: str, choice: Mapping[str, Any], found: Sequence[Candidate]) -> str:
+    """Say what ``arm`` chose of its candidates in ``found``, and what it took from another arm."""
+    own = [candidate for candidate in found if candidate.arm == arm]
+    texts = []
+    for key, value in choice.items():
+        tried = [candidate.choice[key] for candidate in own if key in candidate.choice]
+        remark = at_the_end(tried, value) if tried else f" as {own[0].after}"
+        texts.append(f"{key} {value}{remark}")
+    return f"{arm} chose {', '.join(texts)}"
 
 
 def at_the_end(values: Sequence[Any], value: Any) -> str:
@@ -217,7 +285,7 @@ def _mean(
     ended: Mapping[PlannedRun, reading.ReportedRun],
 ) -> float | None:
     """The mean score; NaN where a diverged run has none; None where a run has not ended."""
-    if any(states[run] not in (DONE, DIVERGED) for run in candidate.runs):
+    if any(states.get(run) not in (DONE, DIVERGED) for run in candidate.runs):
         return None
     scores = []
     for run in candidate.runs:

@@ -26,9 +26,9 @@ class Selection:
     """What each arm chooses first, on held-out data and with seeds of its own.
 
     ``over``: option → its values. ``rounds``: of the runs that measure; None: as many as the
-    arms' own. ``arms``: arm → its own values, in place of ``over``. ``stored``: the choices of
-    another sweep, in place of trying. ``mode``: max or min, where the metric does not tell which
-    way is better.
+    arms' own. ``arms``: arm → its own values, in place of ``over``. ``after``: arm → the arm whose
+    choice it takes before its own. ``stored``: the choices of another sweep, in place of trying.
+    ``mode``: max or min, where the metric does not tell which way is better.
     """
 
     over: Mapping[str, Sequence[Any]]
@@ -37,6 +37,7 @@ class Selection:
     seeds: tuple[int, ...]
     rounds: int | None = None
     arms: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    after: Mapping[str, str] = field(default_factory=dict)
     stored: Path | None = None
     mode: str | None = None
 
@@ -281,19 +282,39 @@ def _selection(
             f"sweep {name}: select.seeds: {shared[0]} is also a seed of the grid. What is "
             "selected has to be measured with other seeds, such as [100, 101]."
         )
-    over_of_arms = {}
-    for arm in of_arms:
-        mapping = _mapping(name, str(arm), of_arms)
-        over_of_arms[str(arm)] = _grid(name, f"select.arms.{arm}", mapping)
+    over_of_arms, after = _of_arms(name, of_arms)
     return Selection(
         over=_grid(name, "select.over", over),
         metric=metric,
         rounds=rounds,
         arms=over_of_arms,
+        after=after,
         val_fraction=float(fraction),
         seeds=tuple(own),
         mode=entries.get("mode"),
     )
+
+
+def _of_arms(
+    name: str, entries: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, list[Any]]], dict[str, str]]:
+    """Read ``select.arms``: arm → its own values, and arm → the arm that it comes after."""
+    over = {}
+    after = {}
+    for arm in map(str, entries):
+        where = f"select.arms.{arm}"
+        own = dict(_mapping(name, where, {where: entries[arm]}))
+        before = own.pop("after", None)
+        if before is not None:
+            if not isinstance(before, str) or not own:
+                raise UserError(
+                    f"sweep {name}: {where}.after {str(before)[:60]!r}: give the name of the arm "
+                    "whose choice this one takes, and beside it candidates of its own; a single "
+                    "value of an option is enough."
+                )
+            after[arm] = before
+        over[arm] = _grid(name, where, own)
+    return over, after
 
 
 def _check_measuring(name: str, rounds: Any, fraction: Any) -> None:

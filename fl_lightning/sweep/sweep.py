@@ -21,10 +21,10 @@ from fl_lightning.sweep.grid import PlannedArm, PlannedRun, arms, by_seed, runs,
 from fl_lightning.sweep.queue import Queue, outcome
 from fl_lightning.sweep.selection import (
     Candidate,
-    at_the_end,
     candidates,
     choose,
     stored,
+    told,
     unequal,
     which_way,
     write_choices,
@@ -88,10 +88,13 @@ class Sweep:
     @property
     def measuring(self) -> list[PlannedRun]:
         """The runs that measure candidates."""
-        its_runs: list[PlannedRun] = []
-        for candidate in self.candidates:
-            its_runs += candidate.runs
-        return its_runs
+        return _runs_of(self.candidates)
+
+    @property
+    def ready(self) -> list[Candidate]:
+        """The candidates that can be tried: the arm that theirs comes after has chosen."""
+        first = [None, *self.chosen]
+        return [candidate for candidate in self.candidates if candidate.after in first]
 
     @property
     def undecided(self) -> list[str]:
@@ -135,11 +138,7 @@ class Sweep:
                 f"sweep --run {place}: no run of this sweep.{suggest(place, known)} "
                 "--dry_run lists them."
             )
-        if run.arm in self.undecided:
-            raise UserError(
-                f"sweep --run {place}: {run.arm} has chosen nothing yet: its runs under select "
-                "come first."
-            )
+        self._refuse_undecided(run)
         claims = self.folder / "claims.yaml"
         claims_hash = None
         if claims.is_file():
@@ -177,14 +176,13 @@ class Sweep:
         """
         with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
             at_once = len(self._prepare(None))
-            self._check([candidate.runs for candidate in self.candidates], at_once)
             if self.candidates:
-                self._choose()
+                self._choose(at_once)
             self.selecting = bool(self.undecided)
             if not self.selecting:
                 self._check([self._runs(arm) for arm in self.arms], at_once)
             self._stand()
-            states = self._states(self.measuring) if self.selecting else self.states
+            states = self._states(_runs_of(self.ready)) if self.selecting else self.states
             files.write_states(self.folder, self.states)
         waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
         if not waiting:
@@ -205,7 +203,7 @@ class Sweep:
         cores = workers.usable_cores()
         gpus = workers.usable_gpus()
         first = [self._runs(arm, guess=True)[0] for arm in self.arms]
-        configs = self._configurations(first, len(cores))
+        configs = self._configurations([*first, *self._later()], len(cores))
         self._ask_which_way(first)
         trainers = [config.get("trainer") or {} for config in configs]
         # Runs that ask for the CPU leave the GPUs to others.
@@ -236,32 +234,75 @@ class Sweep:
             )
 
     def _select(self, places: list[workers.Place]) -> int | None:
-        in_turn = by_seed([candidate.runs for candidate in self.candidates])
-        rounds = self._check([candidate.runs for candidate in self.candidates], len(places))
-        self._stand()
-        files.write_states(self.folder, self.states)
-        states = self._states(in_turn, rounds)
-        queue = self._queue(states, places, rounds, f"{self.folder}/select", None)
-        if WAITING in states.values():
-            queue.run()
-        assert self.spec.select is not None
-        self.chosen = choose(self.folder, self.spec.select, self.candidates, queue.states)
-        for arm, choice in self.chosen.items():
-            choices = [each.choice for each in self.candidates if each.arm == arm]
-            texts = []
-            for key, value in choice.items():
-                remark = at_the_end([other[key] for other in choices], value)
-                texts.append(f"{key} {value}{remark}")
-            print(f"{arm} chose {', '.join(texts)}")
+        stopped = None
+        ended: dict[PlannedRun, str] = {}
+        # Arms that come after others are tried when those have chosen.
+        while stopped is None and (groups := self._untried(ended)):
+            rounds = self._check(groups, len(places))
+            self._stand()
+            files.write_states(self.folder, self.states)
+            states = self._states(by_seed(groups), rounds)
+            queue = self._queue(states, places, rounds, f"{self.folder}/select", None)
+            if WAITING in states.values():
+                queue.run()
+            stopped = queue.stopped
+            ended |= queue.states
+            before = self.chosen
+            self._decide(ended)
+            for arm, choice in self.chosen.items():
+                if arm not in before:
+                    print(told(arm, choice, self.candidates))
         if note := unequal(self.candidates):
             print(f"note: {note}")
-        return queue.stopped
+        return stopped
 
-    def _choose(self) -> None:
-        assert self.spec.select is not None
-        states = self._states(self.measuring)
-        self.chosen = choose(self.folder, self.spec.select, self.candidates, states)
+    def _choose(self, at_once: int | None = None) -> None:
+        """Choose by what has ended; with ``at_once`` what began with other settings is refused."""
+        ended: dict[PlannedRun, str] = {}
+        while groups := self._untried(ended):
+            if at_once is not None:
+                self._check(groups, at_once)
+            ended |= self._states(by_seed(groups))
+            self._decide(ended)
         self._keep_choices()
+
+    def _untried(self, ended: Mapping[PlannedRun, str]) -> list[tuple[PlannedRun, ...]]:
+        """The runs of each candidate that can be tried and is not among ``ended``."""
+        return [candidate.runs for candidate in self.ready if candidate.runs[0] not in ended]
+
+    def _decide(self, ended: Mapping[PlannedRun, str]) -> None:
+        """Let the arms whose candidates have all ended choose, and those after them take that."""
+        assert self.spec.select is not None
+        self.chosen = choose(self.folder, self.spec.select, self.candidates, ended)
+        self.candidates = candidates(self.folder, self.spec.select, self.arms, self.chosen)
+
+    def _guess(self, arm: str | None) -> dict[str, Any]:
+        """The first that ``arm`` may choose, and may take from the arm before it."""
+        own = [candidate for candidate in self.candidates if candidate.arm == arm]
+        return {**self._guess(own[0].after), **own[0].choice} if own else {}
+
+    def _later(self) -> list[PlannedRun]:
+        """One run of each candidate that has to wait for another arm's choice, with a guess at it.
+
+        What cannot work is found by building these, before hours of runs.
+        """
+        if self.spec.select is None or self.ready == self.candidates:
+            return []
+        guesses = {arm.name: self._guess(arm.name) for arm in self.arms}
+        guessed = candidates(self.folder, self.spec.select, self.arms, guesses)
+        return [candidate.runs[0] for candidate in guessed if candidate.after is not None]
+
+    def _refuse_undecided(self, run: PlannedRun) -> None:
+        """Refuse a run whose settings an arm has still to choose."""
+        missing = run.arm if run.arm in self.undecided else None
+        for candidate in self.candidates:
+            if run in candidate.runs and candidate not in self.ready:
+                missing = candidate.after
+        if missing is not None:
+            raise UserError(
+                f"sweep --run {run.place}: {missing} has chosen nothing yet: its runs under select "
+                "come first."
+            )
 
     def _keep_choices(self) -> None:
         """Write what the decided arms run with, for other sweeps to take."""
@@ -284,27 +325,25 @@ class Sweep:
     def _runs(self, arm: PlannedArm, guess: bool = False) -> list[PlannedRun]:
         choice = self.chosen.get(arm.name)
         if choice is None and guess:
-            choices = [each.choice for each in self.candidates if each.arm == arm.name]
-            choice = choices[0] if choices else None
+            choice = self._guess(arm.name)
         return runs(self.folder, "", arm.with_options(arm.name, choice or {}), self.seeds[arm.name])
 
     def _states(
         self, its_runs: Sequence[PlannedRun], rounds: Mapping[str, int | None] | None = None
     ) -> dict[PlannedRun, str]:
+        """How runs stand; with ``rounds`` it is for a start: what failed is to be taken up again."""
         listed = files.read_states(self.folder)
-        rounds = rounds or {}
-        return {run: files.standing(run, listed, rounds.get(run.place)) for run in its_runs}
+        asked = rounds or {}
+        states = {run: files.standing(run, listed, asked.get(run.place)) for run in its_runs}
+        if rounds is not None:
+            for run, status in states.items():
+                if status == FAILED:
+                    states[run] = WAITING
+        return states
 
     def _stand(self, rounds: Mapping[str, int | None] | None = None) -> None:
-        """Note how the sweep's own runs stand.
-
-        With ``rounds`` it is for a start: what failed is to be taken up again.
-        """
+        """Note how the sweep's own runs stand; with ``rounds`` for a start."""
         self.states = self._states(self.listed(), rounds)
-        if rounds is not None:
-            for run, status in self.states.items():
-                if status == FAILED:
-                    self.states[run] = WAITING
 
     def _note(self, run: PlannedRun, status: str) -> None:
         """Write one run's state to runs.csv, beside others who do the same.
@@ -383,6 +422,13 @@ class Sweep:
                 "that it began with other settings than these. Put the file back, give --out, or "
                 "remove this run."
             )
+
+
+def _runs_of(found: Sequence[Candidate]) -> list[PlannedRun]:
+    its_runs: list[PlannedRun] = []
+    for candidate in found:
+        its_runs += candidate.runs
+    return its_runs
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -126,7 +126,8 @@ def test_quick_judges_every_claim_of_its_rows_with_no_arm_more(row: str, ran: Pa
 
 
 def test_committed_runs_are_the_protocols() -> None:
-    if not papers.descends("HEAD", (papers.RESULTS / "protocol.txt").read_text().split()[0]):
+    commits = papers.protocols(papers.RESULTS).values()
+    if not all(papers.descends("HEAD", commit) for commit in commits):
         pytest.skip("this clone lacks the protocol's commit: git fetch --unshallow")
     assert papers.objections(papers.RESULTS) == []
 
@@ -191,6 +192,61 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
         "sweep.yaml": "is not the protocol's",
     }
     assert set(objected) == {f"{folder.name}/{place}: {why}" for place, why in expected.items()}
+
+
+def test_a_row_is_held_to_the_protocol_that_it_came_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, later = "fedinit/table3-cifar10-dir0.1-100-small", papers.ROWS["A7-models, A7-updates"]
+    sources = Path(papers.__file__).parents[1] / "configs/experiment"
+    commits = []
+    papers.git("init", "-q")
+    for day, name in enumerate((first, later, None), start=1):
+        (tmp_path / "README").write_text(f"{day}\n")
+        for end in (".yaml", ".claims.yaml") if name is not None else ():
+            target = tmp_path / f"configs/experiment/{name}{end}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(sources / f"{name}{end}", target)
+        papers.git("add", ".")
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"2026-01-0{day}T00:00:00+00:00")
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        papers.git(*who, "commit", "-q", "-m", f"{day}")
+        commits.append(papers.git("rev-parse", "HEAD"))
+
+    def made(name: str, commit: str, day: int) -> None:
+        claims = (sources / f"{name}.claims.yaml").read_bytes()
+        facts = {
+            "started": f"2026-01-0{day}T12:00:00+00:00",
+            "commit": commit,
+            "claims_hash": hashlib.sha256(claims).hexdigest(),
+        }
+        folder = papers.RESULTS / name.rpartition("/")[2]
+        (arm, _, seed) = papers.places(name)[0].rpartition("/seed-")
+        make_arm(folder, arm, {int(seed): 0.5}, **facts)
+        shutil.copy(sources / f"{name}.yaml", folder / "sweep.yaml")
+        rest = [place.rpartition("/seed-") for place in papers.places(name)[1:]]
+        rows = [f"{arm},{seed},waiting,-" for arm, _, seed in rest]
+        (folder / "runs.csv").write_text("\n".join(["arm,seed,status,folder", *rows]) + "\n")
+
+    both = f"{commits[0]} protocol-1\n{commits[1]} protocol-2\n"
+    stem = later.rpartition("/")[2]
+    # The first row ran while a protocol came that does not concern it, and goes on after it.
+    for commit in commits:
+        made(first, commit, 3)
+        made(later, commits[2], 3)
+        (papers.RESULTS / "protocol.txt").write_text(both)
+        assert papers.objections(papers.RESULTS) == []
+    (papers.RESULTS / "protocol.txt").write_text(f"{commits[0]} protocol-1\n")
+    named = papers.RESULTS / "protocol.txt"
+    assert papers.objections(papers.RESULTS) == [f"{stem}: protocol-2 is not in {named}"]
+    named.write_text(both)
+    made(later, commits[0], 1)
+    place = papers.places(later)[0]
+    assert papers.objections(papers.RESULTS) == [
+        f"{stem}/{place}: began before the protocol",
+        f"{stem}/{place}: ran from {commits[0]}",
+    ]
 
 
 @pytest.mark.slow

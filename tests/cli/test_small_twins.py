@@ -32,6 +32,13 @@ ROWS: dict[str, tuple[dict[str, int], int, list[int], int, int]] = {
     "fedinit/table3-har-subjects-21-small": ({"HAR": 2}, 3, EIGHT, 3, 150),
     "fedals/table1-shakespeare-parts-5-small": ({"C5": 2}, 3, FIVE, 4, 150),
     "fedinit/figure1-fashionmnist-dir0.1-100-small": ({"A6": 3}, 5, EIGHT, 0, 150),
+    "fedinit/table2-fashionmnist-dir0.1-100-small": (
+        {"A7-models": 6, "A7-updates": 6},
+        18,
+        EIGHT,
+        4,
+        150,
+    ),
     "fedinit/table1-fashionmnist-splits-100-small": ({"A8": 1}, 4, EIGHT, 0, 150),
     "fedals/table1-cifar10-iid-5-small": ({"C2": 1}, 2, FIVE, 4, 300),
     "fedals/table1-cifar10-shards-5-small": ({"C4": 2}, 4, FIVE, 4, 300),
@@ -68,7 +75,8 @@ def candidates(name: str) -> dict[str, int]:
     own = select.get("arms", {})
     found = {}
     for arm in arms(read_spec(name)):
-        over = own.get(arm.name, select.get("over", {}))
+        over = dict(own.get(arm.name, select.get("over", {})))
+        over.pop("after", None)
         found[arm.name] = math.prod(len(values) for values in over.values()) if over else 0
     return found
 

@@ -184,6 +184,73 @@ def test_candidates_of_ones_own_and_shorter(tmp_path: Path) -> None:
         candidates(Path("runs/s"), spec.select, arms(spec))
 
 
+AFTER = """
+configs: [base, data/digits]
+grid: {method: [method/fedavg, {name: ri, configs: [method/fedinit]}, method/scaffold]}
+select:
+  over: {model.learner.init_args.lr: [0.1, 0.2]}
+  arms: {ri: {after: fedavg, method.beta: [0.05, 0.1]}}
+  seeds: [100]
+"""
+
+
+def test_an_arm_varies_the_rest_of_what_another_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(AFTER)
+    spec = read_spec(str(path))
+    assert spec.select is not None
+    rate = "model.learner.init_args.lr"
+    found = candidates(Path("runs/s"), spec.select, arms(spec), {"fedavg": {rate: 0.2}})
+    of_ri = [each for each in found if each.arm == "ri"]
+    assert [each.whole for each in of_ri] == [
+        {rate: 0.2, "method.beta": 0.05},
+        {rate: 0.2, "method.beta": 0.1},
+    ]
+    assert of_ri[0].runs[0].place == "select/ri/0.05/seed-100"
+    assert {f"--{rate}=0.2", "--method.beta=0.05"} <= set(of_ri[0].runs[0].argv)
+    # Two and two: what fedavg had tried is not counted again.
+    assert unequal(found) is None
+    assert main(["sweep", str(path), "--dry_run", "--out", str(tmp_path / "out")]) == 0
+    listed = capsys.readouterr().out
+    assert "6 runs to select from" in listed and "  select/ri with the choice of fedavg\n" in listed
+    assert "each with the choice of its arm: model.learner.init_args.lr, method.beta" in listed
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        (
+            "{after: fedavgg, method.beta: [1]}",
+            "fedavgg: no arm of the grid. Did you mean 'fedavg'",
+        ),
+        ("{after: ri, method.beta: [1]}", "ri after ri is a circle"),
+        ("{after: fedavg, model.learner.init_args.lr: [1]}", "chosen by fedavg and again by ri"),
+        ("{after: fedavg}", "candidates of its own"),
+        ("{after: [fedavg], method.beta: [1]}", "give the name of the arm"),
+        ("{after: scaffold, method.beta: [1]}, scaffold: {}", "scaffold has no candidates"),
+        (
+            "{after: scaffold, method.beta: [1]}, scaffold: {after: ri, model.clip_norm: [1]}",
+            "ri after scaffold after ri is a circle",
+        ),
+        (
+            "{after: scaffold, model.clip_norm: [1]}, scaffold: {after: fedavg, method.x: [1]}, "
+            "fedavg: {model.clip_norm: [1]}",
+            "model.clip_norm is chosen by fedavg and again by ri",
+        ),
+    ],
+)
+def test_whom_an_arm_cannot_come_after(
+    tmp_path: Path, own: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(AFTER.replace("{after: fedavg, method.beta: [0.05, 0.1]}", own))
+    assert main(["sweep", str(path), "--dry_run", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "select.arms.ri.after" in said and said.count("\n") == 1
+
+
 def test_what_was_chosen_elsewhere_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,68 @@ select:
     assert set(json.loads((folder / "report.json").read_text())["arms"]) == {"fedavg", "fedinit"}
 
 
+AFTER = """
+configs: [base, data/digits, trainer/cpu]
+fixed: {trainer.max_epochs: 1, model.engine: sequential, model.local_steps: 1}
+grid:
+  method: [{name: ri, configs: [method/fedinit]}, method/fedavg]
+  seed_everything: [1]
+select:
+  over: {model.learner.init_args.lr: [1.0e-6, 0.1]}
+  arms: {ri: {after: fedavg, method.beta: [0.05, 0.1]}}
+  seeds: [100]
+"""
+
+
+@pytest.mark.slow
+def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text(AFTER)
+    folder = cli.folder / "runs/s"
+    early = cli("sweep", "s.yaml", "--run", "select/ri/0.05/seed-100")
+    assert early.returncode == 2 and "fedavg has chosen nothing yet" in early.stderr
+    listed = []
+    for what in ("others select from", "sweep's own runs"):
+        script = cli("sweep", "s.yaml", "--slurm", "job.sh")
+        assert script.returncode == 0 and what in script.stdout, script.stderr
+        text = (cli.folder / "job.sh").read_text()
+        listed.append([line.strip() for line in text.splitlines() if "/seed-" in line])
+        # As a kill in the middle of the selection leaves it, one of its runs is not done.
+        for place in listed[-1][: 2 - len(listed) // 2]:
+            assert cli("sweep", "s.yaml", "--run", place).returncode == 0
+    assert listed == [
+        ["select/fedavg/1e-06/seed-100", "select/fedavg/0.1/seed-100"],
+        ["select/ri/0.05/seed-100", "select/ri/0.1/seed-100"],
+    ]
+    begun = folder / "select/ri/0.05/seed-100"
+    when = (begun / "metrics.csv").stat().st_mtime_ns
+    # A worker that was killed left this; the same command takes it up again.
+    failed = folder / "select/fedavg/0.1/seed-100/run.json"
+    failed.write_text(failed.read_text().replace('"done"', '"failed"'))
+    result = cli("sweep", "s.yaml", "--jobs", 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ri chose model.learner.init_args.lr 0.1 as fedavg, method.beta 0." in result.stdout
+    assert "unequal numbers" not in result.stdout
+    assert (begun / "metrics.csv").stat().st_mtime_ns == when
+    chosen = yaml.safe_load((folder / "selections.yaml").read_text())
+    assert list(chosen) == ["ri", "fedavg"]
+    assert list(chosen["ri"]) == ["model.learner.init_args.lr", "method.beta"]
+    with open(folder / "select.csv") as file:
+        rates = [(row["arm"], row["model.learner.init_args.lr"]) for row in csv.DictReader(file)]
+    assert rates == [("ri", "0.1"), ("ri", "0.1"), ("fedavg", "1e-06"), ("fedavg", "0.1")]
+    own = json.loads((folder / "ri/seed-1/run.json").read_text())["command"]
+    assert "--model.learner.init_args.lr=0.1" in own
+    taken = cli("sweep", "s.yaml", "select.from=runs/s", "--dry_run", "--out", "other")
+    assert taken.stdout.count("--model.learner.init_args.lr=0.1") == 2
+
+
+@pytest.mark.slow
+def test_what_cannot_work_at_another_arms_choice_is_said_first(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text(AFTER.replace("[0.05, 0.1]", "[0.05, much]"))
+    result = cli("sweep", "s.yaml")
+    assert result.returncode == 2 and "method.beta" in result.stderr
+    assert not list(cli.folder.glob("runs/s/select/*"))
+
+
 @pytest.mark.slow
 def test_other_settings_in_one_folder_are_refused_and_more_rounds_are_not(
     cli: Cli, sweep_file: Path
