@@ -222,6 +222,7 @@ def test_a_row_is_held_to_the_protocol_that_it_came_with(
             "claims_hash": hashlib.sha256(claims).hexdigest(),
         }
         folder = papers.RESULTS / name.rpartition("/")[2]
+        shutil.rmtree(folder, ignore_errors=True)
         (arm, _, seed) = papers.places(name)[0].rpartition("/seed-")
         make_arm(folder, arm, {int(seed): 0.5}, **facts)
         shutil.copy(sources / f"{name}.yaml", folder / "sweep.yaml")
