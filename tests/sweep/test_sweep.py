@@ -124,9 +124,12 @@ def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     ]
     begun = folder / "select/ri/0.05/seed-100"
     when = (begun / "metrics.csv").stat().st_mtime_ns
-    # A worker that was killed left this; the same command takes it up again.
+    # A worker that was killed before its first round left this; the same command takes it up again.
     failed = folder / "select/fedavg/0.1/seed-100/run.json"
-    failed.write_text(failed.read_text().replace('"done"', '"failed"'))
+    record = failed.read_text().replace('"done"', '"failed"')
+    shutil.rmtree(failed.parent)
+    failed.parent.mkdir()
+    failed.write_text(record)
     result = cli("sweep", "s.yaml", "--jobs", 1)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ri chose model.learner.init_args.lr 0.1 as fedavg, method.beta 0." in result.stdout
