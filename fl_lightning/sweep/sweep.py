@@ -257,7 +257,7 @@ class Sweep:
         return stopped
 
     def _choose(self, at_once: int | None = None) -> None:
-        """Choose by what has ended; with ``at_once`` what began with other settings is refused."""
+        """Choose by what has ended; with ``at_once`` other settings than before are refused."""
         ended: dict[PlannedRun, str] = {}
         while groups := self._untried(ended):
             if at_once is not None:
@@ -331,7 +331,7 @@ class Sweep:
     def _states(
         self, its_runs: Sequence[PlannedRun], rounds: Mapping[str, int | None] | None = None
     ) -> dict[PlannedRun, str]:
-        """How runs stand; with ``rounds`` it is for a start: what failed is to be taken up again."""
+        """How runs stand; with ``rounds`` for a start: what failed is to be taken up again."""
         listed = files.read_states(self.folder)
         asked = rounds or {}
         states = {run: files.standing(run, listed, asked.get(run.place)) for run in its_runs}
