@@ -92,7 +92,7 @@ select:
 
 AFTER = """
 configs: [base, data/digits, trainer/cpu]
-fixed: {trainer.max_epochs: 1, model.engine: sequential, model.local_steps: 1}
+fixed: {trainer.max_epochs: 2, model.engine: sequential, model.local_epochs: 1}
 grid:
   method: [{name: ri, configs: [method/fedinit]}, method/fedavg]
   seed_everything: [1]
