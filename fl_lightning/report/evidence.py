@@ -60,7 +60,9 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     else:
         made = _contrast(claim, arms, found, notes)
     if claim.arms:
-        made.incomplete = not made.values or _missing(claim.arms, found)
+        # Where every run ended and one of each pair never arrived, nothing more will come.
+        nothing = not made.values and not made.left_out
+        made.incomplete = nothing or _missing(claim.arms, found)
     return made
 
 

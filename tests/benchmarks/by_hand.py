@@ -487,7 +487,7 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
         families.setdefault(claim.get("family"), []).append(claim["id"])
     for ids in families.values():
         members = [rows[name] for name in ids]
-        incomplete = any(is_incomplete(row["claim"], row["n"], sweeps) for row in members)
+        incomplete = any(is_incomplete(row["claim"], row["evidence"], sweeps) for row in members)
         for row, p in zip(members, holm([row["p"] for row in members]), strict=True):
             row["p_holm"] = p
             row["provisional"] = incomplete
@@ -532,8 +532,9 @@ def printed_tables() -> list[dict[str, Any]]:
     return tables
 
 
-def is_incomplete(claim: dict[str, Any], n: int, sweeps: Sweeps) -> bool:
-    return n == 0 or set(sweeps.ended(sweeps.arms_of(claim))) != sweeps.seeds
+def is_incomplete(claim: dict[str, Any], evidence: Evidence, sweeps: Sweeps) -> bool:
+    nothing = not evidence.values and not evidence.left_out
+    return nothing or set(sweeps.ended(sweeps.arms_of(claim))) != sweeps.seeds
 
 
 def calculated_arm(

@@ -3,6 +3,7 @@ alone would say."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,23 @@ def test_a_diverged_run_supports_no_likeness_and_no_interaction(tmp_path: Path) 
         ("inconclusive", 6),
         ("reproduced", 7),
     ]
+
+
+def test_a_verdict_on_who_never_arrives_is_final_once_every_run_ended(tmp_path: Path) -> None:
+    for seed in range(6):
+        for arm, level in (("reaches", 0.9), ("never", 0.1)):
+            status = "running" if (arm, seed) == ("never", 5) else "done"
+            folder = tmp_path / f"s/{arm}/seed-{seed}"
+            make_run(folder, arm, seed, {"val/acc": [level] * 30}, status)
+    claim = {"id": "c", "kind": "to_target", "a": "never", "b": "reaches", "metric": "val/acc"}
+    claim |= {"target": 0.8, "cost": "rounds", "margin": 0.0, "direction": "less"}
+    path = written(tmp_path / "c.yaml", claim)
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
+    assert (said["verdict"], said["n"], said["provisional"]) == ("inconclusive", 0, True)
+    shutil.rmtree(tmp_path / "s/never/seed-5")
+    make_run(tmp_path / "s/never/seed-5", "never", 5, {"val/acc": [0.1] * 30})
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
+    assert (said["verdict"], said["left_out"], said["provisional"]) == ("inconclusive", 6, False)
 
 
 def test_who_never_arrives_is_left_out_and_proves_no_claim_of_being_cheaper(tmp_path: Path) -> None:
