@@ -296,9 +296,14 @@ def positions(given: Any) -> NDArray[Any]:
     """A client's indices as an array."""
     # A user's sequence that says its length is read to there, and no further: it may not end.
     is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    if hasattr(given, "__array__") or isinstance(given, list | tuple | range) or not is_sequence:
+    read = hasattr(given, "__array__") or isinstance(given, list | tuple | range)
+    if is_sequence and not read:
+        given = [given[i] for i in range(len(given))]
+    try:
         return np.asarray(given)
-    return np.asarray([given[i] for i in range(len(given))])
+    except ValueError:
+        # Lists of several lengths: what is checked next says that these are no whole numbers.
+        return np.asarray(given, dtype=object)
 
 
 def check_sequence(name: str, clients: Any, each: str) -> None:

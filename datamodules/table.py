@@ -126,7 +126,7 @@ class FromTable(FederatedDataModule):
         x = table.numbers(features)
         y, classes = labels(table, self.target)
         if self.client is not None:
-            self.groups, self.client_names = codes(table.present(self.client))
+            self.groups, self.client_names = codes(told_apart(table, self.client))
         if isinstance(self.test, (int, float)):
             self._hold_out(x, y, float(self.test))
             return
@@ -248,6 +248,25 @@ def ordered(values: Sequence[Any]) -> list[Any]:
     return sorted(distinct, key=str)
 
 
+def told_apart(table: Table, column: str) -> list[Any]:
+    """The values of a column whose values are names.
+
+    Raises:
+        UserError: it has one number in two ways, which would be two names.
+    """
+    values = table.present(column)
+    spelled: dict[float, Any] = {}
+    # In the order of the rows: that of a set differs from process to process.
+    for value in dict.fromkeys(values) if all(map(is_number, values)) else ():
+        first = spelled.setdefault(float(value), value)
+        if first != value:
+            raise UserError(
+                f"{table.where} has one number in two ways in column {column!r}: {first!r} and "
+                f"{value!r}. Write it in one way."
+            )
+    return values
+
+
 def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
     """Each value's place among the distinct ones ``(N,)``, and these as text."""
     names = ordered(values)
@@ -260,7 +279,7 @@ def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | No
     values = table.present(target)
     if all(map(is_number, values)) and any(float(value) % 1 for value in values):
         return table.numbers([target])[:, 0], None
-    y, names = codes(values)
+    y, names = codes(told_apart(table, target))
     return y, {name: place for place, name in enumerate(names)}
 
 

@@ -9,6 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.cli.compose import as_list, class_name, is_file, parse_yaml
 from fl_lightning.errors import UserError
@@ -89,8 +91,14 @@ def main(argv: Sequence[str]) -> int:
     run: Path = parser.parse_args(list(argv)).run
     if not is_file(run / "config.yaml"):
         raise UserError(f"cite {run}: not a run's folder (it has no config.yaml).")
-    config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-    print(cited(config if isinstance(config, dict) else {}))
+    try:
+        config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+        text = cited(config if isinstance(config, dict) else {})
+    # A file that is no config fails in ways of its own: as text, as YAML, or in what it holds.
+    except (YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"cite {run}: config.yaml is not that of a run ({reason}).") from None
+    print(text)
     return 0
 
 

@@ -170,9 +170,9 @@ def _of_option(key: str, name: str | None) -> str:
     if cls is None and "." in name:
         try:
             cls = _imported(name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"--{key}.help {name}: it cannot be imported: {error}.") from None
-    if cls is None:
+    if not isinstance(cls, type):
         raise UserError(
             f"--{key}.help {name}: no such class.{suggest(name, choices)} "
             f"Accepted: {', '.join(sorted(choices)) or 'none'}, or a path as my_module.MyClass."

@@ -103,3 +103,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"version = {ours['version']}" in plain
     assert main(["cite", str(tmp_path / "none")]) == 2
     assert "not a run's folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"method: [",
+        b"\xff\xfe",
+        b"model: x\n",
+        b"method: [{class_path: x.RobustAggregation, init_args: {rule: [1]}}]\n",
+    ],
+)
+def test_a_config_that_is_none_is_refused(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert main(["cite", str(tmp_path)]) == 2
+    assert "config.yaml is not that of a run (" in capsys.readouterr().err

@@ -99,6 +99,9 @@ def test_an_option_tells_its_classes_and_a_class_its_arguments(
 def test_a_class_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--data.help", "Digit"]) == 2
     assert "Did you mean 'Digits'? Accepted: CIFAR10" in capsys.readouterr().err
+    for path in ("os.path", "math.pi", "."):
+        assert main(["fit", "--method.help", path]) == 2
+        assert f"--method.help {path}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["configs"], ["fit", "--help"], ["--help"]])

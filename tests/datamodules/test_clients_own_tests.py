@@ -170,6 +170,7 @@ class Plain(pl.LightningDataModule):
         (lambda: in_memory(test_clients=[[0], [8], []]), r"test_clients\[1\].*from 8 to 8.*8 test"),
         (lambda: in_memory(test_clients=[[0], [-1], []]), r"test_clients\[1\].*from -1"),
         (lambda: in_memory(test_clients=[[0.5], [], []]), r"test_clients\[0\].*float64"),
+        (lambda: in_memory(test_clients=[[[0], [1, 2]], [], []]), r"test_clients\[0\].*object"),
         (lambda: in_memory(test_clients=5), "test_clients is of type int"),
         (
             lambda: in_memory(client_test_fraction=0.2),

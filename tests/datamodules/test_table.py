@@ -155,6 +155,18 @@ def test_what_is_wrong_is_told_by_its_place(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("column", ["outcome", "hospital"])
+def test_one_number_in_two_ways_is_refused(tmp_path: Path, column: str) -> None:
+    place = HEADER.index(column)
+    rows = [
+        [*row[:place], number, *row[place + 1 :]] for row, number in zip(ROWS, "12121", strict=True)
+    ]
+    rows[3][place] = "1.0"
+    path = written(tmp_path / "t.csv", rows)
+    with pytest.raises(UserError, match=rf"in two ways in column '{column}': '1' and '1.0'"):
+        ready(path, "outcome", "hospital")
+
+
 def test_labels_of_the_test_rows_that_nobody_trains_on_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", ROWS)
     others = written(tmp_path / "u.csv", [[1, "north", 2, "dead"]])
