@@ -255,9 +255,11 @@ def told_apart(table: Table, column: str) -> list[Any]:
         UserError: it has one number in two ways, which would be two names.
     """
     values = table.present(column)
+    if not all(map(is_number, values)):
+        return values
     spelled: dict[float, Any] = {}
     # In the order of the rows: that of a set differs from process to process.
-    for value in dict.fromkeys(values) if all(map(is_number, values)) else ():
+    for value in dict.fromkeys(values):
         first = spelled.setdefault(float(value), value)
         if first != value:
             raise UserError(

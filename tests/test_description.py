@@ -107,7 +107,8 @@ def test_a_store_of_files_keeps_them_all(tmp_path: Path) -> None:
 
 
 def test_mlflow_keeps_them_all(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    missing = "mlflow is not installed: pip install -e '.[trackers]'"
+    mlflow = pytest.importorskip("mlflow", reason=missing)
     from pytorch_lightning.loggers import MLFlowLogger
 
     logger = MLFlowLogger("x", tracking_uri=f"file:{tmp_path / 'ml'}")

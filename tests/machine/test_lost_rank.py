@@ -65,7 +65,7 @@ def run(folder: Path, stopped: int, rank: int, world: int) -> None:
 
 @pytest.mark.skipif(
     not hasattr(torch.distributed, "set_timeout"),
-    reason="this torch's gloo keeps the timeout that it began with",
+    reason="before torch 2.14 a group keeps its first timeout, half an hour",
 )
 def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     """Each rank in a run of its own; the runs wait side by side."""
