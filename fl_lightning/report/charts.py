@@ -299,7 +299,7 @@ def clients(summary: Summary) -> list[Drawing]:
     """
     tables: dict[str, list[dict[int, dict[str, float]]]] = {}
     for arm in summary.arms.values():
-        read = [over_rounds(run.folder, summary.metric) for run in arm.runs if run.finished]
+        read = [over_rounds(run, summary.metric)[0] for run in arm.runs if run.finished]
         if any(read):
             tables[arm.name] = [table for table in read if table]
     if not tables:

@@ -6,12 +6,12 @@ Allocation in Shared Computer Systems (1984). C. Gini: Variabilità e mutabilit�
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 
 import numpy as np
 
 from fl_lightning.metrics import without_prefix
-from fl_lightning.report.runs import Column, read_table
+from fl_lightning.report.runs import Column, ReportedRun, read_table
 
 # Measure → what it is called in tables.
 MEASURES = {
@@ -25,13 +25,42 @@ MEASURES = {
 OF_METRIC = ("mean", "worst10", "best10")
 
 
-def fairness(folder: Path, metric: str, greater: bool) -> dict[str, float | None]:
-    """The measures of a run's ``clients.csv``; empty where it has none of ``metric``."""
+def fairness(run: ReportedRun, metric: str) -> dict[str, float | None]:
+    """The measures of a run's ``clients.csv``; empty where it has none of ``metric``, or a fault."""
+    values, _ = after_last_round(run, metric)
+    return spread(values, run.directions.greater(metric)) if len(values) else {}
+
+
+def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
+    """A run's clients' values, and what shows that its ``clients.csv`` has changed since.
+
+    The run logged their mean in metrics.csv, so that a row which was lost, doubled or edited shows.
+    """
     name = column_of(metric)
-    values = [_number(row.get(name)) for row in read_table(folder / "clients.csv")]
-    known = np.array(values, dtype=float)
-    known = known[np.isfinite(known)]
-    return spread(known, greater) if len(known) else {}
+    path = run.folder / "clients.csv"
+    rows = read_table(path)
+    # Beyond the header's columns a row's values have no name.
+    if any(None in row or None in row.values() for row in rows):
+        return np.empty(0), "has rows of other lengths than its header"
+    if len({row.get("client") for row in rows}) < len(rows):
+        return np.empty(0), "has two rows of one client"
+    try:
+        values = np.array([float(row[name]) for row in rows if row.get(name)], dtype=float)
+    except ValueError as error:
+        return np.empty(0), f"holds what is no number ({error})"
+    logged = run.column(f"clients/{name}")
+    logged = logged[np.isfinite(logged)] if path.exists() else np.empty(0)
+    # Of a model that overflowed no finite mean was logged.
+    if len(logged) and not _is_mean(float(logged[-1]), values):
+        shown = f"{values.mean():.6g}" if len(values) else "nothing"
+        fault = f"gives {shown} as the mean of {name}, where the run logged {logged[-1]:.6g}"
+        return np.empty(0), fault
+    return values[np.isfinite(values)], ""
+
+
+def _is_mean(logged: float, values: Column) -> bool:
+    # Metrics are logged in single precision.
+    return len(values) > 0 and math.isclose(float(values.mean()), logged, rel_tol=1e-6)
 
 
 def column_of(metric: str) -> str:
@@ -72,14 +101,23 @@ def spread(values: Column, greater: bool) -> dict[str, float | None]:
     return dict(zip(MEASURES, measures, strict=True))
 
 
-def over_rounds(folder: Path, metric: str) -> dict[int, dict[str, float]]:
-    """Round → client → value, of a run's ``clients_rounds.csv``; empty where it has none."""
+def over_rounds(run: ReportedRun, metric: str) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """Round → client → value, of a run's ``clients_rounds.csv``, and the rounds left out.
+
+    Left out are those whose values have another mean than the run logged.
+    """
     name = column_of(metric)
     rounds: dict[int, dict[str, float]] = {}
-    for row in read_table(folder / "clients_rounds.csv"):
+    for row in read_table(run.folder / "clients_rounds.csv"):
         value = _number(row.get(name))
         round_text = row.get("round") or ""
         # A killed process may have left half of a row.
         if round_text.isdecimal() and np.isfinite(value):
             rounds.setdefault(int(round_text), {})[row.get("client") or ""] = value
-    return rounds
+    logged = dict(zip(run.columns["round"], run.column(f"clients/{name}"), strict=True))
+    changed = []
+    for t, by_client in rounds.items():
+        mean = logged.get(t, math.nan)
+        if math.isfinite(mean) and not _is_mean(mean, np.array(list(by_client.values()))):
+            changed.append(t)
+    return {t: rounds[t] for t in rounds if t not in changed}, changed

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 
 from fl_lightning.report.claims import ClaimsFile
 from fl_lightning.report.evidence import absent, logged
+from fl_lightning.report.fairness import after_last_round, over_rounds
 from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep, read_table
 
 
@@ -16,6 +17,7 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
     notes += _on_claims(found, files)
     for name, runs in found.arms.items():
         notes += _on_arm(name, runs)
+        notes += _on_clients(runs, metric)
     # Scores of unequal runs are no mistake, but they compare other things than methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
         notes.append("Runs differ in their number of rounds: compare them at equal cost below.")
@@ -112,6 +114,23 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
             notes.append(
                 f"{name}, seed {', '.join(seeds)}: {status}. Shown in the curves, kept out of "
                 "every score."
+            )
+    return notes
+
+
+def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
+    notes = []
+    for run in runs:
+        _, fault = after_last_round(run, metric)
+        if fault and run.status == "done":
+            path = run.folder / "clients.csv"
+            notes.append(f"{path} {fault}. It was damaged, so that its fairness is left out.")
+        _, changed = over_rounds(run, metric)
+        if changed:
+            path = run.folder / "clients_rounds.csv"
+            notes.append(
+                f"{path} has other means than the run logged in {len(changed)} rounds, the first "
+                f"{changed[0]}. It was damaged, so that these are not drawn."
             )
     return notes
 

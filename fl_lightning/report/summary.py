@@ -243,7 +243,6 @@ def _arm(
     measured: dict[str, BySeed] = {}
     for run in filter(lambda run: run.status == "done", runs):
         if (run.folder / "clients.csv").is_file():
-            found = fairness(run.folder, metric, run.directions.greater(metric))
-            for measure, value in found.items():
+            for measure, value in fairness(run, metric).items():
                 measured.setdefault(measure, {})[run.seed] = value
     return Arm(name, runs, scores, costs, name, measured)

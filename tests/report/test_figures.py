@@ -44,7 +44,10 @@ def with_clients(parent: Path, arms: str = "ab", **record: Any) -> dict[tuple[st
             columns = {
                 "val/acc": [float(x) for x in rng.uniform(0.4, 0.6, ROUNDS)],
                 "val/loss": [1.0 if t % 2 else None for t in range(ROUNDS)],
+                "clients/acc": [None] * ROUNDS,
             }
+            for t, of_round in zip((2, ROUNDS - 1), values, strict=True):
+                columns["clients/acc"][t] = float(np.float32(of_round.mean()))
             folder = make_run(parent / f"{arm}/seed-{seed}", arm, seed, columns, **record)
             rows: list[list[Any]] = []
             for t, of_round in zip((2, ROUNDS - 1), values, strict=True):
@@ -86,6 +89,42 @@ def test_fairness_is_what_scipy_and_a_sum_over_pairs_give(tmp_path: Path) -> Non
     assert table.title == "Fairness: acc of clients, %"
     lower = min("ab", key=lambda arm: arms[arm]["fairness"]["gini"]["mean"])
     assert [row[0].text for row in table.rows if row[5].mark == "best"] == [lower]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("\n24,30,0.", "\n23,30,0.", "has two rows of one client"),
+        ("\n24,30,0.", "\n24,30,0,0.", "has rows of other lengths than its header"),
+        ("\n24,30,0.", "\n24,30,O.", "holds what is no number"),
+        ("\n24,30,", "\n24,30,1", "as the mean of acc, where the run logged 0."),
+        ("client,samples,acc", "client,samples,acd", "gives nothing as the mean of acc"),
+    ],
+)
+def test_a_damaged_table_of_clients_is_said_and_counts_nowhere(
+    tmp_path: Path, was: str, now: str, says: str
+) -> None:
+    with_clients(tmp_path / "s", "a")
+    path = tmp_path / "s/a/seed-0/clients.csv"
+    assert was in path.read_text()
+    path.write_text(path.read_text().replace(was, now))
+    summary = summarise(find([tmp_path / "s"]))
+    assert list(summary.arms["a"].fairness["gini"]) == [1]
+    (note,) = (note for note in summary.notes if str(path) in note)
+    assert says in note
+
+
+def test_a_lost_row_of_a_round_is_said_and_the_round_is_not_drawn(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s", "a")
+    path = tmp_path / "s/a/seed-0/clients_rounds.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("2,7,")))
+    summary = summarise(find([tmp_path / "s"]))
+    (note,) = (note for note in summary.notes if str(path) in note)
+    assert "in 1 rounds, the first 2" in note
+    (drawing,) = charts.clients(summary)
+    (first, *_) = drawing.figure.axes[0].lines
+    assert list(first.get_xdata()) == [ROUNDS]
 
 
 def test_where_less_is_better_the_worst_are_the_greatest() -> None:
