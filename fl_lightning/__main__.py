@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fl_lightning.errors import UserError, in_own_code, out_of_memory, suggest
+from fl_lightning.errors import UserError, debugging, in_own_code, out_of_memory, suggest
 
 COMMANDS = {
     "fit": (
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     other exception is raised unchanged (status 1), and with --debug all are.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments or os.environ.get("FL_DEBUG", "") not in ("", "0")
+    debug = "--debug" in arguments or debugging()
     arguments = [a for a in arguments if a != "--debug"]
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -21,6 +21,11 @@ class Diverged(RuntimeError):
     """A client's model or the server's became non-finite; the command line exits with status 3."""
 
 
+def debugging() -> bool:
+    """Whether the environment asks for the tracebacks of errors: ``FL_DEBUG=1``."""
+    return os.environ.get("FL_DEBUG", "") not in ("", "0")
+
+
 def suggest(name: str, accepted: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for a near miss, else an empty string.
 

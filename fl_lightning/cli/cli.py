@@ -119,7 +119,7 @@ class CommandCLI(LightningCLI):
     def __init__(self, command: str, prepared: Command) -> None:
         prepared.config = full_paths(prepared.config)
         prepared.options = full_options(prepared.options)
-        _merge_loggers(prepared.config)
+        _merge_loggers(prepared)
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
@@ -379,12 +379,19 @@ class CommandCLI(LightningCLI):
         return callbacks
 
 
-def _merge_loggers(config: dict[str, Any]) -> None:
-    """Make what configs of loggers added to each other what the parser takes."""
-    trainer = config.get("trainer")
-    if isinstance(trainer, dict) and isinstance(trainer.get("logger"), list):
-        events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
-        config["trainer"] = {**trainer, "logger": as_loggers(trainer["logger"], events)}
+def _merge_loggers(prepared: Command) -> None:
+    """Make what configs and options of loggers add to each other what the parser takes."""
+    trainer = prepared.config.get("trainer") or {}
+    if not isinstance(trainer, dict):
+        return
+    events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
+    merged = as_loggers(trainer.get("logger"), events)
+    added = any(option.startswith("--trainer.logger+") for option in prepared.options)
+    # The parser adds to lists alone; true, and no word of loggers, mean TensorBoard's events.
+    if added and merged in (None, True):
+        merged = [{"class_path": events}]
+    if merged != trainer.get("logger"):
+        prepared.config["trainer"] = {**trainer, "logger": merged}
 
 
 def _own(logger: Any) -> list[Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 # The short names of packaged methods are then known to the parser.
 import fl_lightning.callbacks  # noqa: F401
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FederatedDataModule, FromDataModule
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, debugging
 from fl_lightning.lightning import LightningArgumentParser, LightningCLI, instantiate_class, pl
 from fl_lightning.module import FederatedModule
 
@@ -29,11 +31,25 @@ class FederatedCLI(LightningCLI):
     ``model`` is the ``FederatedModule``, ``learner`` what it trains. Folders, checkpoints and
     loggers are LightningCLI's: what ``fl-lightning fit`` adds to a run is not there.
 
+    A command that has something to mend prints one paragraph and exits with status 2, as parsers
+    do; ``FL_DEBUG=1`` shows where it was met.
+
     Raises:
-        UserError: ``--lr_scheduler`` is given, or an option beside an object that has its own.
+        UserError: a program gave ``args`` with ``--lr_scheduler``, with an option beside an object
+            that has its own, or with what training refuses.
     """
 
     learner: pl.LightningModule
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except UserError as error:
+            # A program that gives arguments itself can catch the error itself.
+            if kwargs.get("args") is not None or debugging():
+                raise
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_core_arguments_to_parser(parser)

@@ -148,8 +148,8 @@ def main(argv: Sequence[str]) -> int:
     name: str = parser.parse_args(list(argv)).name
     module = name.replace("-", "_")
     folder = Path(name)
-    _check(name, module, folder)
     title = "".join(part.capitalize() for part in module.split("_"))
+    _check(name, module, title, folder)
     words = {"name": name, "module": module, "title": title}
     for place, text in _FILES.items():
         path = folder / place.format(**words)
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(name: str, module: str, folder: Path) -> None:
+def _check(name: str, module: str, title: str, folder: Path) -> None:
     def refuse(reason: str) -> UserError:
         return UserError(f"new {name[:100]}: {reason}.")
 
@@ -178,3 +178,11 @@ def _check(name: str, module: str, folder: Path) -> None:
         raise refuse(f"{folder.resolve()} exists already, and is left as it is")
     if find_spec(module) is not None:
         raise refuse(f"Python has a module {module} here already. Give another name")
+    # It is slow to import, and what is mistyped need not wait for it.
+    from fl_lightning.cli.method_options import names_of_ours
+
+    if title in names_of_ours():
+        raise refuse(
+            f"its class would be {title}, and there is a class of this name already, which short "
+            "names would mean. Give another name"
+        )

@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     found.directions.given[metric] = options.mode
     summary = summarise(found, metric, targets, options.claims)
     summary.timed = not options.no_seconds
-    from fl_lightning.report.files import contents
+    from fl_lightning.report.files import contents, leftovers
     from fl_lightning.report.labels import labels_of
 
     labels = labels_of(options.label, list(summary.arms))
@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         title += " and others"
     written = contents(summary, title, labels, options.style, formats)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
-    _write(out, written)
+    _write(out, written, leftovers(out, written))
     for verdict in summary.verdicts:
         print(f"{verdict.claim.id}: {verdict.printed}")
     for note in summary.notes:
@@ -156,12 +156,15 @@ def _targets(text: str) -> list[str]:
     return targets
 
 
-def _write(out: Path, written: dict[str, bytes]) -> None:
+def _write(out: Path, written: dict[str, bytes], leftovers: Sequence[Path]) -> None:
     try:
         for name, data in written.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+        # What this report does not show would pass for its own.
+        for path in leftovers:
+            path.unlink()
     except OSError as error:
         raise UserError(
             f"report --out {out}: cannot be written to ({error.strerror}). Give another folder."

@@ -26,7 +26,7 @@ OF_METRIC = ("mean", "worst10", "best10")
 
 
 def fairness(run: ReportedRun, metric: str) -> dict[str, float | None]:
-    """The measures of a run's ``clients.csv``; empty where it has none of ``metric``, or a fault."""
+    """The measures of a run's ``clients.csv``; empty where it has none, or is damaged."""
     values, _ = after_last_round(run, metric)
     return spread(values, run.directions.greater(metric)) if len(values) else {}
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,18 @@ def _contents(
         for ending in formats:
             written[f"figures/{drawing.key}.{ending}"] = FORMATS[ending](drawing.figure)
     return written
+
+
+def leftovers(out: Path, written: Collection[str]) -> list[Path]:
+    """The files in ``out`` that an earlier report left and that this one has not ``written``."""
+    found = [out / "pivot.csv", *sorted(out.glob("figures/*"))]
+    left = []
+    for path in found:
+        # A figure's name begins with that of its section; other files there are somebody else's.
+        ours = path.stem.partition("-")[0] in ORDER and path.suffix[1:] in (*FORMATS, "csv")
+        if ours and path.is_file() and path.relative_to(out).as_posix() not in written:
+            left.append(path)
+    return left
 
 
 def _drawings(summary: Summary) -> list[Drawing]:

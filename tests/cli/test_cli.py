@@ -152,6 +152,15 @@ def test_loggers_of_several_configs_log_side_by_side(cli: Cli, given: tuple[str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [(), ("-c", "logger/tensorboard")])
+def test_a_logger_added_by_an_option_leaves_tensorboard(cli: Cli, config: tuple[str, ...]) -> None:
+    added = ("--trainer.logger+=CSVLogger", "--trainer.logger.save_dir=.")
+    loggers = printed(cli, "-c", "base", *config, *added)["trainer"]["logger"]
+    names = [item["class_path"].rsplit(".", 1)[-1] for item in loggers]
+    assert names == ["RunEvents", "CSVLogger"]
+
+
+@pytest.mark.slow
 def test_events_beside_another_logger_lie_in_the_runs_folder_and_go_on_there(cli: Cli) -> None:
     own = "trainer: {logger+: {class_path: CSVLogger, init_args: {save_dir: mine}}}"
     (cli.folder / "own.yaml").write_text(own)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,35 @@ def test_data_that_has_clients_stay_as_they_are() -> None:
 def test_what_cannot_be_honoured_is_refused(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parsed(*options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_command_says_what_is_to_mend_in_one_paragraph(
+    tmp_path: Path, python: str, debug: str
+) -> None:
+    program = tmp_path / "own.py"
+    program.write_text(
+        "from fl_lightning import FederatedCLI\n"
+        "from fl_lightning.datamodules import Digits\n"
+        "from fl_lightning.models import ImageClassifier\n"
+        "FederatedCLI(ImageClassifier, Digits, save_config_callback=None)\n"
+    )
+    network = ("--model.network=fl_lightning.models.MLP", "--model.network.sizes=[64,10]")
+    done = subprocess.run(
+        [
+            python,
+            program,
+            "fit",
+            *network,
+            "--model.num_classes=10",
+            "--federated.participation=2.5",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "FL_DEBUG": debug},
+    )
+    assert "participation" in done.stderr
+    assert ("own.py: " in done.stderr) == ("Traceback" not in done.stderr) == (debug == "0")
+    assert done.returncode == (2 if debug == "0" else 1)

@@ -94,6 +94,7 @@ def test_a_new_package_passes_check_and_its_own_test(installed: Command, written
         ("scaffold", "there is a config method/scaffold already"),
         ("json", "Python has a module json"),
         ("own-anchor", "exists already"),
+        ("proximal-term", "a class of this name already"),
     ],
 )
 def test_names_that_no_package_can_have(

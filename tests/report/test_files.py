@@ -387,3 +387,15 @@ def test_labels_that_cannot_be_are_refused(
     out = tmp_path / "out"
     assert main(["report", str(tmp_path / "s"), "--out", str(out), "--label", label]) == 2
     assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_nothing_of_an_earlier_report_stays_beside_a_new_one(sweep: Path) -> None:
+    report(sweep, sweep, figures="png,svg")
+    figures = sweep / "figures"
+    assert (figures / "consensus.png").is_file()
+    (figures / "own.png").write_bytes(b"mine")
+    (sweep / "pivot.csv").write_text("of other settings")
+    report(sweep, sweep, figures="svg")
+    names = {path.name for path in figures.iterdir()}
+    assert "consensus.svg" in names and not (sweep / "pivot.csv").exists()
+    assert {name for name in names if name.endswith(".png")} == {"own.png"}
