@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks.run_card import LABELS
 from fl_lightning.checkpoint import KEY
 from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import Command
@@ -20,6 +22,8 @@ from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
+from fl_lightning.metrics import Metrics
+from fl_lightning.record.shown import metric_modes, shown_metrics
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import named, writable_as_file, written_aside
 
@@ -123,6 +127,17 @@ def _fit(cli: CommandCLI) -> None:
         done = progress.processed
         asked = f"--trainer.max_epochs above {done} goes on"
         print(f"{cli.folder}: {done} rounds are done already; {asked}")
+        _show_results(cli)
+
+
+def _show_results(cli: CommandCLI) -> None:
+    """Print what the run in the folder has reached before."""
+    path = Path(cli.folder) / "metrics.csv"
+    if path.is_file():
+        metrics = Metrics.read(path, metric_modes(cli.trainer))
+        for name in shown_metrics(cli.trainer):
+            if not math.isnan(metrics.last(name)):
+                print(f"{LABELS.get(name, name)}: {metrics.described(name)}")
 
 
 def _execute(cli: CommandCLI) -> int:

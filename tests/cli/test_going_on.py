@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -119,4 +120,6 @@ def test_a_finished_run_says_that_nothing_is_left(
     assert result.returncode == 0, result.stderr
     told = "2 rounds are done already; --trainer.max_epochs above 2 goes on"
     assert told in result.stdout
+    # And what it has reached, as its closing table did.
+    assert re.search(r"^accuracy: last 0\.\d+", result.stdout, re.MULTILINE)
     assert snapshot(run) == before
