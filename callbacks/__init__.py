@@ -13,11 +13,13 @@ from fl_lightning.callbacks.differential_privacy import DifferentialPrivacy
 from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
+from fl_lightning.callbacks.extrapolated_step import ExtrapolatedStep
 from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import (
     GlobalSharpnessAwareMinimization,
 )
 from fl_lightning.callbacks.hessian_logger import HessianLogger
+from fl_lightning.callbacks.locally_estimated_perturbation import LocallyEstimatedPerturbation
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
@@ -43,10 +45,12 @@ __all__ = [
     "DivergenceLogger",
     "DriftLogger",
     "DynamicRegularization",
+    "ExtrapolatedStep",
     "FederatedProgressBar",
     "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
     "HessianLogger",
+    "LocallyEstimatedPerturbation",
     "MoreauEnvelope",
     "NormalizedAveraging",
     "PartialAveraging",

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 from torch import Tensor
 
+from fl_lightning import sampling
 from fl_lightning.checks import flag, number, one_of
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.layout import Layout
@@ -44,6 +46,8 @@ __all__ = [
     "Layout",
     "Note",
     "Part",
+    "Refusal",
+    "RunBinding",
     "RunFacts",
     "Schedule",
     "Scratch",
@@ -65,17 +69,25 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts that a :class:`Note` may depend on.
+    """The facts that a :class:`Note` or a :class:`Refusal` may depend on.
 
-    ``n`` of ``m`` clients take part in a round; ``weighting`` is as it was given.
-    ``optimizer``: the clients', where a step is not its gradient times the learning rate; empty
-    where it is.
+    ``n`` of ``m`` clients take part in a round; ``weighting``, ``clip_norm``, ``sampling`` and
+    ``on_nonfinite`` are as they were given. ``optimizer``: the clients', where a step is not its
+    gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
+    is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
+    ``by_step``: whether the clients' rate changes within a round.
     """
 
     n: int
     m: int
     weighting: str
     optimizer: str = ""
+    server: str = ""
+    server_rate: float | None = 1.0
+    clip_norm: float | None = None
+    sampling: str = "uniform"
+    on_nonfinite: str = "stop"
+    by_step: bool = False
 
 
 class Note:
@@ -105,6 +117,23 @@ class Note:
         values = {name: value(method, run) for name, value in self.values.items()}
         names = {**vars(method), **vars(run), **values}
         return f"{type(method).__name__}: {self.text.format(**names)}"
+
+
+class Refusal(Note):
+    """What a method cannot run with: where it applies, the run is refused with the text."""
+
+
+@dataclass(frozen=True)
+class RunBinding:
+    """What a callback knows of its run outside of rounds, too.
+
+    Args:
+        seed: the run's.
+        steps_of: ``(client, epochs)`` → local steps of so many epochs; None: not known.
+    """
+
+    seed: int
+    steps_of: Callable[[int, float], int] | None = None
 
 
 UNIFORM_OPTIMUM = Note(
@@ -147,6 +176,13 @@ class FederatedCallback(pl.Callback):
     moves_start: ClassVar[bool] = True
     """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps;
     clients then start at w, so that the server knows their displacement from what they send."""
+
+    blind: ClassVar[bool] = False
+    """Whether ``perturbation`` looks at no gradient: it gets None, and each step takes one gradient
+    alone, at x + e."""
+
+    personal_of_all: ClassVar[bool] = False
+    """Whether ``personal`` is asked for clients, too, that never finished a round."""
 
     reads_loss: ClassVar[bool] = False
     """Whether the method reads ``clients.loss``."""
@@ -191,11 +227,12 @@ class FederatedCallback(pl.Callback):
 
     _declared: dict[str, Declaration]
     _bound_ledger: Staging | None
+    _bound_run: RunBinding | None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # A subclass may assign or declare before it calls, or forgets, `super().__init__()`.
         self = super().__new__(cls)
-        self.__dict__.update(_declared={}, _bound_ledger=None)
+        self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)
         return self
 
     def declare(self, name: str, declaration: Declaration) -> None:
@@ -208,9 +245,14 @@ class FederatedCallback(pl.Callback):
         vars(self)[hook] = call
 
     def has(self, hook: str) -> bool:
-        """Tell whether it overrides a hook: in its class, or by :meth:`use`."""
-        of_base = getattr(FederatedCallback, hook)
-        return hook in vars(self) or getattr(type(self), hook) is not of_base
+        """Tell whether it overrides a hook: in its class, or by :meth:`use`.
+
+        An attribute of that name that cannot be called, such as a state, is no hook.
+        """
+        if callable(vars(self).get(hook)):
+            return True
+        of_class = getattr(type(self), hook)
+        return of_class is not getattr(FederatedCallback, hook) and callable(of_class)
 
     def __getattr__(self, name: str) -> Any:
         declared = self.__dict__.get("_declared", {})
@@ -242,6 +284,30 @@ class FederatedCallback(pl.Callback):
             )
         return self._bound_ledger
 
+    @property
+    def _run(self) -> RunBinding:
+        if self._bound_run is None:
+            raise RuntimeError(f"{type(self).__name__} knows a run's seed and data only in a run")
+        return self._bound_run
+
+    def generator(self, purpose: str, *counters: int) -> np.random.Generator:
+        """Random numbers keyed by (the run's seed, purpose, counters), in any hook.
+
+        They are the same in every engine and process, and after a resume. Another call with the
+        same arguments begins them anew.
+
+        Args:
+            purpose: what is drawn; methods that name it alike draw alike.
+            counters: up to three, such as the round and the client's number.
+        """
+        return sampling.generator(self._run.seed, "method: " + purpose, *counters)
+
+    def steps_of(self, client: int, epochs: float) -> int:
+        """Local steps of so many epochs of a client, to compute :meth:`steps` from."""
+        steps_of = self._run.steps_of
+        assert steps_of is not None
+        return steps_of(client, epochs)
+
     def facts(self) -> dict[str, str]:
         """Entries of the run's card, besides the arguments; asked for when rounds begin."""
         return {}
@@ -265,14 +331,23 @@ class FederatedCallback(pl.Callback):
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client trains."""
 
+    def broadcast(self, server: Server) -> Tensor:
+        """One owner. The model ``(D,)`` that clients get as w, once a round.
+
+        Their updates are measured from it. ``server.sent(parameters=…, bytes=…)`` says how much
+        each participant is sent in place of D numbers.
+        """
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
+
     def on_local_start(self, clients: Clients) -> None:
         """Change or assign ``clients.x`` ``(n, D)``, from which the clients start."""
 
-    def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:
+    def perturbation(self, clients: Clients, gradient: Any) -> Tensor:
         """One owner. Return e ``(n, D)``: the loss gradient is taken again at x + e.
 
-        Batch and randomness are the same. ``gradient`` may be changed and returned; its memory is
-        reused, so keep a copy of what is needed later.
+        Batch and randomness are the same. ``gradient`` ``(n, D)`` may be changed and returned; its
+        memory is reused, so keep a copy of what is needed later. With ``blind = True`` in the class
+        it is None, and the gradient at x + e is the step's only one.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
@@ -305,6 +380,13 @@ class FederatedCallback(pl.Callback):
 
     def on_server_update(self, server: Server) -> None:
         """Add to the aggregated ``server.update`` ``(D,)``; then the server optimizer steps."""
+
+    def evaluated(self, server: Server) -> Tensor:
+        """One owner. The model ``(D,)`` that is evaluated and exported after the round.
+
+        ``server.w`` is w^{t+1}, ``server.w_before`` w^t; before round 0 it is w^0.
+        """
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_round_end(self, server: Server) -> None:
         """Called when the new w is in place; staged rows can be read.

@@ -18,7 +18,7 @@ from fl_lightning.errors import Diverged
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.machine.processes import gathered
-from fl_lightning.methods import Methods, checked_choice
+from fl_lightning.methods import Methods, checked_choice, checked_rows
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
@@ -78,9 +78,11 @@ class FederatedLoop:
         ledger = self.begin(t)
         round = ledger.round
         with ledger.server_hooks():
-            self.methods.run("on_round_start", Server(round, ledger))
+            before = Server(round, ledger)
+            self.methods.run("on_round_start", before)
+            ledger.broadcast = self.broadcast(before)
 
-        ledger.total, diverged = self.train(round, ledger)
+        ledger.total, diverged = self.train(ledger.for_clients, ledger)
         ledger.finished = self.finished(round, diverged)
 
         server = Server(round, ledger)
@@ -197,6 +199,18 @@ class FederatedLoop:
             noise=None if self.methods.draws_from is None else self.cohort.coins,
         )
 
+    def broadcast(self, server: Server) -> Tensor | None:
+        """What clients get as w ``(D,)``, by a method; None: w itself."""
+        owner = self.methods.owner("broadcast")
+        if owner is None:
+            return None
+        given = checked_rows(owner, self.methods.call(owner, server), server.w)
+        # The method may hold what it returned, and w changes in place.
+        given = given.detach().to(server.w).clone()
+        if not all_finite(given):
+            raise Diverged(diverged_text(server.round, "the model that is sent to clients"))
+        return given
+
     def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
         """Train this process's share, and return the sum over all participants and who diverged."""
         # Every W-th client, so that a process's share is one subtree of the sum.
@@ -255,7 +269,13 @@ class FederatedLoop:
 
     def evaluate(self, ledger: Ledger, server: Server) -> None:
         """Set the model that is evaluated from here on, and the server's buffers."""
-        self.model.evaluate_at(server_update.evaluated(ledger, server))
+        owner = self.methods.owner("evaluated")
+        if owner is None:
+            vector = server_update.evaluated(ledger, server)
+        else:
+            vector = checked_rows(owner, self.methods.call(owner, server), server.w)
+            vector = vector.detach().to(server.w).clone()
+        self.model.evaluate_at(vector)
         server.evaluated = self.model.evaluated.detach()
         self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
 

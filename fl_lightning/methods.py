@@ -11,21 +11,26 @@ from fl_lightning.callback import (
     Declaration,
     FederatedCallback,
     Layout,
+    Refusal,
+    RunBinding,
     RunFacts,
     ServerState,
     Upload,
 )
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.round.state import Staging, State
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.state import State
 from fl_lightning.schedules import arguments
 
 OWNED = {
     "select": "who takes part",
+    "broadcast": "what clients get as w",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
     "local_batch": "what clients train on",
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
+    "evaluated": "what is evaluated",
     "parts": "which part is averaged when",
     "personal": "what a client uses itself",
 }
@@ -73,6 +78,7 @@ class Methods:
                 in_order = ordered
             self._hooks[hook] = [getattr(c, hook) for c in in_order if c.has(hook)]
         self._owners: dict[str, Callable[..., Any]] = {}
+        self._owned_by: dict[str, FederatedCallback] = {}
         self._sends: str = "x"
         for hook, decision in OWNED.items():
             owners = [c for c in self.callbacks if c.has(hook)]
@@ -84,6 +90,7 @@ class Methods:
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
+                self._owned_by[hook] = owners[0]
                 if hook == "transmit":
                     self._sends = owners[0].sends
         self.declared: dict[str, Declaration] = {}
@@ -112,6 +119,13 @@ class Methods:
                     )
         if "parts" not in self._owners:
             return
+        # Where parts are not averaged, the framework evaluates the clients' mean of them.
+        if callback.has("evaluated"):
+            parts = type(self._owned_by["parts"]).__name__
+            raise UserError(
+                f"method: {name} and {parts} both decide {OWNED['evaluated']}, which one callback "
+                "of a run can do. Keep one of them."
+            )
         for declared in callback.declarations().values():
             if isinstance(declared, State) and declared.synchronised is None:
                 raise UserError(
@@ -121,17 +135,29 @@ class Methods:
                 )
 
     def notes(self, run: RunFacts) -> list[str]:
-        """The notes of the methods about a run before it begins."""
+        """The notes of the methods about a run before it begins.
+
+        Raises:
+            UserError: a method cannot run with these settings.
+        """
         texts = []
         for callback in self.callbacks:
             for note in callback.notes:
                 text = note.about(callback, run)
+                if text and isinstance(note, Refusal):
+                    raise UserError(f"method: {text}")
                 if text:
                     texts.append(text)
         return texts
 
-    def bind(self, ledger: Staging) -> None:
+    def bind_run(self, binding: RunBinding) -> None:
+        """Let callbacks draw by the run's seed and know its data, from here on."""
+        for callback in self.callbacks:
+            callback._bound_run = binding
+
+    def bind(self, ledger: Ledger) -> None:
         """Let declared state read and write this round's ledger, from here on."""
+        self.bind_run(RunBinding(ledger.round.seed, ledger.round.steps_of))
         for callback in self.callbacks:
             callback._bound_ledger = ledger
 
@@ -171,6 +197,12 @@ class Methods:
 
     def sent_to_clients(self) -> dict[str, ServerState]:
         return {k: d for k, d in self.declared.items() if isinstance(d, ServerState) and d.sent}
+
+    @property
+    def blind(self) -> bool:
+        """Tell whether local steps are perturbed without a gradient at x."""
+        owner = self._owned_by.get("perturbation")
+        return owner is not None and owner.blind
 
     @property
     def move_starts(self) -> bool:

@@ -240,7 +240,19 @@ class FederatedRun:
         """Warn of what settings and methods mean in this run, before its first round."""
         settings = self.settings
         other_optimizer = "" if rates.plain_sgd else rates.optimizer
-        about = RunFacts(cohort.n, cohort.m, settings.weighting, other_optimizer)
+        server, server_rate = self.optimizers.server_facts(settings.server_lr_decay)
+        about = RunFacts(
+            n=cohort.n,
+            m=cohort.m,
+            weighting=settings.weighting,
+            optimizer=other_optimizer,
+            server=server,
+            server_rate=server_rate,
+            clip_norm=settings.clip_norm,
+            sampling=settings.sampling,
+            on_nonfinite=settings.on_nonfinite,
+            by_step=rates.by_step,
+        )
         for text in [*settings.notes(), *self.methods.notes(about)]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:

@@ -58,7 +58,8 @@ class Contributions:
         (client,) = group.ids
         round = self.ledger.round
         counts = traffic.of_client(group, round.buffers)
-        update = group.x - round.w
+        # Under a `broadcast` that is what the client was given.
+        update = group.x - group.round.w
         values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}

@@ -74,8 +74,14 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
         return dict.fromkeys(names, 0)
     count = [int(c) for c in counts]
+    size = ledger.round.w.element_size()
     down = count[DOWN_PARAMETERS]
-    down_bytes = count[DOWN_PARAMETERS] * ledger.round.w.element_size()
+    down_bytes = count[DOWN_PARAMETERS] * size
+    if ledger.sent is not None:
+        parameters, number = ledger.sent
+        each = ledger.round.layout.size if parameters is None else parameters
+        down = round(count[CLIENTS] * each)
+        down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
         value = ledger.server.get(key, ledger.round.server_states.get(key))
         if value is None:  # never written: nothing to send

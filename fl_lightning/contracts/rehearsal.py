@@ -125,7 +125,8 @@ class Stage:
         for group.local_step in (StagedStep(self, group, k) for k in range(STEPS)):
             g = self.gradient(group, clients.x)
             if perturb is not None:
-                e = call("perturbation", partial(self._returned, perturb, clients, g))
+                seen = None if methods.blind else g
+                e = call("perturbation", partial(self._returned, perturb, clients, seen, g))
                 yield "perturbation", {"what it returned": e.clone(), **state(group)}
                 g = self.gradient(group, clients.x + e)
             for hook, change in mixing + corrections:
@@ -140,7 +141,7 @@ class Stage:
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
-            u = call("transmit", partial(self._returned, transmit, clients, u))
+            u = call("transmit", partial(self._returned, transmit, clients, u, u))
             yield "transmit", {"what is sent": u.clone(), **state(group)}
         if (personal := methods.owner("personal")) is not None:
             x = call(
@@ -148,8 +149,10 @@ class Stage:
             )
             yield "personal", {"what a client uses": x.clone(), **state(group)}
 
-    def _returned(self, hook: Callable[..., Any], clients: Clients, like: Tensor) -> Tensor:
-        return checked_rows(hook, self.methods.call(hook, clients, like), like)
+    def _returned(
+        self, hook: Callable[..., Any], clients: Clients, given: Tensor | None, like: Tensor
+    ) -> Tensor:
+        return checked_rows(hook, self.methods.call(hook, clients, given), like)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.callback import Declaration, FederatedCallback
 
-FRAMEWORKS = {"_declared", "_bound_ledger"}
+FRAMEWORKS = {"_declared", "_bound_ledger", "_bound_run"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.checks import check_optimizer
-from fl_lightning.engines.client_optimizer import of_server, rates
+from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import overrides
 from fl_lightning.round.client_schedule import MOVED, ClientSchedule
 from fl_lightning.round.context import ClientRates
 from fl_lightning.round.settings import OptimizerFactory, Settings
-from fl_lightning.schedules import decay_text
+from fl_lightning.schedules import Schedule, decay_text
 
 # A scheduler writes its own notes under these names into a parameter group.
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
@@ -47,6 +47,18 @@ class Optimizers:
     def client_rates(self, device: torch.device) -> ClientRates:
         """The clients' rates before any decay."""
         return rates(self.clients, self.schedule, device)
+
+    def server_facts(self, decay: float | Schedule) -> tuple[str, float | None]:
+        """What the server optimizer is where it is not plain SGD, else empty; and its one rate.
+
+        The rate is None where it changes.
+        """
+        (group, *_) = self.server.param_groups
+        plain = is_plain_sgd(self.server) and not group["weight_decay"]
+        shown = "" if plain else type(self.server).__name__
+        if shown == "SGD":
+            shown = "SGD with momentum or weight decay"
+        return shown, None if decay != 1.0 else self.server_rates[0]
 
     def describe(self, settings: Settings) -> str:
         """Both in one line: ``SGD 0.1 × 0.998^t · server SGD 1``."""

@@ -103,6 +103,7 @@ class LocalStep:
         self.draws = work.draws
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
+        self.blind = methods.blind
         self.mix = methods.owner("on_loss_gradient")
         self.corrections = methods["on_local_gradient"]
         self.step_ends = methods["on_local_step_end"]
@@ -128,7 +129,7 @@ class LocalStep:
         self.batch: Any = None
         self.index: Any = 0
         group.local_step = self
-        group.gradients_a_step = 1 + (self.perturb is not None)
+        group.gradients_a_step = 1 + (self.perturb is not None and not self.blind)
 
     @property
     def clipped(self) -> Tensor | None:
@@ -205,6 +206,11 @@ class LocalStep:
         gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
         if self.perturb is None:
             return gradient_of(batch, index)
+        if self.blind:
+            # The step's only pass: it is logged, and buffers and generators go on after it.
+            e = self.methods.call(self.perturb, self.clients, None)
+            with self.model.shifted(checked_rows(self.perturb, e, self.model.x)):
+                return gradient_of(batch, index)
         before = self.before
         with self.perturbed(self.perturb, batch, index, before):
             gradient = gradient_of(batch, index, log=False)

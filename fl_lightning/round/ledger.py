@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class Ledger:
     ``metrics``: what the steps of each that finished left in the learner's metrics.
     ``logs``, ``notes``: what server hooks logged, and have to say.
     ``gathered``: all updates ``(n, D)``, or None.
+    ``broadcast``: what clients get as w ``(D,)``, None: w itself; ``sent``: how much of it each
+    participant is sent, in parameters and bytes, None: D numbers.
     ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
     empty where none did.
     """
@@ -36,6 +39,8 @@ class Ledger:
         self.notes: list[str] = []
         self.updates: dict[int, Tensor] = {}  # of this process's clients, until all are gathered
         self.gathered: Tensor | None = None
+        self.broadcast: Tensor | None = None
+        self.sent: tuple[float | None, float | None] | None = None
         self._at_server = False
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
@@ -43,6 +48,11 @@ class Ledger:
     @property
     def t(self) -> int:
         return self.round.t
+
+    @property
+    def for_clients(self) -> Round:
+        """The facts of the round as clients know them, to whom w is what they were given."""
+        return self.round if self.broadcast is None else replace(self.round, w=self.broadcast)
 
     @contextmanager
     def server_hooks(self) -> Iterator[None]:

@@ -148,6 +148,10 @@ class Server:
             self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device
         )
 
+    def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
+        """Say, in ``broadcast``, how much each participant is sent in place of D parameters."""
+        self._ledger.sent = (parameters, bytes)
+
     def note(self, text: str) -> None:
         """Say something to the user: a warning, once, repeated in the run's card."""
         self._ledger.notes.append(text)

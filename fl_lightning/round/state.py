@@ -290,11 +290,15 @@ class Coefficient:
     Args:
         above, below: the value has to lie strictly between; a schedule's value is checked in each
             round.
+        infinite: whether inf is a value, too.
     """
 
-    def __init__(self, above: float | None = None, below: float | None = None) -> None:
+    def __init__(
+        self, above: float | None = None, below: float | None = None, infinite: bool = False
+    ) -> None:
         self.above = above
         self.below = below
+        self.infinite = infinite
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -313,7 +317,7 @@ class Coefficient:
     def __set__(self, callback: Any, value: float | Schedule) -> None:
         if not isinstance(value, Schedule):
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value):
+            if not is_number or not self._is_possible(value):
                 raise UserError(
                     f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted "
                     f"are a finite number or a schedule, for example {self.name}=0.1 or "
@@ -322,10 +326,14 @@ class Coefficient:
             self._check(callback, value, repr(value))
         callback.__dict__[self.name] = value
 
+    def _is_possible(self, value: float) -> bool:
+        return math.isfinite(value) or (self.infinite and value == math.inf)
+
     def _check(self, callback: object, value: float, shown: str) -> None:
         low = self.above
         high = self.below
-        if (low is None or value > low) and (high is None or value < high) and math.isfinite(value):
+        inside = (low is None or value > low) and (high is None or value < high)
+        if inside and self._is_possible(value):
             return
         bounds = []
         if low is not None:

@@ -20,7 +20,7 @@ from tests.helpers.compositions import METHODS, methods, server, settings
 from tests.helpers.federation import Run, network
 from tests.oracles.oracle import Config, Round, TwoLayer, run
 
-ROUNDS = 7
+ROUNDS = 10
 # Our name of a state: the oracle's.
 CLIENT = {
     "ControlVariates.c_i": "c_i",
@@ -30,6 +30,7 @@ CLIENT = {
     "TopKCompression.error": "e_i",
     "ProximalPersonalModel.v": "v_i",
     "MoreauEnvelope.theta": "theta_i",
+    "LocallyEstimatedPerturbation.received": "o_i",
     "optimizer.0.momentum_buffer": "momentum_i",
 }
 SERVER = {

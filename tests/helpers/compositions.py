@@ -47,6 +47,10 @@ def methods(config: Config) -> list[Any]:
         made.append(c.ClientMomentum(given["alpha"]))
     if config.fedsmoo is not None:
         made.append(c.GlobalSharpnessAwareMinimization(given["fedsmoo"]))
+    if config.lesam is not None:
+        made.append(c.LocallyEstimatedPerturbation(given["lesam"], config.lesam_source))
+    if config.fedexp is not None:
+        made.append(c.ExtrapolatedStep(*config.fedexp))
     if config.fednova:
         made.append(c.NormalizedAveraging())
     if config.topk is not None:
@@ -175,6 +179,26 @@ METHODS: dict[str, dict[str, Any]] = {
     "alie": {"attack": ("alie", None)},
     "alie + geometric median": {"attack": ("alie", 1.5), "robust": {"rule": "geometric_median"}},
     "alie + FedALS": {"attack": ("alie", 1.5), "parts": ALS},
+    "FedLESAM": {"lesam": 0.1},
+    "FedLESAM, last": {"lesam": 0.1, "lesam_source": "last"},
+    "FedLESAM-S": {"lesam": 0.1, "scaffold": "displacement"},
+    "FedLESAM-D + RI": {"lesam": 0.1, "feddyn": 0.1, "beta": 0.1},
+    "FedLESAM, schedule, + FedCM + FedProx": {
+        "lesam": lambda t: 0.1 * t,
+        "alpha": 0.3,
+        "mu": 0.1,
+    },
+    "FedDC": {"scaffold": "displacement", "feddyn": 0.01},
+    "FedExP": {"fedexp": (1e-3, True)},
+    "FedExP, w, + SAM + RI": {"fedexp": (1e-4, False), "sam": 0.05, "beta": 0.1},
+    "FedExP + top-k": {"fedexp": (1e-3, True), "topk": 0.3},
+    "FedExP + RI, updates + FedDyn": {
+        "fedexp": (1e-3, True),
+        "beta": 0.1,
+        "aggregate": "updates",
+        "feddyn": 0.1,
+        "server": ("sgd", 0.5),
+    },
     "FedALS": {"parts": ALS},
     "FedALS, three periods": {"parts": [(part("net.0.*"), 2), (part("net.2.bias"), 3)]},
     "FedPer": {"parts": [(part("net.2.weight", "net.2.bias"), None)]},

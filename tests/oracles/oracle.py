@@ -51,6 +51,9 @@ class Config:
     # radius of the corrected perturbation; FedSMOO is this and feddyn
     fedsmoo: Coefficient | None = None
     parts: Sequence[tuple[Mask, int | None]] = ()  # (coordinates, period; None: never averaged)
+    lesam: Coefficient | None = None  # radius of FedLESAM's perturbation
+    lesam_source: str = "received"  # or "last"
+    fedexp: tuple[float, bool] | None = None  # epsilon, and whether two models are averaged
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
     fedrep: tuple[Mask, float, int] | None = None  # head, its epochs, batch size
@@ -105,10 +108,12 @@ def vectors(config: Config) -> tuple[int, int, int]:
     feddyn, fedcm = config.feddyn is not None, config.alpha is not None
     updates = ri and config.aggregate == "updates"
     mean = ri and config.offset != "own"  # the mean of what clients ended with travels
-    down = 1 + scaffold + fedcm + smoo + mean
+    lesam, sent = config.lesam is not None, config.lesam_source == "last"
+    down = 1 + scaffold + fedcm + smoo + mean + (lesam and sent)
     up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates) + mean
     personal = (config.ditto is not None) + (config.pfedme is not None)
-    return down, up, ri + scaffold + feddyn + smoo + (config.topk is not None) + personal
+    kept = ri + scaffold + feddyn + smoo + (config.topk is not None) + (lesam and not sent)
+    return down, up, kept + personal
 
 
 def server_step(
@@ -150,7 +155,7 @@ def run(
         raise ValueError(
             "the controls of relaxed initialization are not defined with partial averaging"
         )
-    if cfg.sam is not None and cfg.fedsmoo is not None:
+    if (cfg.sam is not None) + (cfg.fedsmoo is not None) + (cfg.lesam is not None) > 1:
         raise ValueError("two perturbations")
     zeros = np.zeros(D)
     w0 = np.array(w0, dtype=np.float64)
@@ -164,6 +169,8 @@ def run(
     momentum_i: dict[int, Vector] = {}
     v_i: dict[int, Vector] = {}
     theta_i: dict[int, Vector] = {}
+    o_i: dict[int, Vector] = {}  # § 20 B
+    previous = w
     last_i: dict[int, Vector] = {}
     # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K
     # since.
@@ -211,6 +218,10 @@ def run(
             buffer = momentum_i.get(i, zeros) if cfg.keep_momentum else zeros
             dual = mu_i.get(i, zeros)  # FedSMOO's mu_i
             e, theta, rests = zeros, w, np.zeros(D, dtype=bool)
+            if cfg.lesam is not None:  # FedLESAM, § 20 B: one e all round
+                old = previous if cfg.lesam_source == "last" else o_i.get(i, w)
+                e_round = to_length(old - w, at(cfg.lesam, t))
+                o_i[i] = w
             for k, batch in enumerate(schedule.rounds[t][i]):
                 # § 18, 3 classes
                 if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:
@@ -221,7 +232,7 @@ def run(
                     v_i[i] = v - eta * (v_gradient + at(cfg.ditto, t) * (v - w))
                 # § 1, a local step: (1) the gradient of the loss, (2) at a perturbed point (§ 8, §
                 # 9)
-                g = problem.gradient(x, i, batch)
+                g = problem.gradient(x if cfg.lesam is None else x + e_round, i, batch)
                 if cfg.pfedme is not None:  # § 17: the gradient of the envelope
                     for _ in range(cfg.pfedme[1]):
                         inner = problem.gradient(theta, i, batch) + cfg.pfedme[0] * (theta - x)
@@ -295,6 +306,9 @@ def run(
                 u[i][largest] = v[largest]
                 e_i[i] = v - u[i]
                 up[i] += k - D
+            # § 20 F: its number travels where x_{i,K} itself does not
+            if cfg.fedexp is not None:
+                up[i] += cfg.topk is not None or cfg.aggregate == "updates"
 
         new_w = w
         evaluated = history[-1].evaluated if history else w0
@@ -317,6 +331,11 @@ def run(
                 d = robust.aggregate(U_n, **cfg.robust)
             else:
                 d = sum((p[i] * u[i] for i in cohort), zeros)
+            eta_g = 1.0
+            if cfg.fedexp is not None:  # § 20 F
+                spread = sum(p[i] * float(np.sum((x_K[i] - w) ** 2)) for i in cohort)
+                eta_g = max(1.0, spread / (2 * (float(np.sum(d**2)) + cfg.fedexp[0])))
+                d = eta_g * d
             # The methods' server rules; quantities of a part that is not averaged do not move.
             if cfg.scaffold is not None:
                 c = c + (n / m) * mean_c_change
@@ -339,15 +358,20 @@ def run(
             }
             new_w = np.where(averaged, stepped, w)
             evaluated = np.where(averaged, new_w, sum((p[i] * x_K[i] for i in cohort), zeros))
+            if cfg.fedexp is not None and cfg.fedexp[1] and t > 0:
+                evaluated = (new_w + w) / 2
             # Averaging throws away all clients' copies of a part; participants wrote the others.
             for i in cohort:
                 last_i[i] = x_K[i]
                 valid[i] = np.ones(D, dtype=bool)
             valid = {i: kept & ~averaged for i, kept in valid.items()}
 
+        previous = w
         metrics = {"divergence/update": float(np.sum((new_w - w) ** 2)), "client_lr": eta}
         everyone = [last_i.get(i, w0) for i in range(m)]
         metrics["divergence/all"] = float(np.mean([np.sum((x - evaluated) ** 2) for x in everyone]))
+        if cfg.fedexp is not None and cohort:
+            metrics["fedexp/rate"] = eta_g
         if cohort:
             centre = sum(x_K.values(), zeros) / n
             metrics["divergence/participants"] = float(
@@ -371,6 +395,7 @@ def run(
         rows |= {
             "v_i": v_i,
             "theta_i": theta_i,
+            "o_i": o_i,
             "last_i": last_i,
             "origin": origin,
             "elapsed": elapsed,

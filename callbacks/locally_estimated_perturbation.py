@@ -1,0 +1,98 @@
+"""FedLESAM: sharpness-aware local steps by a perturbation that costs no gradient.
+
+Z. Fan, S. Hu, J. Yao, G. Niu, Y. Zhang, M. Sugiyama, Y. Wang: Locally Estimated Global
+Perturbations are Better than Local Perturbations for Federated Sharpness-aware Minimization (ICML
+2024), arXiv:2405.18890. The difference between the global models that a client received in its
+previous active round and in this one estimates the global gradient, along which the loss is
+perturbed. With ControlVariates it is FedLESAM-S, with DynamicRegularization FedLESAM-D.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Schedule,
+    Scratch,
+    Server,
+    ServerState,
+    one_of,
+)
+
+
+class LocallyEstimatedPerturbation(FederatedCallback):
+    """The gradient is taken at x + e, e = ρ (o_i - w^t)/‖o_i - w^t‖ all round; then o_i ← w^t.
+
+    o_i is the model that client i received in its previous round; e is 0 in its first, and where o_i
+    = w^t. The norm is over all D coordinates. One gradient a step: its loss, at x + e, is what is
+    logged. Sent: nothing more than by FedAvg; with ``source="last"`` one vector more down. Kept: o_i
+    by each client; with ``source="last"`` w^{t-1} by the server alone.
+
+    Args:
+        radius: ρ; 0 is FedAvg.
+        source: ``"received"``: the rule above. ``"last"``, as the authors' code has it: o_i = w^{t-1}
+            for everybody, which the server sends; a round in which nobody finished does not count.
+
+    Raises:
+        UserError: radius is neither a finite number nor a schedule, or another source.
+
+    Example:
+        in round 0 nobody has received a model before, so it is FedAvg's, at one gradient a step.
+
+        >>> from fl_lightning.callbacks import LocallyEstimatedPerturbation
+        >>> from fl_lightning.testing import tiny_run
+        >>> one = tiny_run(LocallyEstimatedPerturbation(), rounds=1)
+        >>> fedavg = tiny_run(rounds=1)
+        >>> one.global_vector.equal(fedavg.global_vector)
+        True
+        >>> runs = (one, fedavg)
+        >>> [float(run.trainer.callback_metrics["cost/gradients"]) for run in runs]
+        [6.0, 6.0]
+        >>> tiny_run(LocallyEstimatedPerturbation()).global_vector.equal(tiny_run().global_vector)
+        False
+    """
+
+    title = "FedLESAM"
+    blind = True
+    moves_start = False
+    neutral = {"radius": 0.0}
+    radius = Coefficient()
+    e = Scratch()
+    # An instance keeps what differs from this, and resumes with the same alone.
+    source = "received"
+
+    def __init__(
+        self,
+        radius: float | Schedule = 0.1,
+        source: Literal["received", "last"] = "received",
+    ) -> None:
+        super().__init__()
+        one_of("LocallyEstimatedPerturbation: source", source, ("received", "last"))
+        self.radius = radius
+        if source == "last":
+            self.source = source
+            self.declare("previous", ServerState("current_model", sent=True, synchronised=False))
+        else:
+            self.declare("received", ClientState("current_model", synchronised=False))
+
+    def on_local_start(self, clients: Clients) -> None:
+        old = self.previous if self.source == "last" else self.received[clients]
+        back = (old - clients.w).expand_as(clients.x)
+        self.e[clients] = back * (self.radius / clients.norm(back)).nan_to_num(posinf=0.0)
+
+    def perturbation(self, clients: Clients, gradient: None) -> Tensor:
+        return self.e[clients]
+
+    def on_local_end(self, clients: Clients) -> None:
+        if self.source == "received":
+            self.received[clients] = clients.w
+
+    def on_server_update(self, server: Server) -> None:
+        if self.source == "last":
+            self.previous = server.w

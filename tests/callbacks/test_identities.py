@@ -1,0 +1,147 @@
+"""Where methods are one another: to the last bit where nothing is computed otherwise, else to 1e-12.
+
+Partial participation, clients of unequal size, decaying rate, weight decay, clipping.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as c
+from tests.engines.test_every_method import config
+from tests.helpers.federation import Run, network
+from tests.oracles.oracle import TwoLayer
+from tests.oracles.problems import Vector
+
+ROUNDS = 10
+GIVEN: dict[str, Any] = {"lr_decay": 0.9, "clip_norm": 0.9}
+
+
+def run(*methods: Any, rounds: int = ROUNDS, **options: Any) -> Run:
+    return network(list(methods), rounds, **{**GIVEN, **options})
+
+
+def same(ours: Run, theirs: Run, tolerance: float = 0.0, evaluated: bool = True) -> None:
+    for t in range(len(theirs.record.w)):
+        assert np.abs(ours.record.w[t] - theirs.record.w[t]).max() <= tolerance, f"w, round {t}"
+        away = np.abs(ours.record.evaluated[t] - theirs.record.evaluated[t]).max()
+        assert not evaluated or away <= tolerance, f"evaluated, round {t}"
+
+
+def gradients(of: Run) -> list[float]:
+    return [metrics["cost/gradients"] for metrics in of.record.metrics]
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "concurrent": {"workers": 2},
+    "stacked": {"clients_at_once": 2},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fedlesam_costs_one_gradient_a_step(engine: str) -> None:
+    options = {"engine": engine, **ENGINES[engine]}
+    fedavg, lesam = run(**options), run(c.LocallyEstimatedPerturbation(0.2), **options)
+    steps = [sum(map(len, table.values())) for table in fedavg.schedule.rounds]
+    assert gradients(lesam) == gradients(fedavg) == steps
+    sam = run(c.SharpnessAwareMinimization(0.2), rounds=2, **options)
+    assert gradients(sam) == [2 * k for k in steps[:2]]
+    assert (lesam.record.w[0] == fedavg.record.w[0]).all(), "in round 0 nobody has an older model"
+    assert (lesam.record.w[-1] != fedavg.record.w[-1]).all()
+
+
+@pytest.mark.parametrize("source", ["received", "last"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fedlesam_with_radius_zero_is_fedavg_to_the_bit(engine: str, source: Any) -> None:
+    options = {"engine": engine, **ENGINES[engine]}
+    same(run(c.LocallyEstimatedPerturbation(0.0, source), **options), run(**options))
+
+
+def test_a_client_receives_its_own_previous_model_or_everybody_the_last() -> None:
+    """With everybody there the two are one."""
+    full = {"participation": "all"}
+    received = run(c.LocallyEstimatedPerturbation(0.2), **full)
+    last = run(c.LocallyEstimatedPerturbation(0.2, "last"), **full)
+    same(received, last)
+    apart = run(c.LocallyEstimatedPerturbation(0.2, "last"))
+    assert (run(c.LocallyEstimatedPerturbation(0.2)).record.w[-1] != apart.record.w[-1]).any()
+
+
+def test_fedlesam_s_and_d_are_compositions() -> None:
+    for name, beside in (("s", c.ControlVariates()), ("d", c.DynamicRegularization(0.1))):
+        packaged, options = config(f"method/fedlesam_{name}")
+        given = {key: value for key, value in options.items() if value is not None}
+        same(run(*packaged, **given), run(beside, c.LocallyEstimatedPerturbation(0.1)), 1e-12)
+
+
+def test_fedexp_of_one_client_is_fedavg() -> None:
+    """n = 1: the ratio is a half, so the rate is 1, and w is FedAvg's to the bit."""
+    one = {"participation": 1}
+    ours, fedavg = run(c.ExtrapolatedStep(1e-3), **one), run(**one)
+    same(ours, fedavg, evaluated=False)
+    w = [ours.start, *ours.record.w]
+    means = [w[1], *((new + old) / 2 for old, new in pairwise(w[1:]))]
+    assert all((a == b).all() for a, b in zip(ours.record.evaluated, means, strict=True))
+    same(run(c.ExtrapolatedStep(float("inf"), average=False)), run())
+
+
+def test_fedexp_goes_further_where_updates_differ() -> None:
+    rates = [metrics["fedexp/rate"] for metrics in run(c.ExtrapolatedStep(1e-3)).record.metrics]
+    assert min(rates) >= 1 and max(rates) > 1.1
+
+
+@pytest.mark.parametrize(
+    "beside, options, says",
+    [
+        ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.9)}, "momentum"),
+        ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, weight_decay=0.1)}, "decay"),
+        ([], {"server_optimizer": lambda w: torch.optim.Adam(w, 0.1)}, "given is Adam"),
+        ([c.PartialAveraging({"net.0.*": 2})], {}, "PartialAveraging both decide what is eval"),
+        ([c.RobustAggregation("median")], {}, "both decide how updates are combined"),
+    ],
+)
+def test_fedexp_is_refused_where_its_rule_is_not_defined(
+    beside: Any, options: Any, says: str
+) -> None:
+    with pytest.raises(UserError, match=f"ExtrapolatedStep.*{says}"):
+        run(c.ExtrapolatedStep(), *beside, rounds=1, **options)
+
+
+def feddc(of: Run, alpha: float) -> list[Vector]:
+    """FedDC as its authors write it, with drift variables, from our run's batches."""
+    net, m, w = TwoLayer(3, 4, 3), len(of.schedule.sizes), of.start
+    zeros = np.zeros_like(w)
+    h, c_i, server_c = [zeros] * m, [zeros] * m, zeros
+    models = []
+    for t, table in enumerate(of.schedule.rounds):
+        eta, ends, change = 0.3 * 0.9**t, [], zeros
+        for i, batches in sorted(table.items()):
+            x = w
+            for batch in batches:
+                g = net.gradient(x, i, batch) + alpha * (x - w + h[i]) + (server_c - c_i[i])
+                g = g * min(1.0, 0.9 / np.linalg.norm(g)) + 0.01 * x
+                x = x - eta * g
+            h[i] = h[i] + x - w
+            new = c_i[i] - server_c + (w - x) / (eta * len(batches))
+            change, c_i[i] = change + new - c_i[i], new
+            ends.append(x)
+        w = np.mean(ends, axis=0) + np.sum(h, axis=0) / m
+        server_c = server_c + change / m
+        models.append(w)
+    return models
+
+
+def test_feddc_is_scaffold_and_feddyn() -> None:
+    packaged, _ = config("method/feddc")
+    ours = run(*packaged, rounds=6)
+    same(ours, run(c.DynamicRegularization(0.01), c.ControlVariates(), rounds=6), 1e-12)
+    for t, theirs in enumerate(feddc(ours, 0.01)):
+        scale = np.abs(theirs).max()
+        assert np.abs(ours.record.w[t] - theirs).max() <= 1e-9 * scale, f"round {t}"

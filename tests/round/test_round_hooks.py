@@ -1,0 +1,223 @@
+"""What clients get as w, what is evaluated, perturbations without a gradient, and draws by the seed:
+hooks at the ends of a round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning import UserError
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState
+from fl_lightning.callbacks import CommunicationLogger, PartialAveraging
+from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
+from fl_lightning.errors import Diverged
+from fl_lightning.sampling import generator
+from fl_lightning.schedules import Steps
+from fl_lightning.testing import check_method, tiny_run
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+
+class Delta(FederatedCallback):
+    """EF21-P with a half as compressor: what clients get follows w, and only changes travel."""
+
+    given = ServerState(initial="initial_model", synchronised=False)
+    seen = ClientState(synchronised=False)
+
+    def broadcast(self, server: Any) -> Tensor:
+        self.given += 0.5 * (server.w - self.given)
+        server.sent(parameters=3, bytes=5)
+        return self.given
+
+    def on_local_end(self, clients: Any) -> None:
+        self.seen[clients] = clients.w
+
+
+class Looking(FederatedCallback):
+    """Clients start at what they were given."""
+
+    def on_local_start(self, clients: Any) -> None:
+        assert torch.equal(clients.x, clients.w.expand_as(clients.x))
+
+
+class Smoothed(FederatedCallback):
+    """An exponential mean of the models is evaluated."""
+
+    mean = ServerState(initial="initial_model", synchronised=False)
+
+    def evaluated(self, server: Any) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * server.w
+        return self.mean
+
+
+def models(*callbacks: Any, rounds: int = 3, **options: Any) -> list[Any]:
+    """w^0 … w^T and the module, by ascending round."""
+    found: list[Any] = []
+    with quiet():
+        module = fit(
+            list(callbacks),
+            rounds,
+            started=lambda m: found.append(m.global_vector.detach().clone()),
+            ended=lambda m: found.append(m.global_vector.detach().clone()),
+            **options,
+        )
+    return [*found, module]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_clients_start_at_what_is_broadcast_and_updates_are_measured_from_it(engine: str) -> None:
+    """Without learning nobody moves, so w rests, whatever clients are given."""
+    *w, module = models(Delta(), Looking(), engine=engine)
+    given = w[0]
+    for w_t in w[1:3]:
+        given = given + 0.5 * (w_t - given)
+    rows = [module.client_rows.read("Delta.seen", i) for i in module.participants(2)]
+    assert rows and all(torch.equal(row, given) for row in rows)
+    assert torch.equal(module.server_states["Delta.given"], given)
+    options = {"engine": engine, "lr_decay": Steps({0: 1.0, 1: 0.0})}
+    *w, _ = models(Delta(), rounds=2, **options)
+    # Round 0 gives w^0 itself, so it is FedAvg's.
+    assert torch.equal(w[1], models(rounds=1, engine=engine)[1]) and not torch.equal(w[0], w[1])
+    assert torch.equal(w[1], w[2])
+
+
+def test_an_update_is_the_way_from_what_was_given() -> None:
+    """w^{t+1} = w^t + mean(x_K - what was given), not the mean of what clients end with."""
+
+    class Shifted(FederatedCallback):
+        ends = ServerState()
+
+        def broadcast(self, server: Any) -> Tensor:
+            return server.w + 1.0
+
+        def on_server_update(self, server: Any) -> None:
+            self.ends = server.update
+
+    w0, w1, module = models(Shifted(), rounds=1, lr_decay=1.0, local_steps=1, local_epochs=None)
+    update = module.server_states["Shifted.ends"]
+    assert torch.equal(w1, w0 + update) and update.abs().max() < 1.0
+
+
+def test_what_is_broadcast_is_counted_in_place_of_the_model() -> None:
+    logged = tiny_run(Delta(), CommunicationLogger(), rounds=2).trainer.callback_metrics
+    assert logged["communication/down_parameters"] == 2 * 3 * 3
+    assert logged["communication/down_bytes"] == 2 * 3 * 5
+    assert logged["communication/up_parameters"] == 2 * 3 * 31
+
+
+def test_a_model_that_is_not_finite_is_not_sent() -> None:
+    class Broken(FederatedCallback):
+        def broadcast(self, server: Any) -> Tensor:
+            return server.w / 0.0
+
+    with pytest.raises(Diverged, match="sent to clients in round 0"):
+        tiny_run(Broken())
+
+
+def test_what_is_evaluated_is_exported_and_training_goes_on_from_w(tmp_path: Path) -> None:
+    *w, module = models(Smoothed(), folder=str(tmp_path))
+    mean = w[0]
+    for each in w[1:]:
+        mean = 0.5 * mean + 0.5 * each
+    assert torch.equal(module.evaluated_vector, mean)
+    assert all(torch.equal(a, b) for a, b in zip(w, models()[:-1], strict=True)), "w is FedAvg's"
+    exported = torch.cat([p.detach().flatten() for p in module.export().parameters()])
+    assert torch.equal(exported, mean)
+    with quiet():
+        resumed = fit([Smoothed()], 5, folder=str(tmp_path), resume=True)
+        whole = fit([Smoothed()], 5)
+    require_same(outcome(whole), outcome(resumed), 0.0, "resumed", "")
+
+
+@pytest.mark.parametrize("method", [Delta, Smoothed])
+def test_both_keep_the_contracts(method: Any) -> None:
+    report = check_method(method)
+    assert report.ok, f"{report}"
+
+
+def test_one_callback_says_what_is_evaluated() -> None:
+    with pytest.raises(UserError, match="Smoothed and PartialAveraging both decide what is eval"):
+        tiny_run(Smoothed(), PartialAveraging({"first.*": 2}))
+
+
+class Drawing(FederatedCallback):
+    """Draws in hooks of both sides."""
+
+    drawn = ClientState(shape=(), dtype=torch.float64)
+    at_server = ServerState(shape=(2,), dtype=torch.float64)
+
+    def on_local_end(self, clients: Any) -> None:
+        for row, client in enumerate(clients.client_ids):
+            draw = self.generator("noise", clients.round, client)
+            self.drawn[clients][row] = draw.random()
+
+    def on_round_end(self, server: Any) -> None:
+        self.at_server = torch.from_numpy(self.generator("server").random(2))
+
+
+def test_draws_follow_from_seed_purpose_and_counters() -> None:
+    module = tiny_run(Drawing(), rounds=1)
+    for i in module.participants(0):
+        expected = generator(1, "method: noise", 0, i).random()
+        assert float(module.client_rows.read("Drawing.drawn", i)) == expected
+    expected = generator(1, "method: server").random(2)
+    assert np.array_equal(module.server_states["Drawing.at_server"].numpy(), expected)
+    with pytest.raises(RuntimeError, match="only in a run"):
+        Drawing().generator("noise")
+
+
+class Blind(FederatedCallback):
+    """Shifts by a tenth, without a look at the gradient."""
+
+    blind = True
+
+    def perturbation(self, clients: Any, gradient: None) -> Tensor:
+        assert gradient is None
+        return torch.full_like(clients.x, 0.1)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_a_blind_perturbation_is_seen_by_the_only_gradient(engine: str) -> None:
+    """f(x) = x²/2 has the gradient x + e; buffers and logs are of that pass."""
+
+    class Squares(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1, bias=False)
+            self.net.weight.data.fill_(1.0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = (self.net.weight**2).sum() / 2
+            self.log("train/loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    module = federated(
+        Squares(),
+        engine=engine,
+        participation="all",
+        local_steps=2,
+        local_epochs=None,
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.5),
+    )
+    of = trainer(1, [Blind()])
+    of.fit(module, blobs(clients=2))
+    assert module.global_vector.tolist() == pytest.approx([0.175, 0.175])
+    assert float(of.callback_metrics["train/loss"]) == pytest.approx((1.1**2 + 0.55**2) / 2)
+    assert float(of.callback_metrics["cost/gradients"]) == 4
+
+
+def test_a_wrong_shape_is_told() -> None:
+    class Flat(FederatedCallback):
+        blind = True
+
+        def perturbation(self, clients: Any, gradient: None) -> Tensor:
+            return clients.w
+
+    with pytest.raises(TypeError, match="has to return a tensor of shape"):
+        tiny_run(Flat())
