@@ -28,7 +28,8 @@ class ExtrapolatedStep(FederatedCallback):
     What is evaluated and exported is (w^{t+1} + w^t)/2, w^1 after round 0; training goes on from
     w^{t+1}. d is the weighted mean of what was transmitted; what other methods add to the update
     comes after, unscaled. ``fedexp/rate`` is η_g.
-    Sent: one number up, ‖x_{i,K} - w‖², counted where x_{i,K} itself does not travel. Kept: nothing.
+    Sent: one number up, ‖x_{i,K} - w‖², counted where x_{i,K} itself does not travel. Kept:
+    nothing.
 
     Args:
         epsilon: ε > 0; inf is rate 1.
