@@ -29,15 +29,17 @@ from fl_lightning.callback import (
 class LocallyEstimatedPerturbation(FederatedCallback):
     """The gradient is taken at x + e, e = ρ (o_i - w^t)/‖o_i - w^t‖ all round; then o_i ← w^t.
 
-    o_i is the model that client i received in its previous round; e is 0 in its first, and where o_i
-    = w^t. The norm is over all D coordinates. One gradient a step: its loss, at x + e, is what is
-    logged. Sent: nothing more than by FedAvg; with ``source="last"`` one vector more down. Kept: o_i
-    by each client; with ``source="last"`` w^{t-1} by the server alone.
+    o_i is the model that client i received in its previous round; e is 0 in its first, and where
+    o_i = w^t. The norm is over all D coordinates. One gradient a step: its loss, at x + e, is what
+    is logged.
+    Sent: nothing more than by FedAvg; with ``source="last"`` one vector more down. Kept: o_i by
+    each client; with ``source="last"`` w^{t-1} by the server alone.
 
     Args:
         radius: ρ; 0 is FedAvg.
-        source: ``"received"``: the rule above. ``"last"``, as the authors' code has it: o_i = w^{t-1}
-            for everybody, which the server sends; a round in which nobody finished does not count.
+        source: ``"received"``: the rule above. ``"last"``, as the authors' code has it: o_i =
+            w^{t-1} for everybody, which the server sends; a round in which nobody finished does not
+            count.
 
     Raises:
         UserError: radius is neither a finite number nor a schedule, or another source.

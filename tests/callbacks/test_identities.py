@@ -1,4 +1,4 @@
-"""Where methods are one another: to the last bit where nothing is computed otherwise, else to 1e-12.
+"""Where methods are one another: to the bit where nothing is computed otherwise, else to 1e-12.
 
 Partial participation, clients of unequal size, decaying rate, weight decay, clipping.
 """

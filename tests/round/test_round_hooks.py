@@ -1,5 +1,7 @@
-"""What clients get as w, what is evaluated, perturbations without a gradient, and draws by the seed:
-hooks at the ends of a round."""
+"""Hooks at the ends of a round: what clients get as w, and what is evaluated.
+
+Perturbations without a gradient, and draws by the seed.
+"""
 
 from __future__ import annotations
 
