@@ -20,6 +20,7 @@ from fl_lightning.callbacks.global_sharpness_aware_minimization import (
 )
 from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.locally_estimated_perturbation import LocallyEstimatedPerturbation
+from fl_lightning.callbacks.mixed_ascent import MixedAscent
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
@@ -51,6 +52,7 @@ __all__ = [
     "GlobalSharpnessAwareMinimization",
     "HessianLogger",
     "LocallyEstimatedPerturbation",
+    "MixedAscent",
     "MoreauEnvelope",
     "NormalizedAveraging",
     "PartialAveraging",

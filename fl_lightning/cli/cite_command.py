@@ -35,6 +35,7 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "ExtrapolatedStep": ("jhunjhunwala2023fedexp",),
     "GlobalSharpnessAwareMinimization": ("sun2023fedsmoo",),
     "LocallyEstimatedPerturbation": ("fan2024fedlesam",),
+    "MixedAscent": ("sun2023fedspeed",),
     "MoreauEnvelope": ("dinh2020pfedme",),
     "NormalizedAveraging": ("wang2020fednova",),
     "PowerOfChoice": ("cho2022power",),

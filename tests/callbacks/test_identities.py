@@ -81,6 +81,32 @@ def test_fedlesam_s_and_d_are_compositions() -> None:
         same(run(*packaged, **given), run(beside, c.LocallyEstimatedPerturbation(0.1)), 1e-12)
 
 
+def test_fedspeed_as_its_authors_code_has_it_is_feddyn_and_fedsam() -> None:
+    ours = run(c.MixedAscent(0.1, 1.0, 0.05))
+    theirs = run(c.DynamicRegularization(0.1), c.SharpnessAwareMinimization(0.05))
+    same(ours, theirs, 1e-12)
+    for t, rows in enumerate(theirs.record.rows):
+        for i, row in rows["DynamicRegularization.lambda_i"].items():
+            assert np.abs(ours.record.rows[t]["MixedAscent.dual"][i] - row).max() <= 1e-12
+    assert gradients(ours) == gradients(theirs)
+
+
+def test_fedspeed_as_printed_is_the_same_where_everybody_takes_part() -> None:
+    full, printed = {"participation": "all"}, {"aggregate": "participants"}
+    ours, code = (run(c.MixedAscent(0.1, 0.75, **kind), **full) for kind in (printed, {}))
+    same(ours, code, 1e-12)
+    apart = np.abs(
+        run(c.MixedAscent(0.1, **printed)).record.w[0] - run(c.MixedAscent()).record.w[0]
+    )
+    assert apart.max() > 1e-3, "in round 0 twice the mean, or 1 + n/m times"
+
+
+def test_fedspeed_takes_two_gradients_for_every_alpha_and_radius() -> None:
+    steps = gradients(run(rounds=1))
+    for alpha, radius in ((0.0, 0.1), (1.0, 0.0), (0.5, 0.1)):
+        assert gradients(run(c.MixedAscent(0.1, alpha, radius), rounds=1)) == [2 * steps[0]]
+
+
 def test_fedexp_of_one_client_is_fedavg() -> None:
     """n = 1: the ratio is a half, so the rate is 1, and w is FedAvg's to the bit."""
     one = {"participation": 1}

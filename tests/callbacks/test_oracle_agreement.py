@@ -31,12 +31,14 @@ CLIENT = {
     "ProximalPersonalModel.v": "v_i",
     "MoreauEnvelope.theta": "theta_i",
     "LocallyEstimatedPerturbation.received": "o_i",
+    "MixedAscent.dual": "dual_i",
     "optimizer.0.momentum_buffer": "momentum_i",
 }
 SERVER = {
     "ControlVariates.c": "c",
     "DynamicRegularization.lambda_mean": "lambda",
     "ClientMomentum.delta": "Delta",
+    "MixedAscent.dual_mean": "dual",
     "GlobalSharpnessAwareMinimization.s": "s",
 }
 

@@ -47,6 +47,8 @@ def methods(config: Config) -> list[Any]:
         made.append(c.ClientMomentum(given["alpha"]))
     if config.fedsmoo is not None:
         made.append(c.GlobalSharpnessAwareMinimization(given["fedsmoo"]))
+    if config.fedspeed is not None:
+        made.append(c.MixedAscent(*config.fedspeed))
     if config.lesam is not None:
         made.append(c.LocallyEstimatedPerturbation(given["lesam"], config.lesam_source))
     if config.fedexp is not None:
@@ -179,6 +181,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "alie": {"attack": ("alie", None)},
     "alie + geometric median": {"attack": ("alie", 1.5), "robust": {"rule": "geometric_median"}},
     "alie + FedALS": {"attack": ("alie", 1.5), "parts": ALS},
+    "FedSpeed": {"fedspeed": (0.1, 1.0, 0.1, True, "all")},
+    "FedSpeed, mixed, + SCAFFOLD": {
+        "fedspeed": (0.2, 0.75, 0.1, True, "all"),
+        "scaffold": "displacement",
+    },
+    "FedSpeed as printed": {"fedspeed": (0.1, 0.5, 0.1, False, "participants")},
+    "FedSpeed as printed + RI": {"fedspeed": (0.3, 0.875, 0.1, True, "participants"), "beta": 0.1},
+    "FedALS + FedSpeed": {"parts": ALS, "fedspeed": (0.1, 0.5, 0.1, True, "all")},
     "FedLESAM": {"lesam": 0.1},
     "FedLESAM, last": {"lesam": 0.1, "lesam_source": "last"},
     "FedLESAM-S": {"lesam": 0.1, "scaffold": "displacement"},

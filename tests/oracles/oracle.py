@@ -51,6 +51,8 @@ class Config:
     # radius of the corrected perturbation; FedSMOO is this and feddyn
     fedsmoo: Coefficient | None = None
     parts: Sequence[tuple[Mask, int | None]] = ()  # (coordinates, period; None: never averaged)
+    # penalty, alpha, radius, whether it is normalised, "all" or "participants"
+    fedspeed: tuple[float, float, float, bool, str] | None = None
     lesam: Coefficient | None = None  # radius of FedLESAM's perturbation
     lesam_source: str = "received"  # or "last"
     fedexp: tuple[float, bool] | None = None  # epsilon, and whether two models are averaged
@@ -112,6 +114,8 @@ def vectors(config: Config) -> tuple[int, int, int]:
     down = 1 + scaffold + fedcm + smoo + mean + (lesam and sent)
     up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates) + mean
     personal = (config.ditto is not None) + (config.pfedme is not None)
+    feddyn = config.fedspeed is not None or feddyn  # keeps and sends as FedDyn, and in up:
+    up += config.fedspeed is not None and config.fedspeed[4] == "all" and updates
     kept = ri + scaffold + feddyn + smoo + (config.topk is not None) + (lesam and not sent)
     return down, up, kept + personal
 
@@ -155,7 +159,8 @@ def run(
         raise ValueError(
             "the controls of relaxed initialization are not defined with partial averaging"
         )
-    if (cfg.sam is not None) + (cfg.fedsmoo is not None) + (cfg.lesam is not None) > 1:
+    perturbing = (cfg.sam, cfg.fedsmoo, cfg.lesam, cfg.fedspeed)
+    if sum(given is not None for given in perturbing) > 1:
         raise ValueError("two perturbations")
     zeros = np.zeros(D)
     w0 = np.array(w0, dtype=np.float64)
@@ -170,6 +175,8 @@ def run(
     v_i: dict[int, Vector] = {}
     theta_i: dict[int, Vector] = {}
     o_i: dict[int, Vector] = {}  # § 20 B
+    dual_i: dict[int, Vector] = {}  # § 20 A
+    dual_mean = zeros.copy()
     previous = w
     last_i: dict[int, Vector] = {}
     # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K
@@ -244,6 +251,10 @@ def run(
                     e = to_length(g - dual - s, at(cfg.fedsmoo, t))
                     dual = dual + e - s
                     g = problem.gradient(x + e, i, batch)
+                if cfg.fedspeed is not None:  # FedSpeed, § 20 A
+                    _, alpha, rho, normalised, _ = cfg.fedspeed
+                    ascent = to_length(g, rho) if normalised else rho * g
+                    g = (1 - alpha) * g + alpha * problem.gradient(x + ascent, i, batch)
                 # (3) mixing: FedCM, § 7
                 if cfg.alpha is not None:
                     g = at(cfg.alpha, t) * g + (1 - at(cfg.alpha, t)) * Delta
@@ -255,6 +266,8 @@ def run(
                     correction = correction + c - c_i.get(i, zeros)
                 if cfg.feddyn is not None:
                     correction = correction - lambda_i.get(i, zeros) + at(cfg.feddyn, t) * (x - w)
+                if cfg.fedspeed is not None:  # § 20 A
+                    correction = correction - dual_i.get(i, zeros) + cfg.fedspeed[0] * (x - w)
                 g = g + correction
                 if cfg.fedrep is not None:  # § 17: the head first, then the body
                     head, epochs, size = cfg.fedrep
@@ -292,12 +305,17 @@ def run(
             if cfg.feddyn is not None:  # § 6
                 old = lambda_i.get(i, zeros)
                 lambda_i[i] = np.where(averaged, old - at(cfg.feddyn, t) * (x - w), old)
+            if cfg.fedspeed is not None:  # § 20 A
+                old = dual_i.get(i, zeros)
+                dual_i[i] = np.where(averaged, old - cfg.fedspeed[0] * (x - w), old)
             if cfg.fedsmoo is not None:  # § 9
                 mu_i[i] = dual
                 U += (dual - e) / n
             # What is sent: x_{i,K} - w; under RI's second rule what moved; its largest entries
             # under top-k.
             u[i] = x - origin[i] if cfg.beta is not None and cfg.aggregate == "updates" else x - w
+            if cfg.fedspeed is not None and cfg.fedspeed[4] == "participants":  # § 20 A
+                u[i] = u[i] - dual_i[i] / cfg.fedspeed[0]
             if cfg.topk is not None:
                 k = exact_ceil(cfg.topk, D)
                 v = u[i] + e_i.get(i, zeros)
@@ -344,6 +362,10 @@ def run(
                 change = (a / m) * sum((x_K[i] - w for i in cohort), zeros)
                 lam = np.where(averaged, lam - change, lam)
                 d = d - lam / a
+            if cfg.fedspeed is not None and cfg.fedspeed[4] == "all":  # § 20 A
+                change = (cfg.fedspeed[0] / m) * sum((x_K[i] - w for i in cohort), zeros)
+                dual_mean = np.where(averaged, dual_mean - change, dual_mean)
+                d = d - dual_mean / cfg.fedspeed[0]
             if cfg.alpha is not None:
                 Delta = np.where(averaged, mean_velocity, Delta)
             if cfg.fedsmoo is not None:
@@ -396,12 +418,13 @@ def run(
             "v_i": v_i,
             "theta_i": theta_i,
             "o_i": o_i,
+            "dual_i": dual_i,
             "last_i": last_i,
             "origin": origin,
             "elapsed": elapsed,
         }
         # rows are replaced, never changed
         clients = {name: dict(table) for name, table in rows.items()}
-        server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer
+        server = {"c": c, "lambda": lam, "s": s, "Delta": Delta, "dual": dual_mean} | optimizer
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
     return history
