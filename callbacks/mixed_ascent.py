@@ -129,7 +129,8 @@ class MixedAscent(FederatedCallback):
 
     def less_the_dual(self, clients: Clients, update: Tensor) -> Tensor:
         """The message of a client with ``aggregate="participants"``."""
-        return update - self.dual[clients] / self.penalty
+        sent: Tensor = update - self.dual[clients] / self.penalty
+        return sent
 
     def on_server_update(self, server: Server) -> None:
         if self.aggregate_ == "all":
