@@ -20,9 +20,12 @@ from fl_lightning.callbacks.global_sharpness_aware_minimization import (
 )
 from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.locally_estimated_perturbation import LocallyEstimatedPerturbation
+from fl_lightning.callbacks.logit_calibration import LogitCalibration
 from fl_lightning.callbacks.mixed_ascent import MixedAscent
+from fl_lightning.callbacks.model_contrast import ModelContrast
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
+from fl_lightning.callbacks.not_true_distillation import NotTrueDistillation
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
 from fl_lightning.callbacks.per_client_evaluation import PerClientEvaluation
 from fl_lightning.callbacks.power_of_choice import PowerOfChoice
@@ -52,9 +55,12 @@ __all__ = [
     "GlobalSharpnessAwareMinimization",
     "HessianLogger",
     "LocallyEstimatedPerturbation",
+    "LogitCalibration",
     "MixedAscent",
+    "ModelContrast",
     "MoreauEnvelope",
     "NormalizedAveraging",
+    "NotTrueDistillation",
     "PartialAveraging",
     "PerClientEvaluation",
     "PowerOfChoice",

@@ -246,6 +246,14 @@ class FederatedDataModule(pl.LightningDataModule):
         """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
         return self._who.indices(client)
 
+    def client_label_counts(self, client: int) -> NDArray[np.int64] | None:
+        """How many samples of each class a client trains on ``(C,)``; None without classes."""
+        labels = self._train.labels
+        classes = self.num_classes
+        if labels is None or classes is None:
+            return None
+        return np.bincount(labels[self.client_indices(client)], minlength=classes)
+
     def client_test_indices(self, client: int) -> Indices:
         """Positions of a client's test samples in the training data, ascending; may be empty.
 

@@ -187,6 +187,16 @@ class FederatedCallback(pl.Callback):
     reads_loss: ClassVar[bool] = False
     """Whether the method reads ``clients.loss``."""
 
+    taps: dict[str, str] = {}
+    """Modules of the learner to look at: ``{"logits": "last", "features": "last:in"}``.
+
+    A name, and a module's path in the learner: its output, or with ``:in`` its first positional
+    input. ``"last"`` is the last layer, as for PartialAveraging, ``""`` the learner's forward. Of a
+    module that a step calls several times, the last call counts. It may be set in ``__init__``."""
+
+    needs_classes: ClassVar[bool] = False
+    """Whether ``batch[1]`` has to be class indices, one integer a sample."""
+
     requires: ClassVar[dict[str, Any]] = {}
     """Arguments of FederatedModule without which it refuses to run; the contracts run with them."""
 
@@ -341,6 +351,26 @@ class FederatedCallback(pl.Callback):
 
     def on_local_start(self, clients: Clients) -> None:
         """Change or assign ``clients.x`` ``(n, D)``, from which the clients start."""
+
+    def local_output(self, clients: Clients, name: str, value: Any, batch: Any) -> Any:
+        """One owner a module. What goes on from the tapped module in place of its output.
+
+        Called in each pass of local training, for those of ``taps`` that are outputs.
+        """
+        raise NotImplementedError  # called only on a callback that overrides it
+
+    def local_loss(
+        self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
+    ) -> Tensor:
+        """Return the loss, a scalar, that a client's local step minimises in place of ``loss``.
+
+        ``clients`` is one client, ``seen[name]`` what the module of ``taps[name]`` gave in this
+        step, with graph, before any ``local_output``; ``batch`` the learner's. Methods come one
+        after the other, each with the loss so far; the loss that is logged stays the learner's.
+        It holds wherever a gradient of the loss is taken: at a perturbed point, by
+        ``clients.gradient_at`` and ``clients.full_gradient``.
+        """
+        raise NotImplementedError  # called only on a callback that overrides it
 
     def perturbation(self, clients: Clients, gradient: Any) -> Tensor:
         """One owner. Return e ``(n, D)``: the loss gradient is taken again at x + e.

@@ -294,6 +294,7 @@ class FederatedLoop:
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
         logged["cost/gradients"] = traffic.gradients(ledger)
+        logged["cost/forwards"] = traffic.forwards(ledger)
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:

@@ -37,6 +37,8 @@ OWNED = {
 SHARED = (
     "on_round_start",
     "on_local_start",
+    "local_output",
+    "local_loss",
     "on_local_gradient",
     "on_local_step_end",
     "on_local_end",
@@ -44,7 +46,16 @@ SHARED = (
     "on_server_update",
     "on_round_end",
 )
-CHANGING = (*OWNED, "on_local_start", "on_local_gradient", "on_local_step_end", "on_updates")
+LOOKING = ("local_output", "local_loss")
+IN_STEPS = (
+    *("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end"),
+    *LOOKING,
+)
+CHANGING = (
+    *OWNED,
+    *("on_local_start", "on_local_gradient", "on_local_step_end", "on_updates"),
+    *LOOKING,
+)
 
 
 class Methods:
@@ -71,11 +82,15 @@ class Methods:
         # What changes updates for the clients comes before what the server does to them, and what
         # keeps coordinates at rest comes after all that moves them.
         ordered = sorted(self.callbacks, key=lambda c: (c.rests, not c.stands_for_clients))
+        # A loss is the same until all have ended that may ask for its gradient.
+        ending = sorted(self.callbacks, key=looks)
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         for hook in SHARED:
             in_order = self.callbacks
             if hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
                 in_order = ordered
+            if hook == "on_local_end":
+                in_order = ending
             self._hooks[hook] = [getattr(c, hook) for c in in_order if c.has(hook)]
         self._owners: dict[str, Callable[..., Any]] = {}
         self._owned_by: dict[str, FederatedCallback] = {}
@@ -223,6 +238,14 @@ class Methods:
         return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
 
     @property
+    def look(self) -> str:
+        """The first callback that looks at what modules give; empty: there is none."""
+        for callback in self.callbacks:
+            if looks(callback):
+                return type(callback).__name__
+        return ""
+
+    @property
     def gathering(self) -> list[str]:
         """The names of callbacks that take all updates of a round together."""
         return [type(c).__name__ for c in self.callbacks if c.gathers or c.has("on_updates")]
@@ -259,10 +282,9 @@ class Methods:
 
     def in_steps_of_others(self) -> str:
         """The first callback of others with a hook in each local step, or an empty string."""
-        hooks = ("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end")
         for callback in self.callbacks:
             packaged = type(callback).__module__.startswith("fl_lightning.")
-            if not packaged and any(callback.has(hook) for hook in hooks):
+            if not packaged and any(callback.has(hook) for hook in IN_STEPS):
                 return type(callback).__name__
         return ""
 
@@ -285,6 +307,11 @@ class Methods:
         return " + ".join(names) or "FedAvg"
 
 
+def looks(callback: FederatedCallback) -> bool:
+    """Tell whether a callback looks at what the learner's modules give."""
+    return bool(callback.taps) or any(callback.has(hook) for hook in LOOKING)
+
+
 def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
     """Refuse a method whose name is almost that of a hook: it would never be called."""
     hooks = [name for name in dir(FederatedCallback) if name.startswith("on_") or name in OWNED]
@@ -302,6 +329,13 @@ def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Te
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned
+
+
+def checked_loss(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
+    """The result of ``local_loss``, which has to be one number."""
+    if not isinstance(returned, Tensor) or returned.numel() != 1:
+        raise _returned(call, returned, "the loss, a scalar tensor")
+    return returned.reshape(like.shape)
 
 
 def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n: int) -> list[int]:

@@ -11,17 +11,18 @@ from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.state import Upload
 
-DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS = range(6)
+DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS = range(7)
 
 
 def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
-    """A client's six counts, without what it uploads."""
-    counts = [0] * 6
+    """A client's counts, without what it uploads."""
+    counts = [0] * 7
     # Coordinates of which the client has a valid copy are not sent to it.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
     counts[DOWN_PARAMETERS] = group.round.layout.size - kept
     counts[CLIENTS] = 1
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
+    counts[FORWARDS] = sum(map(group.passes, group.ids))
     for name, buffer in buffers.items():
         if name not in group.round.own_buffers:
             counts[BUFFER_BYTES] += buffer.numel() * buffer.element_size()
@@ -49,6 +50,12 @@ def gradients(ledger: Ledger) -> int:
     """Gradients that the round's participants evaluated, all together, each of one batch."""
     counts = ledger.total.get("traffic")
     return 0 if counts is None else int(counts[GRADIENTS])
+
+
+def forwards(ledger: Ledger) -> int:
+    """Passes without a gradient that methods asked for, all participants, each of one batch."""
+    counts = ledger.total.get("traffic")
+    return 0 if counts is None else int(counts[FORWARDS])
 
 
 def kept_vectors(ledger: Ledger, methods: Methods) -> float:

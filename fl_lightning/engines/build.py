@@ -11,8 +11,9 @@ from fl_lightning.engines.auto import decide
 from fl_lightning.engines.batch_check import check_batch_sizes, first_line
 from fl_lightning.engines.debug import Debug
 from fl_lightning.engines.door import fast_ways, refused, why_closed
-from fl_lightning.engines.dry_run import tried_apart
+from fl_lightning.engines.dry_run import DryRun, tried_apart
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.looks import FirstLook, Looks
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
 from fl_lightning.engines.sequential import Sequential
@@ -60,6 +61,7 @@ def choose(
         Exception: of the learner's first step, where a copy of the learner meets one.
     """
     check_door(situation)
+    check_stacked(situation)
     copies = LearnerCopies(situation)
     resumed = held is not None and goes_on(situation, held)
     if held is not None and resumed:
@@ -73,6 +75,7 @@ def choose(
     if decision.note:
         note(decision.note)
     copies.treat_as_buffers(plan.written)
+    check_looks(copies)
     tell_of_buffers(situation, plan, decision.buffers, note)
     if resumed and plan.channels_last:
         copies.use_channels_last()
@@ -116,10 +119,58 @@ def check_door(situation: Situation) -> None:
         raise refused("engine='concurrent' on a GPU", "engine='auto'")
 
 
+def check_stacked(situation: Situation) -> None:
+    """Refuse stacked clients to methods that look at what one client's modules give.
+
+    Raises:
+        UserError: naming the method.
+    """
+    method = situation.work.methods.look
+    if method and situation.engine == "stacked":
+        raise UserError(
+            f"engine='stacked' cannot train with {method}, which looks at what the learner's "
+            "modules give in one client's step (taps, local_loss, local_output), and stacked "
+            "clients take one step together. Use engine='auto', 'concurrent' or 'sequential'."
+        )
+
+
+def check_looks(copies: LearnerCopies) -> None:
+    """Refuse taps that name no module, or none that a step calls, and labels of another kind.
+
+    It is a step of round 0's first client on a copy, in every process.
+
+    Raises:
+        UserError: naming method and tap.
+    """
+    situation = copies.situation
+    methods = situation.work.methods
+    if not methods.look:
+        return
+    Looks(methods, copies.original, draws=False)
+    copy = None
+    try:
+        with tried_apart(situation):
+            trial = DryRun(copies)
+            copy = trial.copy
+            copy.looks = FirstLook(methods, copy)
+            trial.run(situation.cohort.tried(0)[0], 1)
+    except UserError:
+        raise
+    except Exception:
+        # What cannot be tried on a copy meets this in round 0, where it says so.
+        return
+    finally:
+        if copy is not None:
+            copy.looks = None
+            copy.reset()
+
+
 def goes_on(situation: Situation, held: EnginePlan) -> bool:
     """Tell whether a resumed run keeps the plan that it began with."""
     asked = "sequential" if situation.engine == "debug" else situation.engine
     if asked not in ("auto", held.engine):
+        return False
+    if held.engine == "stacked" and situation.work.methods.look:
         return False
     streams = held.engine == "concurrent" and situation.w.is_cuda
     if why_closed() and (streams or held.engine == "stacked"):

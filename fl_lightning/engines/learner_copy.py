@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,19 @@ from fl_lightning.learner.modules import (
 from fl_lightning.learner.parameters import slots_of_parameters
 from fl_lightning.lightning import LightningOptimizer
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import LOSS
+from fl_lightning.round.group import LOSS, ClientGroup
 
 Convert = Callable[[Any, Any], Any]
+
+
+class Changes(Protocol):
+    """What methods make of a client's passes: see :class:`~fl_lightning.engines.looks.Looks`."""
+
+    def begin(self, group: ClientGroup) -> None: ...
+
+    def end(self) -> None: ...
+
+    def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]: ...
 
 
 class LearnerCopy:
@@ -62,6 +72,10 @@ class LearnerCopy:
         self._views = layout.views(x.view(-1))
         self._second: tuple[Tensor, list[Tensor]] | None = None
         self._third: tuple[Tensor, ...] | None = None
+        # The model of a pass beside the present one, and buffers for it.
+        self._aside: tuple[Tensor, list[Tensor]] | None = None
+        self._buffers_aside: dict[str, Tensor] = {}
+        self.looks: Changes | None = None
         self.parameters = [p for _, p in trainable(learner)]
         self._slots, self._own_buffers = buffer_slots(learner)
         self.slots_of_parameters = slots_of_parameters(learner)
@@ -205,6 +219,67 @@ class LearnerCopy:
             self.g, self._views_of_g = first
 
     @contextmanager
+    def aside(
+        self, point: Tensor, buffers: Mapping[str, Tensor], training: bool
+    ) -> Iterator[set[int]]:
+        """Within, the learner is at ``point`` with ``buffers``, without logs.
+
+        It is in evaluation mode, unless ``training``. All that a pass has saved for its gradient
+        stays as it is: the point and buffers have memory of their own, whose addresses are given.
+        """
+        if self._aside is None:
+            second = torch.empty_like(self.x)
+            self._aside = second, self.layout.views(second.view(-1))
+        x, views = self._aside
+        x.copy_(point)
+        found = [parameter.data for parameter in self.parameters]
+        written = [parameter.data for parameter, _ in self._written.values()]
+        replaced = self._replace_buffers(buffers)
+        switched = [] if training else [part for part in self.learner.modules() if part.training]
+        logging = self.logging
+        self.logging = False
+        try:
+            tie(self.parameters, views)
+            for part in switched:
+                part.training = False
+            with metric_states.kept(self._own_metrics):
+                yield {each.untyped_storage().data_ptr() for each in [x, *self.buffers.values()]}
+        finally:
+            self.logging = logging
+            for part in switched:
+                part.training = True
+            for module, leaf, buffer in replaced:
+                module._buffers[leaf] = buffer
+            for (parameter, _), data in zip(self._written.values(), written, strict=True):
+                parameter.data = data
+            tie(self.parameters, found)
+
+    def _replace_buffers(
+        self, values: Mapping[str, Tensor]
+    ) -> list[tuple[nn.Module, str, Tensor | None]]:
+        """Give the learner copies of these buffers; the tensors that it had, with their places."""
+        replaced = []
+        for name, places in self._slots.items():
+            buffer = self._buffer_aside(name, values)
+            for module, leaf in places:
+                replaced.append((module, leaf, module._buffers.get(leaf)))
+                module._buffers[leaf] = buffer
+        for name, (parameter, _) in self._written.items():
+            data = self._buffer_aside(name, values)
+            assert data is not None
+            parameter.data = data
+        return replaced
+
+    def _buffer_aside(self, name: str, values: Mapping[str, Tensor]) -> Tensor | None:
+        value = values.get(name)
+        if value is None:
+            return None
+        own = self._buffers_aside.get(name)
+        if own is None or own.shape != value.shape:
+            own = self._buffers_aside[name] = torch.empty_like(value)
+        return own.copy_(value)
+
+    @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
         """Within, the learner is attached; afterwards its parameters are views into ``rest``."""
         check_trainable(self.learner, self.layout)
@@ -268,7 +343,7 @@ class LearnerCopy:
     def loss(self, batch: Any, step: int) -> tuple[Any, Tensor]:
         """The output of ``training_step`` for a converted batch, and the loss in it."""
         with self.forward_context():
-            output = self.step(batch, step) if self.takes_index else self.step(batch)
+            output = self.take_step(batch, step)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -279,6 +354,10 @@ class LearnerCopy:
             )
         return output, loss
 
+    def take_step(self, batch: Any, step: Any) -> Any:
+        """The output of ``training_step``, as it is."""
+        return self.step(batch, step) if self.takes_index else self.step(batch)
+
     def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
         self.logging = log
         self.present.index = step
@@ -286,11 +365,15 @@ class LearnerCopy:
             batch = self.convert(self.learner, batch)
         if log and self.hooks is not None:
             self.hooks.batch_start(batch, step)
-        output, loss = self.loss(batch, step)
-        if self.hooks is None:
-            gradients = differentiated(loss, self.parameters)
+        if self.looks is None:
+            output, loss = self.loss(batch, step)
+            minimised = loss
         else:
-            gradients = tuple(self.hooks.backward(loss, first=log))
+            output, loss, minimised = self.looks.loss(batch, step)
+        if self.hooks is None:
+            gradients = differentiated(minimised, self.parameters)
+        else:
+            gradients = tuple(self.hooks.backward(minimised, first=log))
             if log:
                 self.hooks.batch_done(output, loss, batch, step)
         if log and self.keeps_loss:

@@ -58,6 +58,17 @@ class Work:
             return batches
         return ((change(client, batch), number) for batch, number in batches)
 
+    def label_counts(self, client: int) -> list[int] | None:
+        """A client's training samples by class, as a method lets it see them; None: no classes."""
+        of_data = getattr(self.data, "client_label_counts", None)
+        counts = None if of_data is None else of_data(client)
+        if counts is None or self.methods.owner("local_batch") is None:
+            return None if counts is None else [int(count) for count in counts]
+        total = torch.zeros(len(counts), dtype=torch.int64)
+        for batch, _ in self.full_batches(client, torch.device("cpu")):
+            total += torch.bincount(batch[1].cpu(), minlength=len(counts))
+        return total.tolist()
+
 
 class Model(Protocol):
     """The model of local steps: one client's copy of the learner, or several clients' stacked.

@@ -14,6 +14,7 @@ from fl_lightning.aggregation import metric_states
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
+from fl_lightning.engines.looks import Looks
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.learner.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
@@ -60,6 +61,8 @@ class Worker:
         self.optimizer = optimizer
         self.recorder = recorder
         self.stream = stream
+        if work.methods.look:
+            copy.looks = Looks(work.methods, copy, work.draws)
 
     def train(
         self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True
@@ -75,11 +78,14 @@ class Worker:
         copy = self.copy
         optimizer = self.optimizer
         group = ClientGroup(round, [client], copy.x, self.full_gradient, work.evaluate)
+        group.label_counts = work.label_counts
         clients = Clients(group)
         steps = round.steps[client]
         batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)
         try:
             copy.load(round, client)
+            if copy.looks is not None:
+                copy.looks.begin(group)
             copy.begin(work.data, lambda: clients.client_ids[0], steps)
             # Seeded before the first hook, so that whatever a client draws is a function of
             # (seed, round, client), whoever trained on this worker before.
@@ -98,6 +104,8 @@ class Worker:
                     step(batch, index)
             check_same_parameters(copy.learner, copy.slots_of_parameters)
             group.local_step = None
+            if copy.looks is not None:
+                copy.looks.end()
             # Logs come before `on_local_end`, which may read the mean loss among them.
             group.metrics = copy.take_metrics()
             for name, value in {**copy.take_logs(), **metric_states.alone(group.metrics)}.items():

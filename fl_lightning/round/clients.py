@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.devices import to_device
 from fl_lightning.round.context import InStep
@@ -145,6 +146,45 @@ class Clients:
         """
         return self._in_step("clients.gradient_at").gradient_at(x)
 
+    def seen_at(self, x: Tensor, training: bool = False) -> dict[str, Any]:
+        """What the method's taps give at x ``(D,)`` or ``(1, D)``, by name and without graph.
+
+        Same batch, same random numbers, from the buffers with which the client's round began.
+        Nothing is left of the pass: x, buffers and logs stay. In ``local_loss``, and in the hooks
+        of a step, from the first step on. ``cost/forwards`` counts it.
+
+        Args:
+            training: in training mode, with statistics of the batch; else in evaluation mode.
+        """
+        if self._group.seen_at is None:
+            raise RuntimeError(
+                "clients.seen_at is there for methods whose class has `taps`, in engines that "
+                "train clients one by one"
+            )
+        return self._group.seen_at(self._caller, x, training)
+
+    @property
+    def label_counts(self) -> Tensor:
+        """How many of their training samples each class has ``(n, C)``, int64, C = num_classes.
+
+        A sample that a client has twice counts twice; what is held out does not.
+
+        Raises:
+            UserError: the data have no class labels.
+        """
+        group = self._group
+        if "label_counts" not in group.columns:
+            assert group.label_counts is not None
+            counts = [group.label_counts(client) for client in group.ids]
+            if any(row is None for row in counts):
+                raise UserError(
+                    f"method: {self._caller} reads how many samples of each class clients have, "
+                    "and the training data have no class labels. Accepted are whole numbers from "
+                    "0, one a sample: give targets, or use another method."
+                )
+            group.columns["label_counts"] = to_device(counts, group.x.device)
+        return group.columns["label_counts"]
+
     def _in_step(self, what: str) -> InStep:
         if self._group.local_step is None:
             raise RuntimeError(
@@ -239,6 +279,8 @@ class Clients:
         """
         assert self._group.evaluate is not None
         self._group.looked_up = True
+        if what == "train":
+            self._group.evaluated()
         return self._group.evaluate(self._group, x, what)
 
     def log(self, name: str, values: Tensor) -> None:

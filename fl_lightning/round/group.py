@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ class ClientGroup:
         self.x = x
         self.full_gradient = full_gradient
         self.evaluate = evaluate
+        # (method, x, training) -> what its taps give there; (client) -> samples by class.
+        self.seen_at: Callable[[str, Tensor, bool], dict[str, Any]] | None = None
+        self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
         # What hooks read. A local step may read any of these tensors besides x.
         self.start: Tensor | None = None
@@ -70,6 +74,11 @@ class ClientGroup:
         self.gradients_a_step = 1
         self.full_gradients = 0  # outside of steps
         self.full_gradients_a_step = 0
+        # Passes without a gradient likewise, of one batch and of all samples.
+        self.forwards = 0
+        self.forwards_a_step = 0
+        self.evaluations = 0
+        self.evaluations_a_step = 0
 
         # What a client that stands alone brings home beside its model: the learner's buffers, what
         # its steps left in the learner's metrics, and what its optimizer keeps.
@@ -139,6 +148,29 @@ class ClientGroup:
         if whole and self.round.steps_of is not None:
             batches = self.round.steps_of(client, 1)
         return steps * self.gradients_a_step + whole * batches
+
+    def passed(self) -> None:
+        """A method asked for a pass without a gradient."""
+        if self.local_step is None:
+            self.forwards += 1
+        elif self.local_step.first:
+            self.forwards_a_step += 1
+
+    def evaluated(self) -> None:
+        """A method asked for passes over all samples that the clients train on."""
+        if self.local_step is None:
+            self.evaluations += 1
+        elif self.local_step.first:
+            self.evaluations_a_step += 1
+
+    def passes(self, client: int) -> int:
+        """How many passes of a batch without a gradient methods asked for."""
+        steps = self.round.steps[client]
+        whole = self.evaluations + steps * self.evaluations_a_step
+        batches = 0
+        if whole and self.round.steps_of is not None:
+            batches = self.round.steps_of(client, 1)
+        return self.forwards + steps * self.forwards_a_step + whole * batches
 
     def read(self, key: str, declaration: PerClient) -> Tensor:
         """The staged rows of a state, loaded at first access."""

@@ -27,6 +27,7 @@ def counts(
         group.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
     found = traffic.of_client(group, BUFFERS)
     traffic.add_upload(found, group, UPLOADS)
+    assert found.pop() == 0, "no method asked for a pass"
     return found
 
 
@@ -111,5 +112,5 @@ def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here(
 def test_gradients_of_a_round_are_the_participants_together() -> None:
     ledger = Ledger(a_round())
     assert traffic.gradients(ledger) == 0
-    ledger.total = {"traffic": torch.tensor([8, 2, 11, 90, 64, 12])}
-    assert traffic.gradients(ledger) == 12
+    ledger.total = {"traffic": torch.tensor([8, 2, 11, 90, 64, 12, 7])}
+    assert traffic.gradients(ledger) == 12 and traffic.forwards(ledger) == 7

@@ -32,6 +32,7 @@ CLIENT = {
     "MoreauEnvelope.theta": "theta_i",
     "LocallyEstimatedPerturbation.received": "o_i",
     "MixedAscent.dual": "dual_i",
+    "ModelContrast.last": "last_i",
     "optimizer.0.momentum_buffer": "momentum_i",
 }
 SERVER = {

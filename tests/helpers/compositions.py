@@ -59,6 +59,12 @@ def methods(config: Config) -> list[Any]:
         made.append(c.TopKCompression(config.topk))
     if config.ditto is not None:
         made.append(c.ProximalPersonalModel(given["ditto"]))
+    if config.moon is not None:
+        made.append(c.ModelContrast(given_or(config.moon[0]), config.moon[1]))
+    if config.fedntd is not None:
+        made.append(c.NotTrueDistillation(given_or(config.fedntd[0]), config.fedntd[1]))
+    if config.fedlc is not None:
+        made.append(c.LogitCalibration(given_or(config.fedlc[0]), config.fedlc[1]))
     if config.pfedme is not None:
         made.append(c.MoreauEnvelope(*config.pfedme))
     if config.fedrep is not None:
@@ -71,6 +77,11 @@ def methods(config: Config) -> list[Any]:
         periods = {pattern: period_of(config, where) for pattern, where in PATTERNS.items()}
         made.append(c.PartialAveraging(periods=periods))
     return made
+
+
+def given_or(value: Any) -> Any:
+    """A coefficient of the oracle as one of ours."""
+    return Function(value) if callable(value) else value
 
 
 def part(*patterns: str) -> Any:
@@ -230,6 +241,26 @@ METHODS: dict[str, dict[str, Any]] = {
     "pFedMe": {"pfedme": (15.0, 5, 0.05)},
     "pFedMe, server rate 2": {"pfedme": (2.0, 3, 0.1), "server": ("sgd", 2.0)},
     "pFedMe + SCAFFOLD": {"pfedme": (15.0, 2, 0.05), "scaffold": "displacement"},
+    "MOON": {"moon": (1.0, 0.5)},
+    "MOON + FedSAM + RI": {"moon": (5.0, 0.2), "sam": 0.05, "beta": 0.1},
+    "MOON + SCAFFOLD, gradient": {"moon": (2.0, 0.5), "scaffold": "gradient"},
+    "MOON + FedALS": {"moon": (2.0, 0.5), "parts": ALS},
+    "FedNTD": {"fedntd": (1.0, 1.0)},
+    "FedNTD, temperature": {"fedntd": (2.0, 3.0)},
+    "FedNTD + FedSAM + RI": {"fedntd": (1.0, 2.0), "sam": 0.05, "beta": 0.1},
+    "FedNTD + Ditto": {"fedntd": (1.0, 2.0), "ditto": 0.5},
+    "FedLC": {"fedlc": (1.0, False)},
+    "FedLC, printed": {"fedlc": (0.5, True)},
+    "FedLC + FedSAM + RI": {"fedlc": (1.0, False), "sam": 0.05, "beta": 0.1},
+    "FedLC + flipped labels": {"fedlc": (1.0, False), "attack": ("label_flip", None)},
+    "MOON + FedNTD + FedLC": {
+        "moon": (lambda t: 0.5 * t, 0.5),
+        "fedntd": (1.0, 2.0),
+        "fedlc": (0.5, False),
+        "scaffold": "displacement",
+        "sam": 0.05,
+        "beta": 0.1,
+    },
     "FedALS, momentum kept": {"parts": ALS, "momentum": 0.9, "keep_momentum": True},
     "FedALS + SCAFFOLD": {"parts": ALS, "scaffold": "displacement"},
     "FedALS + SCAFFOLD, gradient": {"parts": ALS, "scaffold": "gradient"},

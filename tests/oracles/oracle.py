@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.oracles import robust
+from tests.oracles.looking import Looking
 from tests.oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
 
 __all__ = ["Config", "Quadratic", "Round", "Schedule", "TwoLayer", "local_steps", "run", "vectors"]
@@ -62,6 +63,9 @@ class Config:
     ditto: Coefficient | None = None  # strength lambda
     pfedme: tuple[float, int, float] | None = None  # lambda, inner steps, inner rate
     robust: dict[str, Any] | None = None  # rule and its arguments, in place of the mean
+    moon: tuple[Coefficient, float] | None = None  # mu, temperature
+    fedntd: tuple[Coefficient, float] | None = None  # beta, temperature
+    fedlc: tuple[Coefficient, bool] | None = None  # tau, the true class left out
     attack: tuple[str, float | None] | None = None  # which, and its scale; of whom:
     attackers: tuple[int, ...] = ()
     noise: Callable[[int, int, int], Vector] | None = None  # (round, client, D) -> N(0, I)
@@ -117,6 +121,7 @@ def vectors(config: Config) -> tuple[int, int, int]:
     feddyn = config.fedspeed is not None or feddyn  # keeps and sends as FedDyn, and in up:
     up += config.fedspeed is not None and config.fedspeed[4] == "all" and updates
     kept = ri + scaffold + feddyn + smoo + (config.topk is not None) + (lesam and not sent)
+    kept += config.moon is not None
     return down, up, kept + personal
 
 
@@ -144,6 +149,25 @@ def server_step(
     return w + lr * m / (np.sqrt(v) + tau), {"m": m, "v": v}
 
 
+def looking(
+    network: Problem, cfg: Config, t: int, w: Vector, last: Vector, labels: Any, i: int
+) -> Looking:
+    """Client i's loss in round t, changed by MOON, FedNTD or FedLC."""
+    assert isinstance(network, TwoLayer)
+    if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:
+        labels = 2 - labels
+    counts = np.bincount(labels, minlength=3).astype(np.float64)
+    return Looking(
+        network,
+        w,
+        last,
+        counts,
+        None if cfg.moon is None else (at(cfg.moon[0], t), cfg.moon[1]),
+        None if cfg.fedntd is None else (at(cfg.fedntd[0], t), cfg.fedntd[1]),
+        None if cfg.fedlc is None else (at(cfg.fedlc[0], t), cfg.fedlc[1]),
+    )
+
+
 def run(
     problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule
 ) -> list[Round]:
@@ -152,6 +176,7 @@ def run(
     Entry t holds what there is after round t (its `w` is w^{t+1}).
     """
     cfg, D, m = config, len(w0), len(schedule.sizes)
+    network = problem
     parts = [*cfg.parts, *([] if cfg.fedrep is None else [(cfg.fedrep[0], None)])]
     if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
         raise ValueError("FedSMOO, FedNova and top-k are not defined with partial averaging")
@@ -229,6 +254,8 @@ def run(
                 old = previous if cfg.lesam_source == "last" else o_i.get(i, w)
                 e_round = to_length(old - w, at(cfg.lesam, t))
                 o_i[i] = w
+            if cfg.moon is not None or cfg.fedntd is not None or cfg.fedlc is not None:
+                problem = looking(network, cfg, t, w, last_i.get(i, w), schedule.data[i][1], i)
             for k, batch in enumerate(schedule.rounds[t][i]):
                 # § 18, 3 classes
                 if cfg.attack is not None and cfg.attack[0] == "label_flip" and i in cfg.attackers:

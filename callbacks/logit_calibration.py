@@ -1,0 +1,90 @@
+"""FedLC: logits lose a margin, the larger the fewer samples of a class a client has.
+
+J. Zhang, Z. Li, B. Li, J. Xu, S. Wu, S. Ding, C. Wu: Federated Learning with Label Distribution
+Skew via Logits Calibration (ICML 2022), arXiv:2209.00189. A client minimises CE(z - m_i, y),
+m_{i,c} = τ N_{i,c}^{-1/4}, N_{i,c} its training samples of class c.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule, flag, number
+
+
+class LogitCalibration(FederatedCallback):
+    """z ← z - m_i in local training; a class that the client has no sample of leaves the sum.
+
+    The loss that is logged is that of the calibrated logits; evaluation has z. Where each client
+    has as many samples of each class, it is FedAvg.
+    Sent and kept: nothing more than by FedAvg. One gradient a step.
+
+    Args:
+        tau: τ, from 0; 0 is FedAvg (absent classes stay).
+        exclude_true: the sum runs over the other classes alone, as the paper prints it: mean
+            log(1 - p_y), p = softmax(z - m_i), is added to the loss. A sample without another class
+            adds nothing. Unbounded below.
+
+    Raises:
+        UserError: tau is negative, or neither a finite number nor a schedule; exclude_true is
+            neither true nor false; labels are no class indices.
+
+    Example:
+        without a margin it is FedAvg, to the last bit.
+
+        >>> from fl_lightning.callbacks import LogitCalibration
+        >>> from fl_lightning.testing import tiny_run
+        >>> tiny_run(LogitCalibration(tau=0.0)).global_vector.equal(tiny_run().global_vector)
+        True
+        >>> tiny_run(LogitCalibration(tau=1.0)).global_vector.equal(tiny_run().global_vector)
+        False
+    """
+
+    title = "FedLC"
+    neutral = {"tau": 0.0}
+    taps = {"logits": "last"}
+    needs_classes = True
+    tau = Coefficient()
+
+    def __init__(self, tau: float | Schedule = 1.0, exclude_true: bool = False) -> None:
+        super().__init__()
+        # Below 0 rare classes would be learned less.
+        if not isinstance(tau, Schedule):
+            number("LogitCalibration: tau", tau, least=0)
+        flag("LogitCalibration: exclude_true", exclude_true)
+        self.tau = tau
+        self.exclude_true = exclude_true
+        if exclude_true:
+            self.use("local_loss", self.without_true)
+
+    def local_output(self, clients: Clients, name: str, value: Tensor, batch: Any) -> Tensor:
+        return value - self.margins(clients, value)
+
+    def margins(self, clients: Clients, logits: Tensor) -> Tensor:
+        """m_i ``(1, C)``, infinite for a class that the client has no sample of."""
+        n = counts(clients, logits).double()
+        absent = torch.inf if self.tau > 0 else 0.0
+        margins = torch.where(n > 0, self.tau * n.clamp(min=1) ** -0.25, absent)
+        return margins.to(logits.dtype)
+
+    def without_true(
+        self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
+    ) -> Tensor:
+        """The hook ``local_loss`` of the printed sum."""
+        z = seen["logits"] - self.margins(clients, seen["logits"])
+        own = one_hot(batch[1].long(), z.shape[1]).bool()
+        others = (counts(clients, z) > 0) & ~own
+        has_others = others.any(1, keepdim=True)
+        # A sample without other classes keeps all of them, so that no gradient is undefined.
+        among = z.masked_fill(has_others & ~others, -torch.inf).logsumexp(1)
+        return loss + torch.where(has_others[:, 0], among - z.logsumexp(1), 0.0).mean()
+
+
+def counts(clients: Clients, logits: Tensor) -> Tensor:
+    """N_i ``(1, C)``; 0 for outputs beyond the data's classes."""
+    n = clients.label_counts
+    return pad(n, (0, logits.shape[1] - n.shape[1]))

@@ -1,0 +1,77 @@
+"""FedNTD: what the server's model knows of the other classes is kept by distillation.
+
+G. Lee, M. Jeong, Y. Shin, S. Bae, S.-Y. Yun: Preservation of the Global Knowledge by Not-True
+Distillation in Federated Learning (NeurIPS 2022), arXiv:2106.03097. A client minimises CE + β τ²
+KL(q̃(w^t) ‖ q̃(x)), q̃ the softmax of logits/τ over the classes that are not the sample's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule
+
+
+class NotTrueDistillation(FederatedCallback):
+    """The loss gains β τ² KL(q̃(w^t) ‖ q̃(x)), summed over classes, mean over the batch.
+
+    The teacher w^t is in evaluation mode; under relaxed initialization too it is w^t, not the
+    start.
+    Sent and kept: nothing more than by FedAvg. One gradient and one forward pass a step.
+
+    Args:
+        strength: β; 0 is FedAvg.
+        temperature: τ, above 0.
+
+    Raises:
+        UserError: one of them is neither a finite number nor a schedule, or temperature is not
+            above 0; labels are no class indices.
+
+    Example:
+        in the first step of a round student and teacher are one, so with one step it is FedAvg.
+
+        >>> from fl_lightning.callbacks import NotTrueDistillation
+        >>> from fl_lightning.testing import tiny_run
+        >>> def apart(**given):
+        ...     ours = tiny_run(NotTrueDistillation(), **given).global_vector
+        ...     return float((ours - tiny_run(**given).global_vector).abs().max())
+        >>> apart(local_steps=1) < 1e-15, apart(local_steps=2) > 1e-4
+        (True, True)
+    """
+
+    title = "FedNTD"
+    neutral = {"strength": 0.0}
+    taps = {"logits": "last"}
+    needs_classes = True
+    strength = Coefficient()
+    temperature = Coefficient(above=0)
+
+    def __init__(
+        self, strength: float | Schedule = 1.0, temperature: float | Schedule = 1.0
+    ) -> None:
+        super().__init__()
+        self.strength = strength
+        self.temperature = temperature
+
+    def local_loss(
+        self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
+    ) -> Tensor:
+        teacher = clients.seen_at(clients.w)["logits"]
+        student = not_true(seen["logits"] / self.temperature, batch[1])
+        known = not_true(teacher / self.temperature, batch[1])
+        apart = kl_div(
+            log_softmax(student, 1), log_softmax(known, 1), log_target=True, reduction="batchmean"
+        )
+        return loss.add(apart, alpha=self.strength * self.temperature**2)
+
+
+def not_true(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logits ``(B, C - 1)`` of the classes that are not the sample's own."""
+    others = torch.arange(logits.shape[1] - 1, device=logits.device)
+    # Behind the own class the others move up by one.
+    kept: Tensor = logits.gather(1, others + (others >= labels[:, None]))
+    return kept

@@ -1,0 +1,220 @@
+"""Losses that look at models: what methods make of the passes of one learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.engines.random_state import RandomState
+from fl_lightning.errors import UserError
+from fl_lightning.learner.taps import Tap, calls, check_called, tapped, taps_of
+from fl_lightning.methods import Methods, checked_loss
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.group import ClientGroup
+
+INDICES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Looks:
+    """Changes outputs and losses of one learner's passes, as methods say, for ``begin``'s client.
+
+    Args:
+        copy: the learner that trains.
+        draws: whether it may draw from the process's generators.
+    """
+
+    clients: Clients
+    buffers: Mapping[str, Tensor]
+    present: tuple[Any, Any, RandomState | None] | None  # batch, step, how the pass began
+
+    def __init__(self, methods: Methods, copy: LearnerCopy, draws: bool) -> None:
+        self.methods = methods
+        self.copy = copy
+        self.draws = draws
+        self.taps: dict[str, list[Tap]] = {}
+        for method in methods.callbacks:
+            name = type(method).__name__
+            self.taps[name] = taps_of(name, method.taps, copy.learner)
+        self.every = list(chain.from_iterable(self.taps.values()))
+        self.owners = {}
+        for call in methods["local_output"]:
+            self.owners[type(call.__self__).__name__] = call  # type: ignore[attr-defined]
+        check_owners(self.owners, self.every)
+        self.present = None
+        self.all_generators = True
+
+    def begin(self, group: ClientGroup) -> None:
+        """From here on passes are this client's, until its round ends."""
+        self.clients = Clients(group)
+        self.buffers = group.round.buffers_of(group.ids[0])
+        self.present = None
+        self.all_generators = True
+        group.seen_at = self.seen_at
+
+    def end(self) -> None:
+        """The client's steps are over."""
+        self.present = None
+
+    def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]:
+        """The step's output, the loss in it, and the loss that methods make of it."""
+        copy = self.copy
+        before: RandomState | None = None
+        if self.draws:
+            before = RandomState(copy.x, not self.all_generators)
+        self.present = (batch, step, before)
+
+        def change(tap: Tap, output: Any) -> Any:
+            owner = self.owners.get(tap.method)
+            if owner is None:
+                return output
+            return self.methods.call(owner, self.clients, tap.name, output, batch)
+
+        with tapped(copy.learner, self.every, change) as seen:
+            output, loss = copy.loss(batch, step)
+        # Reading NumPy's and Python's generators is slow; who draws from them does at once.
+        if self.all_generators and before is not None:
+            self.all_generators = before.drawn_since()
+        changed = loss
+        with copy.forward_context():
+            for call in self.methods["local_loss"]:
+                name = type(call.__self__).__name__  # type: ignore[attr-defined]
+                here = self.named(name, seen)
+                changed = checked_loss(
+                    call, self.methods.call(call, self.clients, changed, here, batch), loss
+                )
+        return output, loss, changed
+
+    def seen_at(self, method: str, x: Tensor, training: bool) -> dict[str, Any]:
+        """What a method's taps give at x, on the present batch; nothing is left of the pass."""
+        if self.present is None:
+            raise RuntimeError(
+                "clients.seen_at is there in local_loss, and in the hooks of a local step"
+            )
+        taps = self.taps.get(method)
+        if not taps:
+            raise RuntimeError(f"{method} calls clients.seen_at, and its class declares no `taps`")
+        group = self.clients._group
+        group.passed()
+        # A client's own buffers are no other's, for whom this step might be replayed.
+        group.looked_up = group.looked_up or bool(group.round.own_buffers)
+        copy = self.copy
+        batch, step, before = self.present
+        now = None if before is None else RandomState(copy.x, before.torch_alone)
+        if before is not None:
+            before.restore()
+        try:
+            with (
+                copy.aside(x, self.buffers, training) as own,
+                tapped(copy.learner, taps) as seen,
+                copy.forward_context(),
+                torch.no_grad(),
+            ):
+                copy.take_step(batch, step)
+                # The next call writes to the same memory.
+                return {name: kept(own, value) for name, value in self.named(method, seen).items()}
+        finally:
+            if now is not None:
+                now.restore()
+
+    def named(self, method: str, seen: dict[Tap, Any]) -> dict[str, Any]:
+        """A method's own taps by name.
+
+        Raises:
+            UserError: this pass did not come by one of them.
+        """
+        for tap in self.taps[method]:
+            if tap not in seen:
+                raise UserError(
+                    f"method: {tap}: this local step does not call the module, or without a "
+                    "positional input, so there is nothing to see. Every step has to."
+                )
+        return {tap.name: seen[tap] for tap in self.taps[method]}
+
+
+class FirstLook:
+    """In the place of :class:`Looks` in a step before round 0: refuses what no step could give."""
+
+    def __init__(self, methods: Methods, copy: LearnerCopy) -> None:
+        self.looks = Looks(methods, copy, draws=False)
+        self.methods = methods
+        self.copy = copy
+
+    def begin(self, group: ClientGroup) -> None:
+        """Any client will do."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+    def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]:
+        """The step's output and loss, unchanged.
+
+        Raises:
+            UserError: a tapped module is not called, or labels are no class indices.
+        """
+        with calls(self.copy.learner) as called:
+            output, loss = self.copy.loss(batch, step)
+        check_called(self.looks.every, called)
+        for method in self.methods.callbacks:
+            if method.needs_classes:
+                check_classes(type(method).__name__, batch)
+        return output, loss, loss
+
+
+def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> None:
+    """Refuse two methods that both change what a module gives, and one that names no output.
+
+    Raises:
+        UserError: with the methods and the module.
+    """
+    by_path: dict[str, Tap] = {}
+    for tap in taps:
+        if tap.method not in owners or tap.entering:
+            continue
+        other = by_path.setdefault(tap.path, tap)
+        if other is not tap:
+            raise UserError(
+                f"method: {other} and {tap} both decide what the module {tap.path!r} gives (the "
+                "hook `local_output`), which one tap of a run can do. Keep one of them."
+            )
+    for method in owners:
+        if all(tap.method != method for tap in by_path.values()):
+            raise UserError(
+                f"method: {method} has the hook `local_output`, and its `taps` name no output of a "
+                "module, such as {'logits': 'last'}."
+            )
+
+
+def check_classes(method: str, batch: Any) -> None:
+    """Refuse batches whose ``batch[1]`` is no vector of class indices.
+
+    Raises:
+        UserError: naming the method.
+    """
+    labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if isinstance(labels, Tensor) and labels.ndim == 1 and labels.dtype in INDICES:
+        return
+    found = f"batch[1] is a {type(labels).__name__}"
+    if labels is None:
+        found = f"a batch is a {type(batch).__name__} without batch[1]"
+    elif isinstance(labels, Tensor):
+        found = f"batch[1] has the shape {tuple(labels.shape)} and is {labels.dtype}"
+    raise UserError(
+        f"method: {method} takes batches (x, y) whose labels y are class indices, one integer a "
+        f"sample, and here {found}. Mixed or soft labels are not accepted; use another method."
+    )
+
+
+def kept(memory: set[int], value: Any) -> Any:
+    """A value whose tensors lie elsewhere than in that memory."""
+
+    def apart(leaf: Any) -> Any:
+        shares = isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory
+        return leaf.clone() if shares else leaf
+
+    return tree_map(apart, value)

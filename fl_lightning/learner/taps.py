@@ -1,0 +1,149 @@
+"""What a learner's modules give in a pass: their outputs, or what enters them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner.layout import layers_of
+
+LAST = "last"
+ENTERING = ":in"
+# (tap, output) -> the output that goes on
+Change = Callable[["Tap", Any], Any]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A module of the learner that a method looks at.
+
+    Args:
+        method: the class that declares it; ``name``: the name it has there.
+        path: of the module in the learner; empty: the learner itself.
+        entering: its first positional input is meant, not its output.
+    """
+
+    method: str
+    name: str
+    path: str
+    entering: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method}: taps[{self.name!r}] = {self.path + ENTERING * self.entering!r}"
+
+    def module(self, learner: nn.Module) -> nn.Module:
+        """The module in this learner or copy of it.
+
+        Raises:
+            UserError: there is none.
+        """
+        try:
+            return learner.get_submodule(self.path)
+        except AttributeError:
+            names = [name for name, _ in learner.named_modules() if name]
+            raise UserError(
+                f"method: {self} names no module of {type(learner).__name__}."
+                f"{suggest(self.path, names)} {these(names)}"
+            ) from None
+
+
+def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> list[Tap]:
+    """A method's taps, ``"last"`` as the path of the last layer.
+
+    Raises:
+        UserError: they are no names with paths.
+    """
+    found = []
+    for name, path in dict(declared).items():
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise UserError(
+                f"method: {method}: taps={declared!r} is not accepted; it is a dict of names, each "
+                "with a module's path in the learner, 'last' or '', for its input with ':in' after "
+                "it."
+            )
+        place = path.removesuffix(ENTERING)
+        if place == LAST:
+            place = list(layers_of(learner))[-1]
+        found.append(Tap(method, name, place, path.endswith(ENTERING)))
+    return found
+
+
+@contextmanager
+def tapped(
+    learner: nn.Module, taps: Iterable[Tap], change: Change | None = None
+) -> Iterator[dict[Tap, Any]]:
+    """Within, each tap gets what its module gives last; ``change`` may replace outputs.
+
+    A tap has what the module itself gave, before any change.
+    """
+    seen: dict[Tap, Any] = {}
+    by_path: dict[str, list[Tap]] = {}
+    for tap in taps:
+        by_path.setdefault(tap.path, []).append(tap)
+
+    def look(here: list[Tap], inputs: Any, output: Any) -> Any:
+        for tap in here:
+            if not tap.entering:
+                seen[tap] = output
+            elif inputs:
+                seen[tap] = inputs[0]
+        for tap in here:
+            if change is not None and not tap.entering:
+                output = change(tap, output)
+        return output
+
+    with ExitStack() as stack:
+        for here in by_path.values():
+            module = here[0].module(learner)
+            hook = _looking(look, here)
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield seen
+
+
+def _looking(look: Callable[..., Any], here: list[Tap]) -> Callable[..., Any]:
+    return lambda module, inputs, output: look(here, inputs, output)
+
+
+@contextmanager
+def calls(learner: nn.Module) -> Iterator[dict[str, bool]]:
+    """Within, the paths of modules that are called, with whether each has a positional input."""
+    called: dict[str, bool] = {}
+
+    def noting(path: str) -> Callable[..., None]:
+        return lambda module, inputs, output: called.update({path: bool(inputs)})
+
+    with ExitStack() as stack:
+        for path, module in learner.named_modules():
+            stack.callback(module.register_forward_hook(noting(path)).remove)
+        yield called
+
+
+def check_called(taps: Iterable[Tap], called: Mapping[str, bool]) -> None:
+    """Refuse taps whose modules a step does not call, or not with a positional input.
+
+    Raises:
+        UserError: with the modules that are called.
+    """
+    for tap in taps:
+        if tap.path not in called:
+            names = [path for path in called if path]
+            which = "this module" if tap.path else "the learner's own forward"
+            raise UserError(
+                f"method: {tap}: a local step does not call {which}, so there is nothing to see."
+                f"{suggest(tap.path, names)} {these(names)}"
+            )
+        if tap.entering and not called[tap.path]:
+            raise UserError(
+                f"method: {tap}: a local step calls this module without a positional input. Tap "
+                "the output of the module before it, or call it as module(x)."
+            )
+
+
+def these(names: list[str]) -> str:
+    """The names there are, for a refusal."""
+    return f"There are {', '.join(names)[:300]}." if names else "There are none."
