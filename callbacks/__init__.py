@@ -13,6 +13,7 @@ from fl_lightning.callbacks.differential_privacy import DifferentialPrivacy
 from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
+from fl_lightning.callbacks.error_feedback_21 import ErrorFeedback21
 from fl_lightning.callbacks.extrapolated_step import ExtrapolatedStep
 from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import (
@@ -21,6 +22,7 @@ from fl_lightning.callbacks.global_sharpness_aware_minimization import (
 from fl_lightning.callbacks.hessian_logger import HessianLogger
 from fl_lightning.callbacks.locally_estimated_perturbation import LocallyEstimatedPerturbation
 from fl_lightning.callbacks.logit_calibration import LogitCalibration
+from fl_lightning.callbacks.low_rank_update import LowRankUpdate
 from fl_lightning.callbacks.mixed_ascent import MixedAscent
 from fl_lightning.callbacks.model_contrast import ModelContrast
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
@@ -32,10 +34,13 @@ from fl_lightning.callbacks.power_of_choice import PowerOfChoice
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
+from fl_lightning.callbacks.quantized_update import QuantizedUpdate
+from fl_lightning.callbacks.random_k import RandomK
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
 from fl_lightning.callbacks.robust_aggregation import RobustAggregation
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMinimization
+from fl_lightning.callbacks.sign_update import SignUpdate
 from fl_lightning.callbacks.top_k_compression import TopKCompression
 
 __all__ = [
@@ -49,6 +54,7 @@ __all__ = [
     "DivergenceLogger",
     "DriftLogger",
     "DynamicRegularization",
+    "ErrorFeedback21",
     "ExtrapolatedStep",
     "FederatedProgressBar",
     "GlobalLossLogger",
@@ -56,6 +62,7 @@ __all__ = [
     "HessianLogger",
     "LocallyEstimatedPerturbation",
     "LogitCalibration",
+    "LowRankUpdate",
     "MixedAscent",
     "ModelContrast",
     "MoreauEnvelope",
@@ -66,9 +73,12 @@ __all__ = [
     "PowerOfChoice",
     "ProximalPersonalModel",
     "ProximalTerm",
+    "QuantizedUpdate",
+    "RandomK",
     "RelaxedInitialization",
     "RobustAggregation",
     "RunCard",
     "SharpnessAwareMinimization",
+    "SignUpdate",
     "TopKCompression",
 ]

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    as_array,
+    as_tensor,
+    message_of,
     number,
+    once,
 )
 
 
@@ -58,14 +63,44 @@ class TopKCompression(FederatedCallback):
         number("TopKCompression: fraction", fraction, above=0, most=1)
         self.fraction = fraction
 
+    @once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
-        size = update.shape[1]
-        k = math.ceil(Fraction(str(self.fraction)) * size)
         v = update + self.error[clients]
-        largest = v.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
-        sent = torch.zeros_like(v).scatter(1, largest, v.gather(1, largest))
+        sent = self.compress(clients, v, self)
         self.error[clients] = v - sent
+        return sent
+
+    def compress(self, clients: Clients, v: Tensor, run: FederatedCallback) -> Tensor:
+        """The k largest entries of v; says how much that is to send.
+
+        ``run``: the callback of the run that asks.
+        """
+        size = v.shape[1]
+        k = math.ceil(Fraction(str(self.fraction)) * size)
+        largest = v.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
+        values = v.gather(1, largest).to(clients.w.dtype)
         # An index of 4 bytes reaches 2³¹ parameters.
         index_bytes = 4 if size < 2**31 else 8
-        clients.sent(parameters=k, bytes=k * (v.element_size() + index_bytes))
-        return sent
+        clients.sent(parameters=k, bytes=k * (values.element_size() + index_bytes))
+        vars(clients)["message"] = {"values": values, "indices": largest}
+        return values.new_zeros(len(v), size).scatter(1, largest, values)
+
+    def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
+        message = message_of(TopKCompression.transmit, self, clients, update)
+        indices = as_array(message["indices"][0])
+        return {
+            "values": as_array(message["values"][0]),
+            "indices": indices.astype("int32" if update.shape[1] < 2**31 else "int64"),
+        }
+
+    def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
+        return self.decompress(arrays, round, client, self)
+
+    def decompress(
+        self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
+    ) -> Tensor:
+        """What :meth:`compress` returned ``(D,)``, from the arrays of ``encode``."""
+        w = run._ledger.w
+        values = as_tensor(arrays["values"], like=w)
+        indices = as_tensor(arrays["indices"], like=w).long()
+        return values.new_zeros(1, len(w)).scatter(1, indices, values)[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning import sampling
@@ -19,6 +20,19 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.layout import Layout
 from fl_lightning.lightning import pl
 from fl_lightning.round.clients import Clients
+from fl_lightning.round.coding import (
+    Blocks,
+    Message,
+    as_array,
+    as_tensor,
+    bits_of,
+    levels_of,
+    message_of,
+    once,
+    packed,
+    rounded_up,
+    unpacked,
+)
 from fl_lightning.round.server import Server
 from fl_lightning.round.state import (
     ClientState,
@@ -31,19 +45,21 @@ from fl_lightning.round.state import (
 )
 from fl_lightning.round.sums import ordered_norm, ordered_sum
 from fl_lightning.sampling import generator
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import Schedule, arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
     "UNIFORM_OPTIMUM",
+    "Blocks",
     "ClientState",
     "Clients",
     "Coefficient",
     "Declaration",
     "FederatedCallback",
     "Layout",
+    "Message",
     "Note",
     "Part",
     "Refusal",
@@ -55,13 +71,22 @@ __all__ = [
     "ServerState",
     "Upload",
     "UserError",
+    "as_array",
+    "as_tensor",
+    "bits_of",
     "flag",
     "generator",
+    "levels_of",
+    "message_of",
     "number",
+    "once",
     "one_of",
     "ordered_norm",
     "ordered_sum",
+    "packed",
+    "rounded_up",
     "suggest",
+    "unpacked",
 ]
 
 Part = tuple[Tensor, int | None]
@@ -211,6 +236,10 @@ class FederatedCallback(pl.Callback):
     """Whether its ``on_updates`` changes updates in the clients' place: it then comes before
     those of the server."""
 
+    draws_by_client: ClassVar[bool] = False
+    """Whether what it draws for a client goes by the client's number: registered in another order,
+    clients get other draws."""
+
     rests: ClassVar[bool] = False
     """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after
     those of all others."""
@@ -318,6 +347,13 @@ class FederatedCallback(pl.Callback):
         assert steps_of is not None
         return steps_of(client, epochs)
 
+    def _keyed(self, purpose: str, *counters: int) -> np.random.Generator:
+        """As :meth:`generator`, for packaged methods: their purposes are keys as they are."""
+        return sampling.generator(self._run.seed, purpose, *counters)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({arguments(self)})"
+
     def facts(self) -> dict[str, str]:
         """Entries of the run's card, besides the arguments; asked for when rounds begin."""
         return {}
@@ -396,6 +432,21 @@ class FederatedCallback(pl.Callback):
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         """One owner. The message ``(n, D)`` that clients send instead of x_{i,K} - w."""
         raise NotImplementedError  # one owner: called only on a callback that overrides it
+
+    def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
+        """The message of one client in the bytes that ``transmit`` counts, as arrays by name.
+
+        For a ``transmit`` owner that sends less than D numbers; it does what ``transmit`` does, and
+        after it gives the same message.
+        """
+        raise NotImplementedError  # called only on a callback that overrides it
+
+    def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
+        """What ``transmit`` returned for this client ``(D,)``, from the arrays of ``encode`` alone.
+
+        It is the same bits. What is drawn from the seed is drawn again, and not sent.
+        """
+        raise NotImplementedError  # called only on a callback that overrides it
 
     def on_updates(self, server: Server) -> None:
         """Change or assign ``server.updates`` ``(n, D)``, which the mean uses too."""

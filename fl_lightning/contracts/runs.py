@@ -129,6 +129,8 @@ def order_of_clients(method: Method) -> None:
     """
     if method.cls.stands_for_clients:
         raise NotApplicable("it changes what some clients send, by their numbers")
+    if method.factory().draws_by_client:
+        raise NotApplicable("what it draws for a client goes by the client's number")
     m = len(SIZES)
     whole = {"participation": "all"}
     ours = method.run(federation=data(batch_size=None), **whole)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.learner.layout import Layout
 from fl_lightning.round.context import Round
 from fl_lightning.round.state import ClientState, Declaration, ServerState, State, Upload
 from fl_lightning.storage.rows import Rows
@@ -53,6 +54,14 @@ class Ledger:
     def for_clients(self) -> Round:
         """The facts of the round as clients know them, to whom w is what they were given."""
         return self.round if self.broadcast is None else replace(self.round, w=self.broadcast)
+
+    @property
+    def w(self) -> Tensor:
+        return self.round.w
+
+    @property
+    def layout(self) -> Layout:
+        return self.round.layout
 
     @contextmanager
     def server_hooks(self) -> Iterator[None]:

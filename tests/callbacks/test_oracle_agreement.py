@@ -28,6 +28,11 @@ CLIENT = {
     "DynamicRegularization.lambda_i": "lambda_i",
     "GlobalSharpnessAwareMinimization.mu_i": "mu_i",
     "TopKCompression.error": "e_i",
+    "SignUpdate.error": "error",
+    "RandomK.error": "error",
+    "LowRankUpdate.error": "error",
+    "LowRankUpdate.q": "q",
+    "ErrorFeedback21.h": "h",
     "ProximalPersonalModel.v": "v_i",
     "MoreauEnvelope.theta": "theta_i",
     "LocallyEstimatedPerturbation.received": "o_i",
@@ -40,6 +45,7 @@ SERVER = {
     "DynamicRegularization.lambda_mean": "lambda",
     "ClientMomentum.delta": "Delta",
     "MixedAscent.dual_mean": "dual",
+    "ErrorFeedback21.mean": "H",
     "GlobalSharpnessAwareMinimization.s": "s",
 }
 

@@ -36,6 +36,11 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(
         **{"clip": 0.5, "noise_multiplier": 0.5, **given}
     ),
+    "RandomK": lambda **given: c.RandomK(**{"fraction": 0.4, **given}),
+    "RandomK, memory": lambda **given: c.RandomK(**{"fraction": 0.4, "memory": True, **given}),
+    "ErrorFeedback21": lambda: c.ErrorFeedback21(c.SignUpdate()),
+    "ErrorFeedback21, all": lambda: c.ErrorFeedback21(c.RandomK(0.4, memory=True), "all"),
+    "QuantizedUpdate, max": lambda **given: c.QuantizedUpdate(**{"norm": "max", **given}),
     "top-k": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
     # of its 100 probes each would take two products in each of forty runs
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),

@@ -57,6 +57,8 @@ def methods(config: Config) -> list[Any]:
         made.append(c.NormalizedAveraging())
     if config.topk is not None:
         made.append(c.TopKCompression(config.topk))
+    if config.compression is not None:
+        made.append(compressor(config.compression))
     if config.ditto is not None:
         made.append(c.ProximalPersonalModel(given["ditto"]))
     if config.moon is not None:
@@ -82,6 +84,22 @@ def methods(config: Config) -> list[Any]:
 def given_or(value: Any) -> Any:
     """A coefficient of the oracle as one of ours."""
     return Function(value) if callable(value) else value
+
+
+def compressor(rule: dict[str, Any]) -> Any:
+    """The callback that a rule of the oracle stands for."""
+    given = {key: value for key, value in rule.items() if key != "kind"}
+    if rule["kind"] == "ef21":
+        inner = given.pop("compressor")
+        return c.ErrorFeedback21(None if inner is None else compressor(inner), **given)
+    made = {
+        "quantised": c.QuantizedUpdate,
+        "sign": c.SignUpdate,
+        "randk": c.RandomK,
+        "topk": c.TopKCompression,
+        "powersgd": c.LowRankUpdate,
+    }
+    return made[rule["kind"]](**given)
 
 
 def part(*patterns: str) -> Any:
@@ -118,7 +136,35 @@ def settings(weighting: str, **components: Any) -> Config:
 
 HEAD = part("net.2.weight", "net.2.bias")
 ALS = [(part("net.0.*"), 3)]
+QSGD: dict[str, Any] = {"kind": "quantised", "levels": 127, "norm": "l2", "per_layer": True}
+SIGN = {"kind": "sign", "per_layer": True}
+RANDK: dict[str, Any] = {"kind": "randk", "fraction": 0.3, "memory": True}
+TOPK = {"kind": "topk", "fraction": 0.2}
+POWERSGD = {"kind": "powersgd", "rank": 1}
+# The rules of compression, each alone and beside what moves starts, corrects, perturbs, uploads.
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "QSGD": {"compression": QSGD},
+    "QSGD, one level, whole": {"compression": {**QSGD, "levels": 1, "per_layer": False}},
+    "QSGD, max, three levels": {"compression": {**QSGD, "levels": 3, "norm": "max"}},
+    "QSGD + SCAFFOLD + FedSAM": {"compression": QSGD, "scaffold": "displacement", "sam": 0.05},
+    "EF-signSGD": {"compression": SIGN},
+    "EF-signSGD, whole, + RI": {"compression": {**SIGN, "per_layer": False}, "beta": 0.1},
+    "rand-k": {"compression": {**RANDK, "memory": False}},
+    "rand-k, memory, + FedSAM": {"compression": RANDK, "sam": 0.05},
+    "PowerSGD": {"compression": POWERSGD},
+    "PowerSGD + RI + FedAdam": {
+        "compression": POWERSGD,
+        "beta": 0.1,
+        "server": ("adam", 0.1, 0.9, 0.99, 1e-3),
+    },
+}
+for average in ("participants", "all"):
+    for name, inner in {"top-k": TOPK, "signs": SIGN, "rand-k": RANDK, "identity": None}.items():
+        COMPRESSED[f"EF21, {name}, {average}"] = {
+            "compression": {"kind": "ef21", "compressor": inner, "average": average}
+        }
 METHODS: dict[str, dict[str, Any]] = {
+    **COMPRESSED,
     "FedAvg": {},
     "FedInit": {"beta": 0.1},
     "FedInit, updates": {"beta": 0.1, "aggregate": "updates"},

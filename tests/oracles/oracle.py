@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.oracles import robust
+from tests.oracles import compression, robust
 from tests.oracles.looking import Looking
 from tests.oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
 
@@ -59,6 +59,7 @@ class Config:
     fedexp: tuple[float, bool] | None = None  # epsilon, and whether two models are averaged
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
+    compression: dict[str, Any] | None = None  # "kind" and its arguments, in compression.py
     fedrep: tuple[Mask, float, int] | None = None  # head, its epochs, batch size
     ditto: Coefficient | None = None  # strength lambda
     pfedme: tuple[float, int, float] | None = None  # lambda, inner steps, inner rate
@@ -210,6 +211,10 @@ def run(
     origin: dict[int, Vector] = {}
     elapsed: dict[int, Vector] = {}
     sent = {"down": 0, "up": 0}
+    sent_bytes = 0
+    sender = None
+    if cfg.compression is not None:
+        sender = compression.Sender(cfg.compression, getattr(problem, "shapes", [(D,)]))
     history: list[Round] = []
 
     for t in range(rounds):
@@ -353,7 +358,12 @@ def run(
                 up[i] += k - D
             # § 20 F: its number travels where x_{i,K} itself does not
             if cfg.fedexp is not None:
-                up[i] += cfg.topk is not None or cfg.aggregate == "updates"
+                compressed = cfg.topk is not None or sender is not None
+                up[i] += compressed or cfg.aggregate == "updates"
+            if sender is not None:  # § 20 J
+                u[i], numbers, bits = sender.send(u[i], t, i)
+                up[i] += numbers - D
+                sent_bytes += 8 * (vectors_up - 1) * D + math.ceil(bits / 8)
 
         new_w = w
         evaluated = history[-1].evaluated if history else w0
@@ -381,6 +391,8 @@ def run(
                 spread = sum(p[i] * float(np.sum((x_K[i] - w) ** 2)) for i in cohort)
                 eta_g = max(1.0, spread / (2 * (float(np.sum(d**2)) + cfg.fedexp[0])))
                 d = eta_g * d
+            of_all = None if sender is None else sender.end_round(m)
+            d = d if of_all is None else of_all
             # The methods' server rules; quantities of a part that is not averaged do not move.
             if cfg.scaffold is not None:
                 c = c + (n / m) * mean_c_change
@@ -433,6 +445,9 @@ def run(
         sent["up"] += sum(up.values())
         for way, count in (*sent.items(), ("total", sum(sent.values()))):
             metrics[f"communication/{way}_parameters"] = count
+        if sender is not None:
+            metrics["communication/up_bytes"] = sent_bytes
+            metrics["communication/total_bytes"] = sent_bytes + 8 * sent["down"]
         w = new_w
         rows = {
             "c_i": c_i,
@@ -450,8 +465,12 @@ def run(
             "origin": origin,
             "elapsed": elapsed,
         }
+        if sender is not None:
+            rows |= {"error": sender.error, "h": sender.h, "q": sender.q}
         # rows are replaced, never changed
         clients = {name: dict(table) for name, table in rows.items()}
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta, "dual": dual_mean} | optimizer
+        server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer
+        server |= {} if sender is None else {"H": sender.mean}
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
     return history

@@ -1,0 +1,139 @@
+"""EF21: compression of what changed since the last message.
+
+P. Richtárik, I. Sokolov, I. Fatkhullin: EF21, A New, Simpler, Theoretically Better, and Practically
+Faster Error Feedback (NeurIPS 2021), Algorithm 2, arXiv:2106.05203, with rounds in place of steps
+and updates in place of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    FederatedCallback,
+    Note,
+    Server,
+    ServerState,
+    UserError,
+    as_array,
+    as_tensor,
+    message_of,
+    once,
+    one_of,
+)
+
+
+class ErrorFeedback21(FederatedCallback):
+    """c_i = C(u_i - h_i), u_i = x_{i,K} - w, travels; h_i ← h_i + c_i stands for u_i.
+
+    With ``average="participants"`` the server's update is Σ p_i h_i over those that take part; with
+    ``"all"``, as printed, the mean of h_i over all clients, where those who are absent keep theirs.
+    Refused together with partial averaging: what is not averaged would be lost.
+    Sent: C(u_i - h_i) in place of D numbers. Kept: h_i by each client (and by the server, which
+    knows what was sent); with ``"all"`` their mean by the server.
+
+    Args:
+        compressor: C, of which its map and its count are used: a ``TopKCompression``, a
+            ``SignUpdate`` or a ``RandomK(memory=True)``; None: all is sent.
+        average: whose h_i are averaged, ``"participants"`` or ``"all"``.
+
+    Raises:
+        UserError: another compressor, or another value; another callback of the run decides what
+            clients send, or with ``"all"`` how updates are combined, or the run averages parts of
+            the model.
+
+    Example:
+        the first message is C(u_i): one client changes 4 of the server's 31 parameters.
+
+        >>> from fl_lightning.callbacks import ErrorFeedback21, TopKCompression
+        >>> from fl_lightning.testing import tiny_run
+        >>> def method():
+        ...     return ErrorFeedback21(TopKCompression(0.1), average="all")
+        >>> start, one = (tiny_run(method(), rounds=t, participation=1) for t in (0, 1))
+        >>> int((start.global_vector != one.global_vector).sum())
+        4
+    """
+
+    title = "EF21"
+    cannot_run_with = {"parts": "what is not averaged is not sent, and would be lost"}
+    notes = (
+        Note(
+            "with average='all' the aggregation weights p_i play no part (weighting='samples').",
+            when=lambda method, run: method.average == "all" and run.weighting == "samples",
+        ),
+    )
+    h = ClientState(synchronised=False)
+
+    def __init__(
+        self,
+        compressor: FederatedCallback | None,
+        average: Literal["participants", "all"] = "participants",
+    ) -> None:
+        super().__init__()
+        one_of("ErrorFeedback21: average", average, ("participants", "all"))
+        refuse_no_contraction(compressor)
+        self.compressor = compressor
+        self.average = average
+        # As its compressor does; the contracts ask for it.
+        vars(self)["draws_by_client"] = type(compressor).__name__ == "RandomK"
+        if average == "all":
+            self.declare("mean", ServerState(synchronised=False))
+            self.use("aggregate", self.of_all)
+            self.use("encode", self.encoded)
+            self.use("decode", self.decoded)
+
+    @once
+    def transmit(self, clients: Clients, update: Tensor) -> Tensor:
+        h = self.h[clients].double()
+        c = self.compress(clients, update.double() - h)
+        self.h[clients] = h + c
+        return c if self.average == "all" else self.h[clients].clone()
+
+    def compress(self, clients: Clients, v: Tensor) -> Tensor:
+        """C(v)."""
+        if self.compressor is None:
+            c = v.to(clients.w.dtype)
+            vars(clients)["message"] = {"values": c}
+        else:
+            c = self.compressor.compress(clients, v, self)
+        return c
+
+    def of_all(self, server: Server) -> Tensor:
+        """The hook ``aggregate`` with ``average="all"``: (1/m) Σ h_i over all clients."""
+        mean: Tensor = self.mean
+        mean += server.mean_change * server.n / server.num_clients
+        return mean
+
+    def encoded(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
+        """``encode`` with ``average="all"``: with "participants" the server adds up h_i itself."""
+        message = message_of(ErrorFeedback21.transmit, self, clients, update)
+        if self.compressor is None:
+            return {"values": as_array(message["values"][0])}
+        return self.compressor.encode(clients, update)
+
+    def decoded(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
+        """``decode`` with ``average="all"``."""
+        if self.compressor is None:
+            return as_tensor(arrays["values"], like=self._ledger.w)[0]
+        c: Tensor = self.compressor.decompress(arrays, round, client, self)
+        return c
+
+
+def refuse_no_contraction(compressor: Any) -> None:
+    """Refuse a compressor that may send more than there is, or that needs a state of its own."""
+    name = type(compressor).__name__
+    if compressor is None or name in ("TopKCompression", "SignUpdate"):
+        return
+    if name == "RandomK" and compressor.memory:
+        return
+    shown = repr(compressor) if name != "RandomK" else "RandomK(memory=False)"
+    raise UserError(
+        f"ErrorFeedback21: compressor={shown} is not accepted: EF21 needs a contraction without a "
+        "state of its own; accepted are TopKCompression(fraction), SignUpdate(per_layer), "
+        "RandomK(fraction, memory=True), or null (all is sent)."
+    )

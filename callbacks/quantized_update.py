@@ -1,0 +1,130 @@
+"""QSGD, FedPAQ: unbiased quantisation of the update.
+
+D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic: QSGD, Communication-Efficient SGD via
+Gradient Quantization and Encoding (NeurIPS 2017), arXiv:1610.02132, on what a client sends once a
+round, as in A. Reisizadeh, A. Mokhtari, H. Hassani, A. Jadbabaie, R. Pedarsani: FedPAQ (AISTATS
+2020), Algorithm 1, arXiv:1909.13014.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Blocks,
+    Clients,
+    FederatedCallback,
+    as_array,
+    as_tensor,
+    bits_of,
+    flag,
+    levels_of,
+    message_of,
+    number,
+    once,
+    one_of,
+    packed,
+    rounded_up,
+    unpacked,
+)
+
+
+class QuantizedUpdate(FederatedCallback):
+    """S q_j/s is sent for v_j, v = x_{i,K} - w; q_j = ±⌊|v_j| s/S⌋ or the next, v_j in the mean.
+
+    S is the norm of v's block, as a float32 that is not smaller; q_j is rounded up with probability
+    |v_j| s/S - ⌊|v_j| s/S⌋, by a draw keyed by (seed, round, client). Refused together with partial
+    averaging: a scale would be of coordinates that are not averaged.
+    Sent: ⌈log2(2 s + 1)⌉ bits a number and 32 a block, in place of D numbers. Kept: nothing.
+
+    Args:
+        levels: s, from 1; 1 takes two bits a number, 7 four, 127 eight. None is FedAvg.
+        norm: S is the Euclidean norm of a block, ``"l2"``, or its largest number, ``"max"``.
+        per_layer: a block is each parameter tensor; False: the whole vector is one.
+
+    Raises:
+        UserError: another value of these; another callback of the run decides what clients send, or
+            the run averages parts of the model.
+
+    Example:
+        one level says of a number that it is 0 or ± the largest of its tensor: 31 numbers of two
+        bits and four scales of four bytes, a client.
+
+        >>> from fl_lightning.callbacks import CommunicationLogger, QuantizedUpdate
+        >>> from fl_lightning.testing import tiny_run
+        >>> method = QuantizedUpdate(levels=1, norm="max")
+        >>> run = tiny_run(method, CommunicationLogger(), rounds=1, participation=1)
+        >>> int(run.trainer.callback_metrics["communication/up_bytes"])
+        24
+    """
+
+    title = "QSGD"
+    neutral = {"levels": None}
+    draws_by_client = True
+    cannot_run_with = {"parts": "its scale would be of coordinates that are not averaged, too"}
+
+    def __init__(
+        self,
+        levels: int | None = 127,
+        norm: Literal["l2", "max"] = "l2",
+        per_layer: bool = True,
+    ) -> None:
+        super().__init__()
+        if levels is not None:
+            number(
+                "QuantizedUpdate: levels", levels, least=1, below=2**31, whole=True, beside="null"
+            )
+        one_of("QuantizedUpdate: norm", norm, ("l2", "max"))
+        flag("QuantizedUpdate: per_layer", per_layer)
+        self.levels = levels
+        self.norm = norm
+        self.per_layer = per_layer
+        if levels is None:
+            vars(self)["sends"] = "x"  # as FedAvg does
+
+    @once
+    def transmit(self, clients: Clients, update: Tensor) -> Tensor:
+        if self.levels is None:
+            return update
+        v = update.double()
+        blocks = Blocks(clients.layout, self.per_layer)
+        scales = rounded_up(blocks.scales(v, self.norm))
+        drawn = [
+            torch.from_numpy(self._keyed("quantise", clients.round, i).random(v.shape[1]))
+            for i in clients.client_ids
+        ]
+        q = levels_of(v, blocks.spread(scales), self.levels, torch.stack(drawn).to(v.device))
+        bits = 32 * scales.shape[1] + v.shape[1] * bits_of(self.levels)
+        clients.sent(parameters=v.shape[1], bytes=-(-bits // 8))
+        vars(clients)["message"] = {"scales": scales, "levels": q}
+        return received(blocks, scales, q, self.levels).to(update.dtype)
+
+    def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
+        if self.levels is None:
+            return {"update": as_array(update[0])}
+        message = message_of(QuantizedUpdate.transmit, self, clients, update)
+        # From 0 to 2 s, as bits have no sign.
+        numbers = as_array(message["levels"][0].long() + self.levels)
+        return {
+            "scales": as_array(message["scales"][0]),
+            "levels": packed(numbers, bits_of(self.levels)),
+        }
+
+    def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
+        w = self._ledger.w
+        if self.levels is None:
+            return as_tensor(arrays["update"], like=w)[0]
+        numbers = unpacked(arrays["levels"], bits_of(self.levels), len(w)) - self.levels
+        blocks = Blocks(self._ledger.layout, self.per_layer)
+        scales = as_tensor(arrays["scales"], like=w)
+        q = as_tensor(numbers, like=w)
+        return received(blocks, scales, q, self.levels).to(w.dtype)[0]
+
+
+def received(blocks: Blocks, scales: Tensor, q: Tensor, s: int) -> Tensor:
+    """S q/s of each coordinate, in float64."""
+    return blocks.spread(scales) * q / s

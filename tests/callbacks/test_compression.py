@@ -1,0 +1,387 @@
+"""What clients send in fewer bits: against the oracle for ten rounds, from the bits alone, without
+bias, and where it is FedAvg."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning import callbacks as c
+from fl_lightning.sampling import generator
+from tests.helpers.compositions import POWERSGD, QSGD, RANDK, SIGN, TOPK, compressor
+from tests.helpers.federation import BATCH, Run, fit, network, samples
+from tests.helpers.learners import trainer
+from tests.oracles.oracle import Config, TwoLayer, run
+
+ROUNDS = 10
+SHAPE = (3, 12, 8)  # matrices of 12 × 3 and 8 × 12: of rank 2, smaller; of rank 6, sent as they are
+
+
+class Wide(pl.LightningModule):
+    """Linear, tanh, linear, as the oracle's TwoLayer has them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        d_in, hidden, classes = SHAPE
+        self.net = nn.Sequential(
+            nn.Linear(d_in, hidden), nn.Tanh(), nn.Linear(hidden, classes)
+        ).double()
+        generator = torch.Generator().manual_seed(5)
+        for p in self.parameters():
+            p.data = 0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        self.to(dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x.to(self.net[0].weight.dtype)).double(), y)
+
+
+def wide(callbacks: list[Any], rounds: int = ROUNDS, **options: Any) -> Run:
+    """Three of eight clients of unequal size, one and a half epochs of batches of four."""
+    x, y, clients = samples()
+    dtype = options.pop("dtype", torch.float64)
+    options.setdefault("participation", 3)
+    return fit(
+        Wide(dtype),
+        InMemoryDataModule((x, y), clients=clients, batch_size=BATCH),
+        callbacks,
+        rounds,
+        local_epochs=1.5,
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.3, weight_decay=0.01),
+        **options,
+    )
+
+
+def ef21(inner: Any, average: str) -> dict[str, Any]:
+    return {"kind": "ef21", "compressor": inner, "average": average}
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "QSGD": QSGD,
+    "QSGD, two levels, max, whole": {**QSGD, "levels": 2, "norm": "max", "per_layer": False},
+    "EF-signSGD": SIGN,
+    "rand-k": {**RANDK, "memory": False},
+    "rand-k, memory": RANDK,
+    "PowerSGD, rank 1": POWERSGD,
+    "PowerSGD, rank 2": {**POWERSGD, "rank": 2},
+    "PowerSGD, rank 6, all raw": {**POWERSGD, "rank": 6},
+    "top-k": TOPK,
+    "EF21, top-k": ef21(TOPK, "participants"),
+    "EF21, signs, all": ef21(SIGN, "all"),
+    "EF21, rand-k, all": ef21(RANDK, "all"),
+    "EF21, identity, all": ef21(None, "all"),
+}
+ROWS = {"SignUpdate.error": "error", "RandomK.error": "error", "LowRankUpdate.error": "error"}
+ROWS |= {"TopKCompression.error": "error", "LowRankUpdate.q": "q", "ErrorFeedback21.h": "h"}
+
+
+def near(ours: Any, theirs: Any) -> bool:
+    return bool(np.abs(ours - theirs).max(initial=0) <= 1e-9 * np.abs(theirs).max(initial=1e-3))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_ten_rounds_agree_with_the_oracle(name: str) -> None:
+    ours = wide([compressor(RULES[name]), c.CommunicationLogger()])
+    config = Config(lr=0.3, weight_decay=0.01, compression=RULES[name])
+    theirs = run(TwoLayer(*SHAPE), config, ROUNDS, ours.start, ours.schedule)
+    for t, expected in enumerate(theirs):
+        assert near(ours.record.w[t], expected.w), t
+        for key, rows in ours.record.rows[t].items():
+            assert set(rows) == set(expected.clients[ROWS[key]])
+            assert all(near(row, expected.clients[ROWS[key]][i]) for i, row in rows.items()), key
+        for count in ("up_parameters", "up_bytes", "total_bytes"):
+            number = expected.metrics[f"communication/{count}"]
+            assert ours.record.metrics[t][f"communication/{count}"] == number
+
+
+class Message:
+    """A file between a client and the server: arrays by name, and what they weigh."""
+
+    def __init__(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        self.parts = {n: (a.dtype.str, a.shape, a.tobytes()) for n, a in arrays.items()}
+        self.weight = sum(len(content) for _, _, content in self.parts.values())
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        read = {}
+        for name, (dtype, shape, content) in self.parts.items():
+            read[name] = np.frombuffer(content, dtype).reshape(shape)
+        return read
+
+
+def encoding(rule: dict[str, Any], letters: dict[Any, Message], order: str) -> Any:
+    """The rule's callback, whose messages are kept, and decoded where they are made."""
+    made = compressor(rule)
+    cls: Any = type(made)
+
+    def transmit(self: Any, clients: Any, update: Tensor) -> Tensor:
+        sent = cls.transmit(self, clients, update) if order == "transmit first" else None
+        message = Message(self.encode(clients, update))
+        sent = cls.transmit(self, clients, update) if sent is None else sent
+        (client,) = clients.client_ids
+        letters[clients.round, client] = message
+        assert torch.equal(self.decode(message.arrays(), clients.round, client), sent[0])
+        return sent
+
+    made.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
+    return made
+
+
+def decoding(rule: dict[str, Any], letters: dict[Any, Message]) -> Any:
+    """The rule's callback at a server that has the letters, and nothing else of the clients."""
+    made = compressor(rule)
+    cls: Any = type(made)
+
+    def transmit(self: Any, clients: Any, update: Tensor) -> Tensor:
+        (client,) = clients.client_ids
+        received: Tensor = self.decode(
+            letters[clients.round, client].arrays(), clients.round, client
+        )
+        return received[None]
+
+    made.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in RULES if name != "EF21, top-k"])
+def test_a_server_needs_the_counted_bytes_and_nothing_else(name: str, dtype: torch.dtype) -> None:
+    letters: dict[Any, Message] = {}
+    order = "encode first" if dtype == torch.float32 else "transmit first"
+    beside = [c.CommunicationLogger()]
+    plain = wide([compressor(RULES[name]), *beside], 3, dtype=dtype)
+    there = wide([encoding(RULES[name], letters, order), *beside], 3, dtype=dtype)
+    here = wide([decoding(RULES[name], letters)], 3, dtype=dtype)
+    assert len(letters) == 9
+    counted = plain.record.metrics[-1]["communication/up_bytes"]
+    assert sum(letter.weight for letter in letters.values()) == counted
+    assert np.array_equal(plain.record.w, there.record.w)
+    assert np.array_equal(plain.record.w, here.record.w)
+
+
+@pytest.mark.parametrize("name", ["QSGD", "rand-k, memory", "PowerSGD, rank 2", "top-k"])
+def test_numbers_that_numpy_does_not_have_travel_as_their_bits(name: str) -> None:
+    letters: dict[Any, Message] = {}
+    x, y, clients = samples()
+    given = encoding(RULES[name], letters, "transmit first")  # which compares
+    module = FederatedModule(
+        Wide(torch.bfloat16),
+        participation=3,
+        local_epochs=1,
+        seed=1,
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.3),
+    )
+    counting = c.CommunicationLogger()
+    fitted = trainer(2, [given, counting])
+    fitted.fit(module, InMemoryDataModule((x, y), clients=clients, batch_size=BATCH))
+    counted = float(fitted.callback_metrics["communication/up_bytes"])
+    assert len(letters) == 6 and sum(letter.weight for letter in letters.values()) == counted
+
+
+def test_with_participants_ef21_has_no_message_from_which_alone_the_server_could_go_on() -> None:
+    alone = c.ErrorFeedback21(None)
+    assert not alone.has("encode") and not alone.has("decode")
+    assert c.ErrorFeedback21(None, "all").has("encode")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8, 9, 17])
+def test_packed_numbers_take_their_bits_and_come_back(bits: int) -> None:
+    from fl_lightning.callback import packed, unpacked
+
+    for size in (0, 1, 7, 8, 2**20 - 1, 2**20 + 3):
+        numbers = generator(0, "numbers", bits, size).integers(0, 2**bits, size)
+        there = packed(numbers, bits)
+        assert there.dtype == np.uint8 and len(there) == math.ceil(size * bits / 8)
+        assert np.array_equal(unpacked(there, bits, size), numbers)
+
+
+class Drawn(pl.LightningModule):
+    """Its only client moves from 0 to the same v in every round: to one step of learning rate 1."""
+
+    v = torch.tensor([0.3, -1.7, 0.0, 1e-3, 2.9, -0.01, 0.4], dtype=torch.float64).repeat(50)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(350, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return -(self.w * self.v).sum()
+
+
+def draws(method: Any, rounds: int, clients: int) -> np.ndarray[Any, Any]:
+    """What the hook makes of v for so many rounds and clients, rows."""
+    kept: list[Tensor] = []
+    cls: Any = type(method)
+
+    def transmit(self: Any, there: Any, update: Tensor) -> Tensor:
+        sent: Tensor = cls.transmit(self, there, update)
+        kept.append(sent[0].clone())
+        return sent
+
+    method.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
+    data = InMemoryDataModule(
+        (torch.zeros(clients, 1), torch.zeros(clients)),
+        clients=[[i] for i in range(clients)],
+        batch_size=1,
+    )
+    options: dict[str, Any] = {"participation": "all", "local_steps": 1}
+    options["client_optimizer"] = lambda p: torch.optim.SGD(p, 1.0)
+    # Every round begins at 0, so that each client's update is v.
+    fit(Drawn(), data, [method], rounds, server_optimizer=still, **options)
+    return np.array([sent.numpy() for sent in kept])
+
+
+def still(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, 0.0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [lambda: c.QuantizedUpdate(1), lambda: c.QuantizedUpdate(7, "max"), lambda: c.RandomK(0.3)],
+    ids=["QSGD, one level", "QSGD, max", "rand-k"],
+)
+def test_ten_thousand_draws_have_the_update_as_their_mean(method: Any) -> None:
+    made = draws(method(), 20, 10)
+    assert len(np.unique(made, axis=0)) == 200, "each round and client draws anew"
+    made = made.reshape(10_000, 7)
+    error = np.abs(made.mean(0) - Drawn.v.numpy()[:7])
+    # Five standard errors of the mean; a scale in float32 is up to 1e-7 too large.
+    assert (error <= 5 * made.std(0) / 100 + 1e-6).all(), error
+    assert made.std(0).max() > 0.01
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 127, 2**20])
+@pytest.mark.parametrize("norm", ["l2", "max"])
+def test_levels_stay_within_their_bits(levels: int, norm: Any) -> None:
+    letters: dict[Any, Message] = {}
+    rule = {**QSGD, "levels": levels, "norm": norm}
+    wide([encoding(rule, letters, "transmit first")], 2)
+    bits = math.ceil(math.log2(2 * levels + 1))
+    seen = []
+    for letter in letters.values():
+        arrays = letter.arrays()
+        assert arrays["scales"].dtype == np.float32 and len(arrays["scales"]) == 4
+        digits = np.unpackbits(arrays["levels"], bitorder="little")[: 152 * bits]
+        seen.append(digits.reshape(152, bits) @ (1 << np.arange(bits)) - levels)
+    assert np.abs(seen).max() <= levels
+    assert np.abs(seen).max() == levels or norm == "l2"
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize("method", [lambda: c.QuantizedUpdate(None), lambda: c.RandomK(1.0)])
+def test_neutral_settings_are_fedavg_to_the_bit_and_in_bytes(method: Any, weighting: str) -> None:
+    options = {"weighting": weighting, "clip_norm": 0.9}
+    ours = network([method(), c.CommunicationLogger()], 5, **options).record
+    average = network([c.CommunicationLogger()], 5, **options).record
+    assert np.array_equal(ours.w, average.w)
+    for name, value in average.metrics[-1].items():
+        if not name.startswith("time/"):
+            assert ours.metrics[-1][name] == value, name
+
+
+def test_without_levels_the_server_knows_what_it_knows_in_fedavg() -> None:
+    """FedCM's velocity follows from the model, so it is not sent."""
+    name = "communication/up_parameters"
+    beside = [
+        network([method, c.ClientMomentum(0.3), c.CommunicationLogger()], 1).record.metrics[-1]
+        for method in (c.QuantizedUpdate(None), c.ProximalTerm(0.0), c.QuantizedUpdate(3))
+    ]
+    assert [sent[name] for sent in beside] == [3 * 31, 3 * 31, 2 * 3 * 31]
+
+
+def test_ef21_without_a_compressor_is_fedavg_for_participants_alone() -> None:
+    fedavg = np.array(network([], 6, clip_norm=0.9).record.w)
+    ours = np.array(network([c.ErrorFeedback21(None)], 6, clip_norm=0.9).record.w)
+    stale = np.array(network([c.ErrorFeedback21(None, "all")], 6, clip_norm=0.9).record.w)
+    assert np.abs(ours - fedavg).max() < 1e-12
+    assert np.abs(stale - fedavg).max() > 1e-3
+    everyone = {"participation": "all"}
+    ours = np.array(network([c.ErrorFeedback21(None, "all")], 6, **everyone).record.w)
+    assert np.abs(ours - np.array(network([], 6, **everyone).record.w)).max() < 1e-12
+
+
+def test_ef21s_compressor_keeps_nothing_and_its_mean_is_that_of_all_clients() -> None:
+    method = c.ErrorFeedback21(c.TopKCompression(0.2), "all")
+    record = network([method], 6).record
+    assert set(record.rows[-1]) == {"ErrorFeedback21.h"}
+    mean = sum(record.rows[-1]["ErrorFeedback21.h"].values()) / 8
+    assert np.abs(record.server[-1]["ErrorFeedback21.mean"] - mean).max() < 1e-15
+
+
+def test_small_tensors_of_powersgd_travel_as_they_are() -> None:
+    """Biases, and matrices of which two factors would be no fewer numbers."""
+    counted = "communication/up_parameters"
+    sizes = {1: (12 + 3) + (8 + 12), 2: 2 * (12 + 3) + 2 * (8 + 12), 3: 36 + 3 * (8 + 12), 6: 132}
+    for rank, matrices in sizes.items():
+        sent = wide([c.LowRankUpdate(rank), c.CommunicationLogger()], 1).record
+        assert sent.metrics[-1][counted] == 3 * (matrices + 12 + 8)
+        for row in sent.rows[-1]["LowRankUpdate.error"].values():
+            assert not row[36:48].any() and not row[144:].any()
+    raw = wide([c.LowRankUpdate(6)], 3).record.w
+    assert np.array_equal(raw, wide([], 3).record.w)
+
+
+def test_error_feedback_loses_nothing() -> None:
+    """Everything that was to be sent was sent, or is remembered."""
+    for name in ("EF-signSGD", "rand-k, memory", "PowerSGD, rank 1", "top-k"):
+        letters: dict[Any, Message] = {}
+        made = encoding(RULES[name], letters, "transmit first")
+        updates: dict[int, Any] = {}
+        sent: dict[int, Any] = {}
+        cls: Any = type(made)
+
+        def transmit(self: Any, clients: Any, update: Tensor, cls: Any = cls) -> Tensor:
+            (i,) = clients.client_ids
+            updates[i] = updates.get(i, 0) + update[0].numpy()  # noqa: B023
+            result: Tensor = cls.transmit(self, clients, update)
+            sent[i] = sent.get(i, 0) + result[0].numpy()  # noqa: B023
+            return result
+
+        made.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
+        record = wide([made], 6).record
+        (key,) = (key for key in record.rows[-1] if key.endswith(".error"))
+        for i, row in record.rows[-1][key].items():
+            assert np.abs(updates[i] - sent[i] - row).max() < 1e-12, name
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda: c.QuantizedUpdate(0), "levels=0"),
+    (lambda: c.QuantizedUpdate(2.5), "levels=2.5"),
+    (lambda: c.QuantizedUpdate(2**31), "levels=2147483648"),
+    (lambda: c.QuantizedUpdate(norm="l1"), "norm='l1'"),
+    (lambda: c.QuantizedUpdate(per_layer=1), "per_layer=1"),
+    (lambda: c.SignUpdate("no"), "per_layer='no'"),
+    (lambda: c.RandomK(0), "fraction=0"),
+    (lambda: c.RandomK(1.5), "fraction=1.5"),
+    (lambda: c.RandomK(0.5, "yes"), "memory='yes'"),
+    (lambda: c.LowRankUpdate(0), "rank=0"),
+    (lambda: c.LowRankUpdate(1.5), "rank=1.5"),
+    (lambda: c.ErrorFeedback21(c.QuantizedUpdate()), "QuantizedUpdate.*needs a contraction"),
+    (lambda: c.ErrorFeedback21(c.RandomK(0.5)), "memory=False.*needs a contraction"),
+    (lambda: c.ErrorFeedback21(c.LowRankUpdate()), "LowRankUpdate.*needs a contraction"),
+    (lambda: c.ErrorFeedback21("top-k"), "'top-k'.*needs a contraction"),
+    (lambda: c.ErrorFeedback21(None, "everyone"), "average='everyone'"),
+]
+
+
+@pytest.mark.parametrize(("make", "named"), REFUSED)
+def test_what_cannot_work_is_refused_by_name(make: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [c.QuantizedUpdate, c.SignUpdate, lambda: c.RandomK(0.5), c.LowRankUpdate, c.TopKCompression],
+)
+def test_one_compression_a_run_and_none_beside_parts(make: Any) -> None:
+    for other in (c.ErrorFeedback21(None), c.PartialAveraging()):
+        with pytest.raises(UserError, match=r"both decide what clients send|cannot run together"):
+            network([make(), other], 1)
