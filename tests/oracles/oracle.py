@@ -470,7 +470,6 @@ def run(
         # rows are replaced, never changed
         clients = {name: dict(table) for name, table in rows.items()}
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta, "dual": dual_mean} | optimizer
-        server = {"c": c, "lambda": lam, "s": s, "Delta": Delta} | optimizer
         server |= {} if sender is None else {"H": sender.mean}
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
     return history
