@@ -101,20 +101,17 @@ class LowRankUpdate(FederatedCallback):
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         v = update.double() + self.error[clients]
         layout = pieces(clients.layout, self.rank)
-        p, q, raw = [], [], []
+        none = v.new_zeros(len(v), 0)
+        parts: dict[str, list[Tensor]] = {"p": [none], "q": [none], "raw": [none]}
         for piece, start in zip(layout, self._starts(clients, layout), strict=True):
             m = v[:, piece.where].reshape(len(v), piece.a, piece.b)
             if piece.rank:
                 directions = orthonormal(m @ start)
-                p.append(directions.flatten(1))
-                q.append((m.mT @ directions).flatten(1))
+                parts["p"].append(directions.flatten(1))
+                parts["q"].append((m.mT @ directions).flatten(1))
             else:
-                raw.append(m.flatten(1))
-        none = v.new_zeros(len(v), 0)
-        message = {
-            name: torch.cat([none, *parts], dim=1).to(update.dtype)
-            for name, parts in (("p", p), ("q", q), ("raw", raw))
-        }
+                parts["raw"].append(m.flatten(1))
+        message = {name: torch.cat(each, dim=1).to(update.dtype) for name, each in parts.items()}
         numbers = sum(part.shape[1] for part in message.values())
         clients.sent(parameters=numbers, bytes=numbers * update.element_size())
         vars(clients)["message"] = message
