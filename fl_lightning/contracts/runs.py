@@ -145,7 +145,7 @@ def order_of_clients(method: Method) -> None:
         ROUNDING,
         "clients registered in another order give another result",
         "use no client's number or place in the round, only its own rows; sums and means go "
-        "through Upload",
+        "through Upload. A method that draws for each client says draws_by_client = True",
     )
 
 
