@@ -374,6 +374,15 @@ class FederatedCallback(pl.Callback):
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
+    def steps(self, t: int, ids: Tensor) -> Tensor | Sequence[int]:
+        """One owner. K_i of each client of ``ids`` ``(k,)`` in round t, integers from 1.
+
+        It is a function of (seed, t, id) alone: it draws from :meth:`generator`, and may ask
+        :meth:`steps_of`. ``ids`` is int64, on the CPU. The hook is called whenever somebody wants
+        to know, before the round too. ``local_epochs`` and ``local_steps`` then play no part.
+        """
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
+
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client trains."""
 

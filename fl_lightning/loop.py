@@ -133,7 +133,7 @@ class FederatedLoop:
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
         # From here on the participants' rows are known here, whichever process owns them.
         self.state.rows.fetch(ids)
-        steps = {i: self.cohort.steps(i) for i in ids}
+        steps = self.cohort.steps_in(t, ids)
         sizes = self.cohort.sizes(ids)
         weights = dict.fromkeys(ids, 1.0)
         if self.settings.weighting == "samples":

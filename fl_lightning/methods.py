@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
@@ -24,6 +26,7 @@ from fl_lightning.schedules import arguments
 
 OWNED = {
     "select": "who takes part",
+    "steps": "how many steps clients take",
     "broadcast": "what clients get as w",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
@@ -214,6 +217,27 @@ class Methods:
         return {k: d for k, d in self.declared.items() if isinstance(d, ServerState) and d.sent}
 
     @property
+    def steps(self) -> Callable[[int, Sequence[int]], list[int]] | None:
+        """``(t, ids)`` → K_i of each, where a method decides on them.
+
+        It raises a UserError where the method gives no integers from 1.
+        """
+        owner = self.owner("steps")
+        if owner is None:
+            return None
+        name = self.name_of_owner("steps")
+
+        def checked(t: int, ids: Sequence[int]) -> list[int]:
+            given = owner(t, torch.tensor(ids, dtype=torch.int64))
+            return checked_steps(name, given, t, ids)
+
+        return checked
+
+    def name_of_owner(self, hook: str) -> str:
+        """The class that owns a hook."""
+        return type(self._owned_by[hook]).__name__
+
+    @property
     def blind(self) -> bool:
         """Tell whether local steps are perturbed without a gradient at x."""
         owner = self._owned_by.get("perturbation")
@@ -347,6 +371,22 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
             call, returned, f"{n} distinct ids of the {len(available)} available clients"
         )
     return ids
+
+
+def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[int]:
+    """The steps that a method gave, one number a client.
+
+    Raises:
+        UserError: it gave another number of them, or one that is no integer from 1.
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    expected = f"method: {name}.steps has to give each client an integer from 1"
+    if not isinstance(values, Iterable) or len(steps := list(values)) != len(ids):
+        raise UserError(f"{expected}; for {len(ids)} of them in round {t} it gave {returned!r}.")
+    for client, k in zip(ids, steps, strict=True):
+        if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+            raise UserError(f"{expected}; to client {client} in round {t} it gave {k!r}.")
+    return [int(k) for k in steps]
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:

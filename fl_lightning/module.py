@@ -185,8 +185,11 @@ class FederatedModule(LearnerHooks):
         return self.run.participants(t, self.cohort)
 
     def steps(self, t: int, i: int) -> int:
-        """K_i: local steps of client i in round t; the same in every round."""
-        return self.cohort.steps(i)
+        """K_i: local steps of client i in round t; the same in every round but by a method's hook.
+
+        They are known before the round, and the same in every process and after a resume.
+        """
+        return self.cohort.steps(i, t)
 
     def describe(self) -> str:
         """The run in one line."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fl_lightning import checkpoint, checks, sampling
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
-from fl_lightning.callback import FederatedCallback, RunFacts
+from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
 from fl_lightning.checkpoint import CheckpointFolder, Identity
 from fl_lightning.description import Reporter
 from fl_lightning.engines import configured_optimizer
@@ -122,12 +122,18 @@ class FederatedRun:
         coins: Any = self.secret
         if self.methods.draws_from != "secret":
             coins = self.methods.draws_from
-        return Cohort(
+        cohort = Cohort(
             trainer.datamodule,
             self.seed(trainer),
             coins=coins,
             **self.settings.cohort(trainer.fast_dev_run),
         )
+        # How many steps there are is known outside of rounds, too.
+        self.methods.bind_run(RunBinding(cohort.seed, cohort.steps_of))
+        cohort.own_steps = self.methods.steps
+        if cohort.own_steps is not None:
+            cohort.steps_by = self.methods.name_of_owner("steps")
+        return cohort
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """The participants of round t, ascending: sampled, or chosen by a method."""

@@ -48,6 +48,8 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "ProximalTerm": ("li2020fedprox",),
     "QuantizedUpdate": ("alistarh2017qsgd", "reisizadeh2020fedpaq"),
     "RandomK": ("stich2018sparsified",),
+    "RandomEpochs": ("wang2020fednova",),
+    "RandomSkips": ("mishchenko2022proxskip",),
     "RelaxedInitialization": ("sun2023fedinit",),
     "SharpnessAwareMinimization": ("qu2022fedsam",),
     "SignUpdate": ("karimireddy2019error",),

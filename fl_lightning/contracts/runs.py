@@ -352,6 +352,8 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
 
 
 def buffers(method: Method) -> None:
+    if method.factory().has("steps"):
+        raise NotApplicable("it decides how many batches clients see")
     # A method that selects clients itself would give buffers of others than FedAvg's.
     who: dict[str, Any] = {}
     if method.factory().has("select"):

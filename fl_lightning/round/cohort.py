@@ -5,7 +5,7 @@ Both are functions of (seed, round), so that any process knows them beforehand, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -25,6 +25,9 @@ class Cohort:
         coins: what decides who takes part is drawn from this; None: the seed.
         quick: the Trainer's ``fast_dev_run``: one client takes part, with so many of its batches;
             0: all that is asked.
+
+    ``own_steps``: ``(t, ids)`` → K_i of each, where a method, ``steps_by``, decides on them; None:
+    it is as the settings say.
 
     The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
@@ -48,6 +51,8 @@ class Cohort:
         self.sampling = sampling
         self.local_epochs = local_epochs
         self.local_steps = local_steps
+        self.own_steps: Callable[[int, Sequence[int]], list[int]] | None = None
+        self.steps_by = ""
 
     @property
     def n(self) -> int:
@@ -104,12 +109,22 @@ class Cohort:
         heads = int(draw.binomial(m, share))
         return heads if self.sampling == "poisson" else max(1, heads)
 
-    def steps(self, i: int) -> int:
-        """K_i: local steps of client i in a round."""
-        steps = self.local_steps
-        if steps is None:
-            steps = self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
-        return min(steps, self.quick) if self.quick else steps
+    def steps(self, i: int, t: int = 0) -> int:
+        """K_i: local steps of client i in round t."""
+        return self.steps_in(t, [i])[i]
+
+    def steps_in(self, t: int, ids: Sequence[int]) -> dict[int, int]:
+        """K_i of each of these clients in round t."""
+        if self.own_steps is not None:
+            steps = dict(zip(ids, self.own_steps(t, ids), strict=True))
+        else:
+            steps = {i: self._steps_as_set(i) for i in ids}
+        return {i: min(k, self.quick) if self.quick else k for i, k in steps.items()}
+
+    def _steps_as_set(self, i: int) -> int:
+        if self.local_steps is not None:
+            return self.local_steps
+        return self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
 
     def steps_of(self, i: int, local_epochs: float) -> int:
         """Steps of so many local epochs of client i; a batch that was begun counts."""
@@ -130,7 +145,10 @@ class Cohort:
         steps: Any = self.local_steps
         # Less than an epoch may end before a client's last, shorter batch. Clients of one size take
         # the same number of steps, so these are counted once a size.
-        if steps is None and self.local_epochs is not None and self.local_epochs < 1:
+        part = self.local_epochs is not None and self.local_epochs < 1
+        if self.own_steps is not None:
+            steps = None  # any batch may come in some round
+        elif steps is None and part:
             sizes = self.data.client_sizes()
             _, first, of = np.unique(sizes, return_index=True, return_inverse=True)
             steps = np.array([self.steps(int(i)) for i in first])[of]
@@ -146,7 +164,9 @@ class Cohort:
         """Such as ``10 of 100 clients · 5 epochs``."""
         if self.quick:
             return f"1 of {self.m} clients · {self.quick} steps at most (fast_dev_run)"
-        if self.local_steps:
+        if self.own_steps is not None:
+            work = f"steps by {self.steps_by}"
+        elif self.local_steps:
             work = f"{self.local_steps} steps"
         else:
             work = f"{self.local_epochs or 5:g} epochs"

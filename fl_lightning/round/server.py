@@ -67,6 +67,12 @@ class Server:
         return self._round.num_clients
 
     @property
+    def client_lr(self) -> Tensor:
+        """The clients' learning rate in this round, a scalar tensor."""
+        self._round.rates.require_constant(self._caller)
+        return self._round.rates.lr
+
+    @property
     def layout(self) -> Layout:
         return self._round.layout
 

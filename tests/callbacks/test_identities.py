@@ -15,7 +15,8 @@ import torch
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from tests.engines.test_every_method import config
-from tests.helpers.federation import Run, network
+from tests.helpers.federation import Run, network, quadratics
+from tests.oracles.cases import quadratics as quadratic_problem
 from tests.oracles.oracle import TwoLayer
 from tests.oracles.problems import Vector
 
@@ -105,6 +106,53 @@ def test_fedspeed_takes_two_gradients_for_every_alpha_and_radius() -> None:
     steps = gradients(run(rounds=1))
     for alpha, radius in ((0.0, 0.1), (1.0, 0.0), (0.5, 0.1)):
         assert gradients(run(c.MixedAscent(0.1, alpha, radius), rounds=1)) == [2 * steps[0]]
+
+
+def test_scaffnew_with_probability_one_is_gradient_descent_on_the_mean() -> None:
+    """K = 1 in every round, and the control variates add up to 0."""
+    problem, w = quadratic_problem(), np.ones(4)
+    ours = quadratics(
+        problem, w, [c.RandomSkips(1.0)], 8, lr=0.2, lr_decay=0.9, participation="all"
+    )
+    m = len(problem.centre)
+    for t in range(8):
+        w = w - 0.2 * 0.9**t * np.mean([problem.gradient(w, i, None) for i in range(m)], axis=0)
+        assert np.abs(ours.record.w[t] - w).max() < 1e-12
+        h = ours.record.rows[t]["RandomSkips.h"]
+        assert np.abs(sum(h.values())).max() < 1e-12 and len(h) == m
+    assert max(np.abs(row).max() for row in h.values()) > 0.1
+
+
+def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
+    problem = quadratic_problem()
+    methods, options = [c.RandomSkips(0.25)], {"lr": 0.3, "participation": "all"}
+    ours = quadratics(problem, np.ones(4), methods, 120, **options)
+    fedavg = quadratics(problem, np.ones(4), [], 60, local_steps=4, **options)
+    optimum = problem.optimum()
+    assert np.abs(ours.record.w[-1] - optimum).max() < 1e-6
+    assert np.abs(fedavg.record.w[-1] - optimum).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"participation": 3}, "3 of 8.*participation='all'"),
+        ({"sampling": "poisson"}, "sampling='poisson'"),
+        ({"weighting": "samples"}, "weighting='uniform'"),
+        ({"clip_norm": 10.0}, "clip_norm=None"),
+        ({"momentum": 0.9}, "without momentum"),
+        ({"server_optimizer": lambda w: torch.optim.SGD(w, 0.5)}, "rate 1"),
+        ({"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.5)}, "rate 1"),
+        ({"server_lr_decay": 0.9}, "rate 1"),
+        ({"on_nonfinite": "skip"}, "every client to finish"),
+    ],
+)
+def test_scaffnew_is_refused_where_its_rule_is_not_defined(
+    options: dict[str, Any], says: str
+) -> None:
+    given = {"participation": "all", "clip_norm": None, **options}
+    with pytest.raises(UserError, match=f"RandomSkips: .*{says}"):
+        run(c.RandomSkips(), rounds=1, **given)
 
 
 def test_fedexp_of_one_client_is_fedavg() -> None:

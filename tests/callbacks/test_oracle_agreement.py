@@ -38,6 +38,8 @@ CLIENT = {
     "LocallyEstimatedPerturbation.received": "o_i",
     "MixedAscent.dual": "dual_i",
     "ModelContrast.last": "last_i",
+    "RandomSkips.h": "h_i",
+    "RandomSkips.last": "last_i",
     "optimizer.0.momentum_buffer": "momentum_i",
 }
 SERVER = {
@@ -121,6 +123,21 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 def test_method_agrees_with_the_oracle(name: str, weighting: str) -> None:
     agree(*both(settings(weighting, **METHODS[name]), **ENGINES[weighting]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("beside", [{}, {"beta": 0.1, "sam": 0.05}, {"topk": 0.5}])
+def test_scaffnew_agrees_with_the_oracle(beside: dict[str, Any], engine: str) -> None:
+    """It takes all clients, uniform weights and no clipping."""
+    config = Config(lr=0.3, lr_decay=0.95, weight_decay=0.01, scaffnew=0.4, **beside)
+    ours, theirs = both(config, participation="all", **ENGINES[engine])
+    agree(ours, theirs)
+    steps = [{len(batches) for batches in table.values()} for table in ours.schedule.rounds]
+    drawn = [int(generator(1, "method: scaffnew", t).geometric(0.4)) for t in range(ROUNDS)]
+    assert steps == [{k} for k in drawn] and max(drawn) > 2, "one K for all clients of a round"
+    for rows in ours.record.rows:
+        assert np.abs(sum(rows["RandomSkips.h"].values())).max() < 1e-12 or "topk" in beside
+    assert ours.record.metrics[-1].get("cost/kept_vectors", 2) == 2 + len(set(beside) - {"sam"})
 
 
 def test_clipping_is_active_in_about_a_third_of_the_steps() -> None:

@@ -59,8 +59,8 @@ def composition(name: str) -> Case:
     }
 
 
-# need norms, held-out samples: in tests of their own
-ELSEWHERE = ("method/fedbn", "PerClientEvaluation")
+# need norms, held-out samples, nothing clipped: in tests of their own
+ELSEWHERE = ("method/fedbn", "PerClientEvaluation", "method/scaffnew", "RandomSkips")
 PACKAGED = [name for name in packaged() if name.startswith("method/") and name not in ELSEWHERE]
 IN_CONFIGS = {type(method).__name__ for name in PACKAGED for method in config(name)[0]}
 OTHERS = [

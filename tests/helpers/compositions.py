@@ -47,6 +47,8 @@ def methods(config: Config) -> list[Any]:
         made.append(c.ClientMomentum(given["alpha"]))
     if config.fedsmoo is not None:
         made.append(c.GlobalSharpnessAwareMinimization(given["fedsmoo"]))
+    if config.scaffnew is not None:
+        made.append(c.RandomSkips(config.scaffnew))
     if config.fedspeed is not None:
         made.append(c.MixedAscent(*config.fedspeed))
     if config.lesam is not None:

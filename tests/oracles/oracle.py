@@ -57,6 +57,7 @@ class Config:
     lesam: Coefficient | None = None  # radius of FedLESAM's perturbation
     lesam_source: str = "received"  # or "last"
     fedexp: tuple[float, bool] | None = None  # epsilon, and whether two models are averaged
+    scaffnew: float | None = None  # probability of communication
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
     compression: dict[str, Any] | None = None  # "kind" and its arguments, in compression.py
@@ -122,7 +123,7 @@ def vectors(config: Config) -> tuple[int, int, int]:
     feddyn = config.fedspeed is not None or feddyn  # keeps and sends as FedDyn, and in up:
     up += config.fedspeed is not None and config.fedspeed[4] == "all" and updates
     kept = ri + scaffold + feddyn + smoo + (config.topk is not None) + (lesam and not sent)
-    kept += config.moon is not None
+    kept += (config.moon is not None) + 2 * (config.scaffnew is not None)
     return down, up, kept + personal
 
 
@@ -203,6 +204,7 @@ def run(
     o_i: dict[int, Vector] = {}  # § 20 B
     dual_i: dict[int, Vector] = {}  # § 20 A
     dual_mean = zeros.copy()
+    h_i: dict[int, Vector] = {}  # § 20 I
     previous = w
     last_i: dict[int, Vector] = {}
     # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K
@@ -252,6 +254,12 @@ def run(
             down[i] = vectors_down * int((~kept).sum())
             up[i] = vectors_up * int(averaged.sum())
 
+            if cfg.scaffnew is not None:  # § 20 I: with the rate of the round that is over
+                over = zeros
+                if t > 0:
+                    over = (cfg.scaffnew / decayed(cfg.lr, cfg.lr_decay, t - 1)) * (w - last_i[i])
+                h_i[i] = h_i.get(i, zeros) + over
+
             buffer = momentum_i.get(i, zeros) if cfg.keep_momentum else zeros
             dual = mu_i.get(i, zeros)  # FedSMOO's mu_i
             e, theta, rests = zeros, w, np.zeros(D, dtype=bool)
@@ -298,6 +306,8 @@ def run(
                     correction = correction + c - c_i.get(i, zeros)
                 if cfg.feddyn is not None:
                     correction = correction - lambda_i.get(i, zeros) + at(cfg.feddyn, t) * (x - w)
+                if cfg.scaffnew is not None:
+                    correction = correction - h_i[i]
                 if cfg.fedspeed is not None:  # § 20 A
                     correction = correction - dual_i.get(i, zeros) + cfg.fedspeed[0] * (x - w)
                 g = g + correction
@@ -461,6 +471,7 @@ def run(
             "theta_i": theta_i,
             "o_i": o_i,
             "dual_i": dual_i,
+            "h_i": h_i,
             "last_i": last_i,
             "origin": origin,
             "elapsed": elapsed,

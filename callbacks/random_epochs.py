@@ -1,0 +1,54 @@
+"""Random numbers of local epochs, as in the experiments of FedNova.
+
+J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor: Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization (NeurIPS 2020), section 5, arXiv:2007.07481: in each round
+every client trains for E_i ~ U(2, 5) epochs, as computers of unequal speed would.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fl_lightning.callback import FederatedCallback, UserError, number
+
+
+class RandomEpochs(FederatedCallback):
+    """Client i takes E_i epochs of local steps in round t, E_i uniform on low, …, high.
+
+    A draw follows from (seed, t, i); ``local_epochs`` and ``local_steps`` play no part.
+    Sent and kept: nothing more than by FedAvg.
+
+    Args:
+        low, high: epochs, both included.
+
+    Raises:
+        UserError: low is no integer from 1, or high none from low.
+
+    Example:
+        two or three epochs of a client with three batches.
+
+        >>> from fl_lightning.callbacks import RandomEpochs
+        >>> from fl_lightning.testing import tiny_run
+        >>> run = tiny_run(RandomEpochs(low=2, high=3))
+        >>> sorted({run.steps(t, 4) for t in range(20)})
+        [6, 9]
+    """
+
+    title = "random epochs"
+    draws_by_client = True
+
+    def __init__(self, low: int = 2, high: int = 5) -> None:
+        super().__init__()
+        number("RandomEpochs: low", low, least=1, whole=True)
+        number("RandomEpochs: high", high, least=1, whole=True)
+        if high < low:
+            raise UserError(f"RandomEpochs: high={high} is below low={low}; give at least {low}.")
+        self.low = low
+        self.high = high
+
+    def steps(self, t: int, ids: Tensor) -> list[int]:
+        steps = []
+        for client in ids.tolist():
+            epochs = int(self.generator("epochs", t, client).integers(self.low, self.high + 1))
+            steps.append(self.steps_of(client, epochs))
+        return steps

@@ -1,0 +1,116 @@
+"""Scaffnew: local gradient steps with a control variate, and communication by the toss of a coin.
+
+K. Mishchenko, G. Malinovsky, S. Stich, P. Richtárik: ProxSkip: Yes! Local Gradient Steps Provably
+Lead to Communication Acceleration! Finally! (ICML 2022), Algorithm 2, arXiv:2202.09357. In each
+step all clients communicate with probability p, so that a round has a geometric number of steps;
+h_i, the client's share of the gradient at the optimum, corrects its drift.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    FederatedCallback,
+    Refusal,
+    Server,
+    ServerState,
+    number,
+)
+
+
+class RandomSkips(FederatedCallback):
+    """x ← x - η (g - h_i), K^t ~ Geometric(p) times; h_i ← h_i + (p/η) (w^{t+1} - x_{i,K}).
+
+    All clients take K^t steps, which follow from (seed, t). A client computes h_i as it receives
+    w^{t+1}, with the η of the round that is over; so the ``h`` of a round is what its steps used.
+    Σ h_i = 0. Full participation and uniform weights alone, and plain SGD on both sides, the
+    server's at rate 1.
+    Sent: nothing more than by FedAvg. Kept: h_i and x_{i,K} by each client; η, a number, by the
+    server.
+
+    Args:
+        probability: p, above 0, up to 1; 1 is gradient descent on the clients' mean.
+
+    Raises:
+        UserError: another probability; partial participation, other weights or optimizers,
+            clipping, rates that change within a round.
+
+    Example:
+        the control variates add up to 0, after every round.
+
+        >>> from fl_lightning.callbacks import RandomSkips
+        >>> from fl_lightning.testing import tiny_run
+        >>> run = tiny_run(RandomSkips(probability=0.5), participation="all")
+        >>> total = sum(run.client_rows.read("RandomSkips.h", i) for i in range(6))
+        >>> bool(total.abs().max() < 1e-14)
+        True
+    """
+
+    title = "Scaffnew"
+    moves_start = False
+    requires = {"participation": "all"}
+    cannot_run_with = {"parts": "its control variates add up to 0 only where all is averaged"}
+    notes = (
+        Refusal(
+            "Scaffnew's rule is for all clients in every round, and {n} of {m} with "
+            "sampling='{sampling}' were asked for. Set participation='all'.",
+            when=lambda method, run: run.n < run.m or run.sampling != "uniform",
+        ),
+        Refusal(
+            "Scaffnew's rule is for the uniform mean; set weighting='uniform'.",
+            when=lambda method, run: run.weighting != "uniform",
+        ),
+        Refusal(
+            "a step is its gradient times the rate in Scaffnew's rule; set clip_norm=None.",
+            when=lambda method, run: run.clip_norm is not None,
+        ),
+        Refusal(
+            "a step is its gradient times the rate in Scaffnew's rule; the client optimizer has "
+            "to be SGD with one lr, without momentum.",
+            when=lambda method, run: bool(run.optimizer),
+        ),
+        Refusal(
+            "Scaffnew's rule has one learning rate a round; set client_scheduler='rounds' or "
+            "'ignore'.",
+            when=lambda method, run: run.by_step,
+        ),
+        Refusal(
+            "in Scaffnew the clients' mean is the next model; the server optimizer has to be "
+            "plain SGD at the constant rate 1.",
+            when=lambda method, run: bool(run.server) or run.server_rate != 1.0,
+        ),
+        Refusal(
+            "Scaffnew's rule needs every client to finish; set on_nonfinite='stop'.",
+            when=lambda method, run: run.on_nonfinite != "stop",
+        ),
+    )
+    h = ClientState(synchronised=False)
+    last = ClientState(initial="current_model", synchronised=False)  # x_{i,K}
+    rate = ServerState(shape=(), dtype=torch.float64, synchronised=False)  # η of the last round
+
+    def __init__(self, probability: float = 0.1) -> None:
+        super().__init__()
+        number("RandomSkips: probability", probability, above=0, most=1)
+        self.probability = probability
+
+    def steps(self, t: int, ids: Tensor) -> list[int]:
+        k = int(self.generator("scaffnew", t).geometric(self.probability))
+        return [k] * len(ids)
+
+    def on_local_start(self, clients: Clients) -> None:
+        # At rate 0, and before round 0, nobody has moved, and h_i stays.
+        over_rate = torch.where(self.rate > 0, self.probability / self.rate, 0.0)
+        self.h[clients] = self.h[clients] + over_rate * (clients.w - self.last[clients])
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
+        gradient.sub_(self.h[clients])
+
+    def on_local_end(self, clients: Clients) -> None:
+        self.last[clients] = clients.x
+
+    def on_server_update(self, server: Server) -> None:
+        self.rate = server.client_lr
