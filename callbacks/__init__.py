@@ -35,8 +35,8 @@ from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
 from fl_lightning.callbacks.quantized_update import QuantizedUpdate
-from fl_lightning.callbacks.random_k import RandomK
 from fl_lightning.callbacks.random_epochs import RandomEpochs
+from fl_lightning.callbacks.random_k import RandomK
 from fl_lightning.callbacks.random_skips import RandomSkips
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
 from fl_lightning.callbacks.robust_aggregation import RobustAggregation
@@ -76,8 +76,8 @@ __all__ = [
     "ProximalPersonalModel",
     "ProximalTerm",
     "QuantizedUpdate",
-    "RandomK",
     "RandomEpochs",
+    "RandomK",
     "RandomSkips",
     "RelaxedInitialization",
     "RobustAggregation",
