@@ -145,13 +145,13 @@ class Cohort:
         steps: Any = self.local_steps
         # Less than an epoch may end before a client's last, shorter batch. Clients of one size take
         # the same number of steps, so these are counted once a size.
-        part = self.local_epochs is not None and self.local_epochs < 1
-        if self.own_steps is not None:
-            steps = None  # any batch may come in some round
-        elif steps is None and part:
+        if steps is None and self.local_epochs is not None and self.local_epochs < 1:
             sizes = self.data.client_sizes()
             _, first, of = np.unique(sizes, return_index=True, return_inverse=True)
             steps = np.array([self.steps(int(i)) for i in first])[of]
+        # Where a method decides, any batch of a client may come in some round.
+        if self.own_steps is not None:
+            steps = None
         smallest: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
         return smallest
 
