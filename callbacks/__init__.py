@@ -34,6 +34,7 @@ from fl_lightning.callbacks.power_of_choice import PowerOfChoice
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
+from fl_lightning.callbacks.quantized_broadcast import QuantizedBroadcast
 from fl_lightning.callbacks.quantized_update import QuantizedUpdate
 from fl_lightning.callbacks.random_epochs import RandomEpochs
 from fl_lightning.callbacks.random_k import RandomK
@@ -75,6 +76,7 @@ __all__ = [
     "PowerOfChoice",
     "ProximalPersonalModel",
     "ProximalTerm",
+    "QuantizedBroadcast",
     "QuantizedUpdate",
     "RandomEpochs",
     "RandomK",

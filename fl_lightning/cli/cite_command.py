@@ -46,6 +46,7 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "PowerOfChoice": ("cho2022power",),
     "ProximalPersonalModel": ("li2021ditto",),
     "ProximalTerm": ("li2020fedprox",),
+    "QuantizedBroadcast": ("alistarh2017qsgd",),
     "QuantizedUpdate": ("alistarh2017qsgd", "reisizadeh2020fedpaq"),
     "RandomK": ("stich2018sparsified",),
     "RandomEpochs": ("wang2020fednova",),

@@ -77,6 +77,11 @@ class Server:
         return self._round.layout
 
     @property
+    def given(self) -> Tensor:
+        """What clients got as w ``(D,)``: w^t, except under a ``broadcast``."""
+        return self.w_before if self._ledger.broadcast is None else self._ledger.broadcast
+
+    @property
     def updates(self) -> Tensor:
         """The updates ``(n, D)`` of the clients that finished, in the order of ``ids``.
 

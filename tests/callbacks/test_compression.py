@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.sampling import generator
 from tests.helpers.compositions import POWERSGD, QSGD, RANDK, SIGN, TOPK, compressor
 from tests.helpers.federation import BATCH, Run, fit, network, samples
 from tests.helpers.learners import trainer
+from tests.oracles import compression
 from tests.oracles.oracle import Config, TwoLayer, run
 
 ROUNDS = 10
@@ -99,6 +101,71 @@ def test_ten_rounds_agree_with_the_oracle(name: str) -> None:
         for count in ("up_parameters", "up_bytes", "total_bytes"):
             number = expected.metrics[f"communication/{count}"]
             assert ours.record.metrics[t][f"communication/{count}"] == number
+
+
+@pytest.mark.parametrize("levels", [1, 127])
+def test_ten_rounds_of_a_quantised_broadcast_agree_with_the_oracle(levels: int) -> None:
+    methods = [c.QuantizedBroadcast(levels), c.QuantizedUpdate(), c.CommunicationLogger()]
+    ours = wide(methods)
+    config = Config(lr=0.3, weight_decay=0.01, compression=QSGD, broadcast=levels)
+    theirs = run(TwoLayer(*SHAPE), config, ROUNDS, ours.start, ours.schedule)
+    bits = 4 * 32 + 152 * math.ceil(math.log2(2 * levels + 1))
+    for t, expected in enumerate(theirs):
+        assert near(ours.record.w[t], expected.w), t
+        logged = ours.record.metrics[t]
+        assert logged["communication/down_bytes"] == (t + 1) * 3 * math.ceil(bits / 8)
+        assert logged["communication/total_bytes"] == expected.metrics["communication/total_bytes"]
+
+
+class Given(FederatedCallback):
+    """What clients get as w, in each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w: dict[int, list[Any]] = {}
+
+    def on_local_end(self, clients: Any) -> None:
+        self.w.setdefault(clients.round, []).append(clients.w.numpy().copy())
+
+
+def test_a_broadcast_is_the_same_for_all_and_w0_plus_levels_of_a_scale() -> None:
+    """So w^0, four scales and 152 whole numbers from -3 to 3 are all that a client needs."""
+    given = Given()
+    ours = wide([c.QuantizedBroadcast(3), given], 6)
+    assert np.array_equal(given.w[0][0], ours.start), "in round 0 that is w^0"
+    layers = [slice(0, 36), slice(36, 48), slice(48, 144), slice(144, 152)]
+    for t in range(1, 6):
+        assert all(np.array_equal(w, given.w[t][0]) for w in given.w[t])
+        moved = ours.record.w[t - 1] - ours.start
+        for layer in layers:
+            scale = compression.upwards(float(np.linalg.norm(moved[layer])))
+            levels = (given.w[t][0] - ours.start)[layer] * 3 / scale
+            assert np.abs(levels - np.rint(levels)).max() < 1e-6
+            assert np.abs(levels).max() < 3.5 and len(np.unique(np.rint(levels))) > 1
+
+
+class Ends(FederatedCallback):
+    """Where clients of round 1 end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x: list[Any] = []
+
+    def on_local_end(self, clients: Any) -> None:
+        if clients.round == 1:
+            self.x.append(clients.x[0].numpy().copy())
+
+
+def test_distances_are_from_the_server_to_where_clients_end_not_by_way_of_what_they_got() -> None:
+    ends = Ends()
+    loggers = [c.DivergenceLogger(), c.ConsensusDistanceLogger(), ends]
+    ours = wide([c.QuantizedBroadcast(1), *loggers], 2).record
+    x, logged = np.array(ends.x), ours.metrics[-1]
+    away = ((x - ours.w[-1]) ** 2).sum(1).mean()
+    assert logged["divergence/participants"] == pytest.approx(away, rel=1e-6)
+    centre, spread = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
+    relative = spread[:48].sum() / (centre[:48] ** 2).sum()
+    assert logged["consensus_relative/net.0"] == pytest.approx(relative, rel=1e-6)
 
 
 class Message:
@@ -274,7 +341,11 @@ def test_levels_stay_within_their_bits(levels: int, norm: Any) -> None:
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-@pytest.mark.parametrize("method", [lambda: c.QuantizedUpdate(None), lambda: c.RandomK(1.0)])
+@pytest.mark.parametrize(
+    "method",
+    [lambda: c.QuantizedUpdate(None), lambda: c.RandomK(1.0), lambda: c.QuantizedBroadcast(None)],
+    ids=["no levels", "every coordinate", "no levels down"],
+)
 def test_neutral_settings_are_fedavg_to_the_bit_and_in_bytes(method: Any, weighting: str) -> None:
     options = {"weighting": weighting, "clip_norm": 0.9}
     ours = network([method(), c.CommunicationLogger()], 5, **options).record
@@ -356,6 +427,8 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: c.QuantizedUpdate(2**31), "levels=2147483648"),
     (lambda: c.QuantizedUpdate(norm="l1"), "norm='l1'"),
     (lambda: c.QuantizedUpdate(per_layer=1), "per_layer=1"),
+    (lambda: c.QuantizedBroadcast(0), "levels=0"),
+    (lambda: c.QuantizedBroadcast(1.5), "levels=1.5"),
     (lambda: c.SignUpdate("no"), "per_layer='no'"),
     (lambda: c.RandomK(0), "fraction=0"),
     (lambda: c.RandomK(1.5), "fraction=1.5"),
@@ -385,3 +458,8 @@ def test_one_compression_a_run_and_none_beside_parts(make: Any) -> None:
     for other in (c.ErrorFeedback21(None), c.PartialAveraging()):
         with pytest.raises(UserError, match=r"both decide what clients send|cannot run together"):
             network([make(), other], 1)
+
+
+def test_no_quantised_broadcast_beside_parts() -> None:
+    with pytest.raises(UserError, match="cannot run together"):
+        network([c.QuantizedBroadcast(), c.PartialAveraging()], 1)

@@ -61,6 +61,8 @@ def methods(config: Config) -> list[Any]:
         made.append(c.TopKCompression(config.topk))
     if config.compression is not None:
         made.append(compressor(config.compression))
+    if config.broadcast is not None:
+        made.append(c.QuantizedBroadcast(config.broadcast))
     if config.ditto is not None:
         made.append(c.ProximalPersonalModel(given["ditto"]))
     if config.moon is not None:
@@ -154,6 +156,9 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "rand-k": {"compression": {**RANDK, "memory": False}},
     "rand-k, memory, + FedSAM": {"compression": RANDK, "sam": 0.05},
     "PowerSGD": {"compression": POWERSGD},
+    "QSGD, both ways": {"compression": QSGD, "broadcast": 127},
+    "quantised broadcast + FedProx + RI": {"broadcast": 3, "mu": 0.1, "beta": 0.1},
+    "quantised broadcast + SCAFFOLD": {"broadcast": 127, "scaffold": "gradient"},
     "PowerSGD + RI + FedAdam": {
         "compression": POWERSGD,
         "beta": 0.1,

@@ -61,6 +61,7 @@ class Config:
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
     compression: dict[str, Any] | None = None  # "kind" and its arguments, in compression.py
+    broadcast: int | None = None  # levels of what the server sends down
     fedrep: tuple[Mask, float, int] | None = None  # head, its epochs, batch size
     ditto: Coefficient | None = None  # strength lambda
     pfedme: tuple[float, int, float] | None = None  # lambda, inner steps, inner rate
@@ -213,7 +214,8 @@ def run(
     origin: dict[int, Vector] = {}
     elapsed: dict[int, Vector] = {}
     sent = {"down": 0, "up": 0}
-    sent_bytes = 0
+    up_bytes = 0
+    down_bytes = 0
     sender = None
     if cfg.compression is not None:
         sender = compression.Sender(cfg.compression, getattr(problem, "shapes", [(D,)]))
@@ -238,6 +240,10 @@ def run(
         clipped = 0
         down, up = {}, {}
         vectors_down, vectors_up, _ = vectors(cfg)
+        at_server, down_bits = w, 64 * D
+        if cfg.broadcast is not None:  # § 20 J, downlink: what clients are given is their w
+            layers = getattr(problem, "shapes", [(D,)])
+            w, down_bits = compression.broadcast(w, w0, cfg.broadcast, layers, t)
 
         for i in cohort:
             # The start: w, with the parts that the client keeps (§ 11); relaxed initialization (§
@@ -252,6 +258,7 @@ def run(
             origin[i] = np.where(kept, origin.get(i, zeros), x_0[i])
             elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * K[i]
             down[i] = vectors_down * int((~kept).sum())
+            down_bytes += 8 * (vectors_down - 1) * D + math.ceil(down_bits / 8)
             up[i] = vectors_up * int(averaged.sum())
 
             if cfg.scaffnew is not None:  # § 20 I: with the rate of the round that is over
@@ -373,8 +380,9 @@ def run(
             if sender is not None:  # § 20 J
                 u[i], numbers, bits = sender.send(u[i], t, i)
                 up[i] += numbers - D
-                sent_bytes += 8 * (vectors_up - 1) * D + math.ceil(bits / 8)
+                up_bytes += 8 * (vectors_up - 1) * D + math.ceil(bits / 8)
 
+        w = at_server
         new_w = w
         evaluated = history[-1].evaluated if history else w0
         if cohort:
@@ -456,8 +464,11 @@ def run(
         for way, count in (*sent.items(), ("total", sum(sent.values()))):
             metrics[f"communication/{way}_parameters"] = count
         if sender is not None:
-            metrics["communication/up_bytes"] = sent_bytes
-            metrics["communication/total_bytes"] = sent_bytes + 8 * sent["down"]
+            metrics["communication/up_bytes"] = up_bytes
+        if cfg.broadcast is not None:
+            metrics["communication/down_bytes"] = down_bytes
+        if sender is not None and not cfg.parts:
+            metrics["communication/total_bytes"] = up_bytes + down_bytes
         w = new_w
         rows = {
             "c_i": c_i,
