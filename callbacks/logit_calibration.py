@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule, flag, number
 
@@ -76,7 +76,7 @@ class LogitCalibration(FederatedCallback):
     ) -> Tensor:
         """The hook ``local_loss`` of the printed sum."""
         z = seen["logits"] - self.margins(clients, seen["logits"])
-        own = one_hot(batch[1].long(), z.shape[1]).bool()
+        own = torch.arange(z.shape[1], device=z.device) == batch[1][:, None]
         others = (counts(clients, z) > 0) & ~own
         has_others = others.any(1, keepdim=True)
         # A sample without other classes keeps all of them, so that no gradient is undefined.
