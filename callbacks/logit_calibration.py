@@ -24,7 +24,7 @@ class LogitCalibration(FederatedCallback):
     Sent and kept: nothing more than by FedAvg. One gradient a step.
 
     Args:
-        tau: τ, from 0; 0 is FedAvg (absent classes stay).
+        tau: τ, from 0; 0 is FedAvg (absent classes stay), unless ``exclude_true``.
         exclude_true: the sum runs over the other classes alone, as the paper prints it: mean
             log(1 - p_y), p = softmax(z - m_i), is added to the loss. A sample without another class
             adds nothing. Unbounded below.
@@ -60,6 +60,8 @@ class LogitCalibration(FederatedCallback):
         self.exclude_true = exclude_true
         if exclude_true:
             self.use("local_loss", self.without_true)
+            # It belongs to the class, but without the true class no tau is FedAvg.
+            vars(self)["neutral"] = None
 
     def local_output(self, clients: Clients, name: str, value: Tensor, batch: Any) -> Tensor:
         return value - self.margins(clients, value)

@@ -1,4 +1,4 @@
-"""Losses that look at models: what is seen, at which vector, by whom it is changed, what it costs."""
+"""Losses that look at models: what is seen, at which vector, who changes it, what it costs."""
 
 from __future__ import annotations
 
