@@ -6,6 +6,7 @@ if __name__ == "callbacks":
 from fl_lightning.callbacks.alternating_head import AlternatingHead
 from fl_lightning.callbacks.byzantine_clients import ByzantineClients
 from fl_lightning.callbacks.client_momentum import ClientMomentum
+from fl_lightning.callbacks.clustered_models import ClusteredModels
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
 from fl_lightning.callbacks.control_variates import ControlVariates
@@ -50,6 +51,7 @@ __all__ = [
     "AlternatingHead",
     "ByzantineClients",
     "ClientMomentum",
+    "ClusteredModels",
     "CommunicationLogger",
     "ConsensusDistanceLogger",
     "ControlVariates",

@@ -90,7 +90,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         down = round(count[CLIENTS] * each)
         down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
-        value = ledger.server.get(key, ledger.round.server_states.get(key))
+        value = ledger.written_server(key)
         if value is None:  # never written: nothing to send
             continue
         if declared.shape is None:

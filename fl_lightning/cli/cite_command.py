@@ -29,6 +29,7 @@ _OURS = """\
 PAPERS: dict[str, tuple[str, ...]] = {
     "AlternatingHead": ("collins2021fedrep",),
     "ClientMomentum": ("xu2021fedcm",),
+    "ClusteredModels": ("ghosh2020ifca",),
     "ControlVariates": ("karimireddy2020scaffold",),
     "DifferentialPrivacy": ("mcmahan2018dp",),
     "DynamicRegularization": ("acar2021feddyn",),

@@ -77,8 +77,7 @@ class Stage:
         return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     def _filled(self, key: str, declared: State, m: int, w: Tensor) -> Tensor:
-        shape = w.shape if declared.shape is None else declared.shape
-        value = 0.1 * (0.5 + self._random(len(key), m, *shape))
+        value = 0.1 * (0.5 + self._random(len(key), m, *declared.sized(w.numel())))
         return value.to(declared.dtype or w.dtype)
 
     def gradient(self, group: ClientGroup, at: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ class Server:
         rows: dict[int, Tensor] = {}
         for rows_there in gathered(rows_here):
             rows.update(rows_there)
-        unwritten = self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
+        unwritten = self._round.initial(declaration, declaration.initial)
         if not clients:
             return unwritten.new_empty(0, *unwritten.shape)
         return torch.stack([rows[i].to(unwritten) if i in rows else unwritten for i in clients])
