@@ -7,6 +7,8 @@ centres and sends them all; a client takes the one of least loss on its own samp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,11 @@ from fl_lightning.callback import (
 
 _OF_CENTRES = "there is a model for each of k > 1 clusters, which are averaged by themselves"
 _READS_W = "it goes by clients.w, and with k > 1 clusters clients start elsewhere"
+_CENTRES: dict[str, Any] = {
+    "initial": "current_model",
+    "synchronised": False,
+    "shape": ("k", "D"),
+}
 _READERS = (
     "DynamicRegularization",
     "LocallyEstimatedPerturbation",
@@ -85,6 +92,7 @@ class ClusteredModels(FederatedCallback):
             when=lambda method, run: method.k > 1,
         ),
     )
+    centres = ServerState(sent=True, **_CENTRES)  # θ
     which = Scratch(shape=(), dtype=torch.int64)  # j_i
     moved = Upload(sent=False, shape=("k", "D"))  # x_{i,K} - θ_j in row j_i: it travels as x_{i,K}
     members = Upload(sent=False, shape=("k",))
@@ -95,12 +103,11 @@ class ClusteredModels(FederatedCallback):
         number("ClusteredModels: warmup", warmup, least=0, whole=True)
         self.k = k
         self.warmup = warmup
-        several = k > 1
-        centres = ServerState("current_model", sent=several, synchronised=False, shape=("k", "D"))
-        self.declare("centres", centres)
-        # Without a choice everybody starts at w.
-        self.moves_start = several  # type: ignore[misc]
-        if several:
+        if k == 1:
+            # Without a choice everybody gets w, and starts at it.
+            self.declare("centres", ServerState(**_CENTRES))
+            self.moves_start = False  # type: ignore[misc]
+        else:
             self.use("broadcast", self.centres_alone)
             self.use("personal", self.best_centre)
             owners = ("transmit", "on_updates", "aggregate", "evaluated", "parts")
