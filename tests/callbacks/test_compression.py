@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.methods import Methods
 from fl_lightning.sampling import generator
 from tests.helpers.compositions import POWERSGD, QSGD, RANDK, SIGN, TOPK, compressor
 from tests.helpers.federation import BATCH, Run, fit, network, samples
@@ -50,13 +51,14 @@ def wide(callbacks: list[Any], rounds: int = ROUNDS, **options: Any) -> Run:
     x, y, clients = samples()
     dtype = options.pop("dtype", torch.float64)
     options.setdefault("participation", 3)
+    options.setdefault("local_epochs", 1.5)
+    decay = options.pop("weight_decay", 0.01)
     return fit(
         Wide(dtype),
         InMemoryDataModule((x, y), clients=clients, batch_size=BATCH),
         callbacks,
         rounds,
-        local_epochs=1.5,
-        client_optimizer=lambda p: torch.optim.SGD(p, 0.3, weight_decay=0.01),
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.3, weight_decay=decay),
         **options,
     )
 
@@ -101,6 +103,22 @@ def test_ten_rounds_agree_with_the_oracle(name: str) -> None:
         for count in ("up_parameters", "up_bytes", "total_bytes"):
             number = expected.metrics[f"communication/{count}"]
             assert ours.record.metrics[t][f"communication/{count}"] == number
+
+
+def test_a_direction_that_a_client_does_not_have_is_zero_from_then_on() -> None:
+    """One step on one sample moves a matrix along one direction, so of two one is rounding."""
+    rule = RULES["PowerSGD, rank 2"]
+    one_step = {"participation": "all", "local_steps": 1, "weight_decay": 0.0}
+    ours = wide([compressor(rule)], 4, **one_step)
+    config = Config(lr=0.3, compression=rule)
+    theirs = run(TwoLayer(*SHAPE), config, 4, ours.start, ours.schedule)
+    for t, expected in enumerate(theirs):
+        assert near(ours.record.w[t], expected.w)
+        q = ours.record.rows[t]["LowRankUpdate.q"][0]
+        assert near(q, expected.clients["q"][0])
+        first, second = q[:6].reshape(3, 2), q[6:].reshape(12, 2)
+        assert first[:, 0].all() and not first[:, 1].any()
+        assert second[:, 0].all() and not second[:, 1].any()
 
 
 @pytest.mark.parametrize("levels", [1, 127])
@@ -321,6 +339,19 @@ def test_ten_thousand_draws_have_the_update_as_their_mean(method: Any) -> None:
     # Five standard errors of the mean; a scale in float32 is up to 1e-7 too large.
     assert (error <= 5 * made.std(0) / 100 + 1e-6).all(), error
     assert made.std(0).max() > 0.01
+
+
+def test_the_sign_of_nothing_is_plus_as_it_has_one_bit() -> None:
+    v = Drawn.v.numpy()
+    scale = np.float32(np.abs(v).mean())
+    assert np.array_equal(draws(c.SignUpdate(), 1, 1)[0], np.where(v >= 0, scale, -scale))
+
+
+def test_a_run_resumes_with_the_same_compressor_alone() -> None:
+    made = [c.TopKCompression(0.1), c.TopKCompression(0.2), c.SignUpdate(), None]
+    prints = [Methods([c.ErrorFeedback21(each)]).fingerprint()["ErrorFeedback21"] for each in made]
+    assert prints[0] == "compressor=TopKCompression(fraction=0.1), average='participants'"
+    assert len(set(prints)) == 4
 
 
 @pytest.mark.parametrize("levels", [1, 2, 7, 127, 2**20])

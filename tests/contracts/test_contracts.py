@@ -38,6 +38,7 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     ),
     "RandomK": lambda **given: c.RandomK(**{"fraction": 0.4, **given}),
     "RandomK, memory": lambda **given: c.RandomK(**{"fraction": 0.4, "memory": True, **given}),
+    "LowRankUpdate, rank 1": lambda **given: c.LowRankUpdate(**{"rank": 1, **given}),
     "ErrorFeedback21": lambda: c.ErrorFeedback21(c.SignUpdate()),
     "ErrorFeedback21, all": lambda: c.ErrorFeedback21(c.RandomK(0.4, memory=True), "all"),
     "QuantizedUpdate, max": lambda **given: c.QuantizedUpdate(**{"norm": "max", **given}),
