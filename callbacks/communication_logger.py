@@ -35,6 +35,7 @@ class CommunicationLogger(FederatedCallback):
     """
 
     measures = True
+    every_round = True
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 
     def on_round_end(self, server: Server) -> None:
@@ -45,4 +46,5 @@ class CommunicationLogger(FederatedCallback):
             totals[f"total_{unit}"] = totals[f"up_{unit}"] + totals[f"down_{unit}"]
         for name, value in totals.items():
             server.log(f"communication/{name}", value)
-        server.log("cost/kept_vectors", server.kept_vectors)
+        if server.n:
+            server.log("cost/kept_vectors", server.kept_vectors)

@@ -52,6 +52,7 @@ class DynamicRegularization(FederatedCallback):
     """
 
     title = "FedDyn"
+    tolerates_staleness = True
     moves_start = False
     notes = (UNIFORM_OPTIMUM,)
     penalty = Coefficient(above=0)

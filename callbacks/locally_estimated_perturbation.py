@@ -61,6 +61,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
     """
 
     title = "FedLESAM"
+    tolerates_staleness = True
     blind = True
     moves_start = False
     neutral = {"radius": 0.0}

@@ -65,6 +65,7 @@ class MixedAscent(FederatedCallback):
     """
 
     title = "FedSpeed"
+    tolerates_staleness = True
     moves_start = False
     notes = (
         UNIFORM_OPTIMUM,

@@ -45,6 +45,7 @@ class ModelContrast(FederatedCallback):
     """
 
     title = "MOON"
+    tolerates_staleness = True
     neutral = {"mu": 0.0}
     taps = {"features": "last:in"}
     mu = Coefficient()

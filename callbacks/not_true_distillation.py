@@ -44,6 +44,7 @@ class NotTrueDistillation(FederatedCallback):
     """
 
     title = "FedNTD"
+    tolerates_staleness = True
     neutral = {"strength": 0.0}
     taps = {"logits": "last"}
     needs_classes = True

@@ -36,6 +36,7 @@ class ProximalTerm(FederatedCallback):
     """
 
     title = "FedProx"
+    tolerates_staleness = True
     neutral = {"mu": 0.0}
     mu = Coefficient()
 

@@ -71,6 +71,7 @@ class RelaxedInitialization(FederatedCallback):
     """
 
     title = "FedInit"
+    tolerates_staleness = True
     neutral = {"beta": 0.0}
     sends = "displacement"  # with aggregate="updates", the one that transmits
     beta = Coefficient()

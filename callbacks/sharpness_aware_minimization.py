@@ -37,6 +37,7 @@ class SharpnessAwareMinimization(FederatedCallback):
     """
 
     title = "FedSAM"
+    tolerates_staleness = True
     neutral = {"radius": 0.0}
     radius = Coefficient()
 

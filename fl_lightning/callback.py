@@ -229,6 +229,18 @@ class FederatedCallback(pl.Callback):
     """Whether ``aggregate``, ``on_server_update`` and the server's step come where no client
     finished, too."""
 
+    tolerates_staleness: ClassVar[bool] = False
+    """Whether it works where clients train from earlier models, at other rounds than the server's:
+    its clients read no sent ServerState, and its server no number of participants."""
+
+    shapes_rounds: ClassVar[bool] = False
+    """Whether its arguments decide who takes part in a round or how much is done: a resumed run
+    needs the same ones."""
+
+    every_round: ClassVar[bool] = False
+    """Whether its ``on_round_end`` comes, and its server states are committed, where no client
+    finished, too."""
+
     gathers: ClassVar[bool] = False
     """Whether :meth:`aggregate` reads ``server.updates``: all updates in one place."""
 
@@ -313,8 +325,7 @@ class FederatedCallback(pl.Callback):
             for name, value in vars(cls).items():
                 if isinstance(value, Declaration):
                     declarations[name] = value
-        declarations |= self._declared
-        return {name: declaration.of(self) for name, declaration in declarations.items()}
+        return {**declarations, **self._declared}
 
     @property
     def _ledger(self) -> Staging:

@@ -23,7 +23,7 @@ from fl_lightning.storage.apart import is_plain, read_plain
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
-from fl_lightning.storage.run_state import RunState, unpacked
+from fl_lightning.storage.run_state import RunState, Versions, unpacked
 from fl_lightning.storage.secret import Secret
 from fl_lightning.storage.segments import Index, merge_indices
 
@@ -64,9 +64,10 @@ class Identity:
         Raises:
             UserError: with what differs.
         """
-        # A checkpoint names the scheduler only where it is used, so "ignore" stands for none.
-        now = {"client_scheduler": "ignore", **self.arguments}
-        then = {"client_scheduler": "ignore", **held["arguments"]}
+        # A checkpoint names these only where they are used.
+        unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
+        now = {**unsaid, **self.arguments}
+        then = {**unsaid, **held["arguments"]}
         differing = [
             f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]
         ]
@@ -141,6 +142,12 @@ def restored(
         # w lies beside them.
         check_vector(held["w"], w)
         model.move_to(held["w"], w.clone(), held["buffers"])
+    versions: Versions = {}
+    for number, entry in held.get("versions", {}).items():
+        check_vector(entry["w"], w)
+        forged.check_alike(entry["buffers"], model.buffers(), f"federated.versions.{number}")
+        buffers = {name: value.to(w.device) for name, value in entry["buffers"].items()}
+        versions[int(number)] = entry["w"].to(w.device), buffers
     return RunState(
         rows=rows,
         server={k: v.to(w.device) for k, v in held["server"].items()},
@@ -148,6 +155,7 @@ def restored(
         rounds=held.get("rounds", 0),
         logged=held.get("logged", {}),
         chosen=unpacked(held["chosen"]) if "chosen" in held else {},
+        versions=versions,
     )
 
 

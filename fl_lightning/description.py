@@ -74,12 +74,22 @@ def line(run: Any) -> str:
             "its callbacks."
         )
     learner = type(run.model.learner)
-    title = run.methods.title()
+    title = title_of(run)
     if not learner.__module__.startswith("fl_lightning."):
         title += f" ({learner.__name__})"
     optimizers = run.optimizers.describe(run.settings)
     parts = [title, run.loop.cohort.describe(), optimizers, str(run.plan or "")]
     return " · ".join(filter(None, parts))
+
+
+def title_of(run: Any) -> str:
+    """The methods' names, and that of asynchrony."""
+    names: str = run.methods.title()
+    asynchronous = run.settings.asynchronous
+    if asynchronous is None:
+        return names
+    own = "FedBuff" if asynchronous.mixing is None else "FedAsync"
+    return own if names == "FedAvg" else f"{own} + {names}"
 
 
 def versions() -> dict[str, str]:
@@ -104,7 +114,7 @@ def of_learner(learner: Any) -> HyperParameters:
 def of_run(run: Any, trainer: Any) -> HyperParameters:
     """Learner, method, data, partition, seed, engine and versions of a run, before its rounds."""
     data = trainer.datamodule
-    entries: HyperParameters = {**of_learner(run.model.learner), "method": run.methods.title()}
+    entries: HyperParameters = {**of_learner(run.model.learner), "method": title_of(run)}
     for callback in run.methods.callbacks:
         arguments = _parameters(callback)
         for name, value in vars(callback).items():

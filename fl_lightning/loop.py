@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +28,8 @@ from fl_lightning.round.partial import Parts
 from fl_lightning.round.server import Server
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
-from fl_lightning.storage.run_state import RunState
+from fl_lightning.storage.run_state import RunState, Versions
+from fl_lightning.virtual.plan import Plan
 
 RoundMetrics = dict[str, float]
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
@@ -46,6 +47,7 @@ class FederatedLoop:
         note: takes what the user should know.
         buffers: what becomes of the learner's.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
+        plan: of a run on simulated devices: who delivers when; None: everybody takes part at once.
         present: the latest round that began, and who takes part in it.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
     """
@@ -66,6 +68,7 @@ class FederatedLoop:
     buffers: BufferPolicy
     rank: int = 0
     world_size: int = 1
+    plan: Plan | None = None
     present: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
 
@@ -95,23 +98,23 @@ class FederatedLoop:
                 self.evaluate(ledger, server)
                 server.communication = traffic.of_round(ledger, self.methods)
                 server.kept_vectors = traffic.kept_vectors(ledger, self.methods)
-                if ledger.finished:
-                    self.methods.run("on_round_end", server)
+                self.methods.end_round(server, bool(ledger.finished))
             metrics = self.metrics(ledger, server)
             # What may still fail comes before the commit: rows travel to their owners, which
             # takes all processes, and loggers write.
             staged = ledger.settled_rows(self.methods.declared) if ledger.finished else {}
             rows = self.state.rows.bring_home(staged)
-            server_states: dict[str, Tensor] = {}
-            if self.counts(ledger):
-                server_states = ledger.settled_server(self.methods.declared)
+            server_states = ledger.settled_server(self.methods.declared)
+            if not self.counts(ledger):
+                server_states = self.methods.of_every_round(server_states)
             metrics["time/round"] = time.perf_counter() - start
             # On a GPU a processor's seconds say little.
             if self.model.w.device.type == "cpu":
                 metrics["time/cpu"] = sum(gathered(time.process_time() - start_cpu))
             self.report(metrics, t)
-            chosen = tuple(round.ids) if self.methods.owner("select") else None
-            self.state.commit(t, rows, server_states, metrics, chosen)
+            chosen = self.present[1] if self.methods.owner("select") else None
+            versions = self.versions(ledger, server)
+            self.state.commit(t, rows, server_states, metrics, chosen, versions)
             # The store has the rows now, in memory or on disk, and drops those that exceed it.
             ledger.rows = {}
         except BaseException:
@@ -131,13 +134,23 @@ class FederatedLoop:
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
+        self.present = t, tuple(ids)
+        if self.plan is not None:
+            ledger.planned = self.plan.planned(t, None if select is None else ids)
+            ids = list(ledger.planned.ids)
         # From here on the participants' rows are known here, whichever process owns them.
         self.state.rows.fetch(ids)
         steps = self.cohort.steps_in(t, ids)
+        if ledger.planned is not None:
+            steps = {i: self.cohort.steps(i, v) for i, v in ledger.planned.versions.items()}
         sizes = self.cohort.sizes(ids)
         weights = dict.fromkeys(ids, 1.0)
         if self.settings.weighting == "samples":
             weights = {i: float(sizes[i]) for i in ids}
+        if ledger.planned is not None:
+            discounts = ledger.planned.discounts
+            weights = {i: weight * discounts.get(i, 1.0) for i, weight in weights.items()}
+            ledger.base = ledger.round.w if ledger.planned.mixed else None
         factor = decay_factor(self.settings.lr_decay, t)
         ledger.round = replace(
             ledger.round,
@@ -148,14 +161,13 @@ class FederatedLoop:
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
         )
-        self.present = t, tuple(ids)
         # The last thing that may refuse the round; from here on a checkpoint holds what it found.
         self.model.hold(ledger.round.buffers)
         return ledger
 
     def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:
         """The participants by a method's choice, ascending; the same in every process."""
-        available = torch.arange(self.cohort.m, device=ledger.round.w.device)
+        available = torch.as_tensor(self.cohort.there(ledger.t), device=ledger.round.w.device)
         n = min(self.cohort.number(ledger.t), len(available))
         with ledger.server_hooks():
             choice = self.methods.call(select, Server(ledger.round, ledger), available, n)
@@ -224,10 +236,38 @@ class FederatedLoop:
             self.tell(done, len(clients))
 
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
-        self.engine.train(round, leaves, contributions.add, tell)
+        for version, jobs in self.by_version(round, ledger, leaves):
+            self.engine.train(version, jobs, contributions.add, tell)
         total = contributions.total()
         self.buffers.tell(contributions.changed, self.note)
         return total
+
+    def by_version(
+        self, round: Round, ledger: Ledger, leaves: list[tuple[int, int]]
+    ) -> Iterator[tuple[Round, list[tuple[int, int]]]]:
+        """The round, and who trains in it; where clients were given older models, one for each."""
+        planned = ledger.planned
+        if planned is None or set(planned.versions.values()) <= {round.t}:
+            yield round, leaves
+            return
+        for v in sorted({planned.versions[client] for _, client in leaves}):
+            jobs = [(leaf, client) for leaf, client in leaves if planned.versions[client] == v]
+            w, buffers = self.state.versions[v] if v < round.t else (round.w, round.buffers)
+            steps = {client: round.steps[client] for _, client in jobs}
+            rates = self.client_rates.in_round(
+                v, decay_factor(self.settings.lr_decay, v), max(steps.values())
+            )
+            yield replace(round, t=v, w=w, buffers=buffers, rates=rates), jobs
+        # An engine that trains in the learner itself leaves it the last version's buffers.
+        self.model.set_buffers(round.buffers)
+
+    def versions(self, ledger: Ledger, server: Server) -> Versions:
+        """The models and buffers from which clients still train after this round."""
+        needed = frozenset[int]() if ledger.planned is None else ledger.planned.needed
+        kept = {v: model for v, model in self.state.versions.items() if v in needed}
+        if ledger.t in needed:
+            kept[ledger.t] = server.w_before, ledger.round.buffers
+        return kept
 
     def finished(self, round: Round, diverged: list[int]) -> list[int]:
         """The clients that finished: all but those whose update is not finite."""
@@ -295,6 +335,8 @@ class FederatedLoop:
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
         logged["cost/gradients"] = traffic.gradients(ledger)
         logged["cost/forwards"] = traffic.forwards(ledger)
+        if ledger.planned is not None:
+            logged |= ledger.planned.metrics
         return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:

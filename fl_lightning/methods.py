@@ -202,6 +202,21 @@ class Methods:
             if returned is not None:
                 raise _returned(call, returned, "nothing")
 
+    def end_round(self, server: Any, finished: bool) -> None:
+        """Call ``on_round_end``; where no client ``finished``, of those who hear of every round."""
+        if finished:
+            self.run("on_round_end", server)
+            return
+        for call in self._hooks["on_round_end"]:
+            callback: Any = getattr(call, "__self__", None)
+            if callback.every_round:
+                self.call(call, server)
+
+    def of_every_round(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``states`` that are committed where no client finished."""
+        names = {type(c).__name__ for c in self.callbacks if c.every_round}
+        return {key: value for key, value in states.items() if key.split(".")[0] in names}
+
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
         """The gradient after a hook, which may change it in place or return another."""
         returned = self.call(call, clients, gradient)
@@ -242,12 +257,6 @@ class Methods:
         """Tell whether local steps are perturbed without a gradient at x."""
         owner = self._owned_by.get("perturbation")
         return owner is not None and owner.blind
-
-    @property
-    def personal_of_all(self) -> bool:
-        """Tell whether clients that never finished a round have a model of their own, too."""
-        owner = self._owned_by.get("personal")
-        return owner is not None and owner.personal_of_all
 
     @property
     def move_starts(self) -> bool:
@@ -326,7 +335,7 @@ class Methods:
         """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``."""
         texts = []
         for callback in self.callbacks:
-            changes = any(callback.has(hook) for hook in CHANGING)
+            changes = callback.shapes_rounds or any(map(callback.has, CHANGING))
             if changes and not callback.declarations():
                 texts.append(f"{type(callback).__name__}({arguments(callback)})")
         return ", ".join(sorted(texts)) or "none"

@@ -30,6 +30,7 @@ from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage import forged
 from fl_lightning.storage.rows import ClientRows
+from fl_lightning.virtual.buffered import Buffered
 
 
 class FederatedModule(LearnerHooks):
@@ -82,6 +83,9 @@ class FederatedModule(LearnerHooks):
         seed: None: that of ``seed_everything``; without that too, the checkpoint's, else one is
             drawn.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
+        asynchronous: ``Buffered(devices, …)`` of ``fl_lightning.systems``: clients train all the
+            time, and an epoch is a step of the server; ``participation`` then plays no part. None:
+            each round waits for its participants.
 
     Raises:
         UserError: for each argument, learner or Trainer setting that cannot work, before training
@@ -113,6 +117,7 @@ class FederatedModule(LearnerHooks):
         capture: bool | str = "auto",
         seed: int | None = None,
         strict_resume: bool = True,
+        asynchronous: Buffered | None = None,
     ) -> None:
         given = locals()
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, sampling
+from fl_lightning import checkpoint, checks, sampling, systems
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
@@ -23,7 +24,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import situation_of
-from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
@@ -32,7 +33,7 @@ from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.devices import prepare_process
 from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.cohort import Cohort
-from fl_lightning.round.context import ClientRates, Evaluate
+from fl_lightning.round.context import ClientRates
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.settings import Settings
@@ -70,7 +71,6 @@ class FederatedRun:
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
-        self.evaluate: Evaluate | None = None  # behind clients.evaluate
         # The modes of the module and its parts while training, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
@@ -120,25 +120,49 @@ class FederatedRun:
 
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
+        return self._cohort(
+            trainer.datamodule, self.seed(trainer), self.methods, trainer.fast_dev_run
+        )
+
+    def _cohort(self, data: Any, seed: int, methods: Methods, quick: bool | int) -> Cohort:
         # Whoever knows the seed must not be able to compute who took part in a private run.
         coins: Any = self.secret
-        if self.methods.draws_from != "secret":
-            coins = self.methods.draws_from
-        cohort = Cohort(
-            trainer.datamodule,
-            self.seed(trainer),
-            coins=coins,
-            **self.settings.cohort(trainer.fast_dev_run),
-        )
+        if methods.draws_from != "secret":
+            coins = methods.draws_from
+        cohort = Cohort(data, seed, coins=coins, **self.settings.cohort(quick))
         # How many steps there are is known outside of rounds, too.
-        self.methods.bind_run(RunBinding(cohort.seed, cohort.steps_of))
-        cohort.own_steps = self.methods.steps
+        methods.bind_run(RunBinding(cohort.seed, cohort.steps_of))
+        cohort.own_steps = methods.steps
         if cohort.own_steps is not None:
-            cohort.steps_by = self.methods.name_of_owner("steps")
+            cohort.steps_by = methods.name_of_owner("steps")
+        systems.describe(cohort, self.settings.asynchronous, methods.callbacks)
         return cohort
 
+    def scheduled(
+        self, data: Any, rounds: int, callbacks: Sequence[FederatedCallback]
+    ) -> list[systems.ScheduledJob]:
+        """The jobs of so many rounds with these methods, before they are trained.
+
+        Raises:
+            UserError: no clock says how long they take.
+        """
+        methods = Methods(callbacks)
+        cohort = self._cohort(data, self.seed(None), methods, quick=0)
+        plan = systems.plan(cohort, self.settings, methods, self.model.w)
+        if plan is None or plan.durations is None:
+            raise UserError(
+                "schedule: nothing says how long clients take. Give FederatedModule(asynchronous="
+                "Buffered(devices, …)), or VirtualClock(devices) among the callbacks."
+            )
+        return list(plan.jobs(rounds))
+
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
-        """The participants of round t, ascending: sampled, or chosen by a method."""
+        """The participants of round t, ascending: sampled, chosen by a method, or who delivered."""
+        if self.settings.asynchronous is not None and not cohort.quick:
+            known = None if self.loop is None else self.loop.plan
+            plan = known or systems.plan(cohort, self.settings, self.methods, self.model.w)
+            assert plan is not None
+            return plan.planned(t).ids
         if self.methods.owner("select") is None:
             return cohort.participants(t)
         present = (-1, ()) if self.loop is None else self.loop.present
@@ -235,6 +259,7 @@ class FederatedRun:
             tell=reporter.client_ended,
             note=self.note,
             buffers=policy,
+            plan=systems.plan(cohort, self.settings, self.methods, model.w),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
@@ -282,9 +307,7 @@ class FederatedRun:
             settings.clip_norm,
             settings.keep_optimizer_state,
         )
-        work.evaluate = self.evaluate = ClientEvaluation(
-            self.model.learner, trainer.datamodule, lambda: Evaluator.of_run(self, trainer)
-        )
+        work.evaluate = ClientEvaluation(self, trainer)
         situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss)

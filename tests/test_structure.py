@@ -21,10 +21,12 @@ errors lightning
 machine sampling schedules metrics storage
 optim learner
 checks
+virtual
 round
 callback
 methods
 engines aggregation
+systems
 loop checkpoint
 evaluation
 description

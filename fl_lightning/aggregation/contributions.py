@@ -58,15 +58,16 @@ class Contributions:
         (client,) = group.ids
         round = self.ledger.round
         counts = traffic.of_client(group, round.buffers)
-        # Under a `broadcast` that is what the client was given.
-        update = group.x - group.round.w
+        # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
+        given = group.round.w if self.ledger.base is None else self.ledger.base
+        update = group.x - given
         values: Leaf = {}
         lent: set[str] = set()
         rows: dict[str, Tensor] = {}
         buffers: Leaf | None = None
         # A client counts only if all it would bring is finite: its update, then its buffers.
         if all_finite(update):
-            buffers = self._buffers(group.buffers, round.weights[client])
+            buffers = self._buffers(group, round.weights[client])
         finished = buffers is not None
         if buffers is not None:
             lent = self._finish(values, group, client, update, counts)
@@ -156,14 +157,17 @@ class Contributions:
                 rows[BUFFER + name] = value.clone()
         return rows
 
-    def _buffers(self, trained: dict[str, Tensor], weight: float) -> Leaf | None:
-        """Changes of floating-point and complex buffers, values of other ones.
+    def _buffers(self, group: ClientGroup, weight: float) -> Leaf | None:
+        """Changes of floating-point and complex buffers since the client was given them.
+
+        Of other ones it is their values.
 
         Returns:
             None if a change is not finite.
         """
         values: Leaf = {}
-        buffers = self.ledger.round.buffers
+        trained = group.buffers
+        buffers = group.round.buffers
         for name in self.untold:
             if name in trained and not same_bits(trained[name], buffers[name]):
                 self.changed.add(name)

@@ -37,6 +37,9 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     server.update = torch.zeros_like(round.w)
     if ledger.finished:
         server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
+        # Old updates shrink the step: their weights sum to less than those of new ones would.
+        if ledger.scale != 1:
+            server.update *= ledger.scale
     # A method that aggregates otherwise finds the mean in `server.update`, and may build on it.
     aggregate = methods.owner("aggregate")
     if aggregate is None:
@@ -184,7 +187,8 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     if not server.n:
         return torch.where(server.averaged, server.w.detach(), round.evaluated)
     mean_change = ledger.total["copies"] / ledger.total["weight"].to(round.wide)
-    mean = server.given + mean_change.to(server.given)
+    given = server.w_before if ledger.broadcast is None else ledger.broadcast
+    mean = given + mean_change.to(given)
     return torch.where(server.averaged, server.w.detach(), mean)
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from fl_lightning.methods import Methods
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.state import Upload
+from fl_lightning.virtual.plan import Planned
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS = range(7)
+COUNTS = 7
 
 
 def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
     """A client's counts, without what it uploads."""
-    counts = [0] * 7
+    counts = [0] * COUNTS
     # Coordinates of which the client has a valid copy are not sent to it.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
     counts[DOWN_PARAMETERS] = group.round.layout.size - kept
@@ -77,11 +81,14 @@ def kept_vectors(ledger: Ledger, methods: Methods) -> float:
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     """Parameters and bytes of this round, all participants together."""
     counts = ledger.total.get("traffic")
-    if counts is None:
+    if counts is None and ledger.planned is None:
         names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
         return dict.fromkeys(names, 0)
-    count = [int(c) for c in counts]
+    count = [0] * COUNTS if counts is None else [int(c) for c in counts]
     size = ledger.round.w.element_size()
+    buffers_bytes = 2 * count[BUFFER_BYTES]  # down and up again
+    if ledger.planned is not None:
+        buffers_bytes = _as_planned(count, ledger, ledger.planned)
     down = count[DOWN_PARAMETERS]
     down_bytes = count[DOWN_PARAMETERS] * size
     if ledger.sent is not None:
@@ -90,7 +97,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         down = round(count[CLIENTS] * each)
         down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
-        value = ledger.written_server(key)
+        value = ledger.server.get(key, ledger.round.server_states.get(key))
         if value is None:  # never written: nothing to send
             continue
         if declared.shape is None:
@@ -104,5 +111,45 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         "down_bytes": down_bytes,
         "up_parameters": count[UP_PARAMETERS],
         "up_bytes": count[UP_BYTES],
-        "buffers_bytes": 2 * count[BUFFER_BYTES],  # down and up again
+        "buffers_bytes": buffers_bytes,
     }
+
+
+def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
+    """Count whoever was sent the model, and what arrived, in place of those whose update is used.
+
+    Returns:
+        the bytes of buffers, both ways.
+    """
+    round = ledger.round
+    trained = count[CLIENTS]
+    # What the others were sent, and sent, is as much; where nobody was used, whole vectors.
+    each = [round.layout.size, round.layout.size * round.w.element_size()]
+    buffers = sum(
+        value.numel() * value.element_size()
+        for name, value in round.buffers.items()
+        if name not in round.own_buffers
+    )
+    others = planned.downloads - trained
+    count[DOWN_PARAMETERS] += others * round.layout.size
+    count[CLIENTS] = planned.downloads
+    for place, way in enumerate((UP_PARAMETERS, UP_BYTES)):
+        share = count[way] / trained if trained else each[place]
+        count[way] += int((planned.uploads - trained) * share)
+    return buffers * (planned.downloads + planned.uploads)
+
+
+def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
+    """The bytes that a participant is sent and sends, whole vectors, whatever their content."""
+    numbers = round_vector.numel()
+    vector = numbers * round_vector.element_size()
+    ways = []
+    for declared in (methods.sent_to_clients(), methods.sent_by_clients()):
+        total = vector
+        for each in declared.values():
+            size = round_vector.element_size()
+            if each.dtype is not None:
+                size = torch.empty(0, dtype=each.dtype).element_size()
+            total += size * (numbers if each.shape is None else math.prod(each.shape))
+        ways.append(total)
+    return ways[0], ways[1]

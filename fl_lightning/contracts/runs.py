@@ -81,8 +81,7 @@ class Method:
 
 
 def neutral(method: Method) -> None:
-    # The arguments of the one under check may leave it no neutral setting.
-    arguments = method.factory().neutral
+    arguments = method.cls.neutral
     if arguments is None:
         raise NotApplicable("neutral is None")
     try:

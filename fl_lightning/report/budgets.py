@@ -1,4 +1,4 @@
-"""Arms at equal cost: equal rounds, equal gradients, equal bytes, equal seconds."""
+"""Arms at equal cost: equal rounds, gradients, bytes, or seconds, of devices or of processors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ AXES = {
     "rounds": "rounds",
     "gradients": "gradients evaluated",
     "bytes": "bytes sent",
+    "virtual": "seconds of simulated devices",
     "seconds": "seconds of rounds",
 }
 CPU = "time/cpu"
@@ -24,7 +25,11 @@ _COLUMNS = {
     "rounds": "round",
     "gradients": "cost/gradients",
     "bytes": "communication/total_bytes",
+    "virtual": "time/virtual",
 }
+
+# What these columns hold is the sum so far.
+_RUNNING = ("bytes", "virtual")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def spending(run: ReportedRun, axis: str, seconds: str = CLOCK) -> Column:
     spent = run.column(_COLUMNS.get(axis, seconds))
     if axis == "rounds":
         return spent + 1
-    return spent if axis == "bytes" else np.cumsum(spent)
+    return spent if axis in _RUNNING else np.cumsum(spent)
 
 
 def views(
@@ -119,7 +124,7 @@ def _spent(run: ReportedRun, axis: str, column: str) -> Column:
     """As :func:`spending`, where a missing cell costs nothing."""
     if axis == "rounds":
         return run.columns["round"] + 1
-    if axis == "bytes":
+    if axis in _RUNNING:
         # This column is a running total, so where a cell is missing the one before it holds.
         known = np.nan_to_num(run.column(column), nan=0.0, posinf=0.0, neginf=0.0)
         running: Column = np.maximum.accumulate(known)

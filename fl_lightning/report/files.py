@@ -46,7 +46,13 @@ ORDER = {
     "chosen": "Chosen",
     "runs": "",
 }
-COSTS_OF_CURVES = ("cost/gradients", "communication/total_bytes", "time/round", "time/cpu")
+COSTS_OF_CURVES = (
+    "cost/gradients",
+    "communication/total_bytes",
+    "time/virtual",
+    "time/round",
+    "time/cpu",
+)
 # Characters that LaTeX would not print as they are.
 _TEX = str.maketrans(
     {

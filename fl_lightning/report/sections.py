@@ -420,6 +420,7 @@ def _budget(view: BudgetView) -> str:
         "rounds": f"{view.budget:.0f} rounds",
         "gradients": f"{view.budget:,.0f} gradients",
         "bytes": f"{size(view.budget)} sent",
+        "virtual": f"{seconds(view.budget)} of devices",
         "seconds": f"{seconds(view.budget)} {whose}",
     }[view.axis]
 

@@ -14,6 +14,7 @@ from numpy.random import Generator
 
 from fl_lightning.checks import count_participants
 from fl_lightning.storage.secret import Key, drawn_from
+from fl_lightning.virtual.conditions import Deadline, Heterogeneity
 
 
 class Cohort:
@@ -27,7 +28,9 @@ class Cohort:
             0: all that is asked.
 
     ``own_steps``: ``(t, ids)`` → K_i of each, where a method, ``steps_by``, decides on them; None:
-    it is as the settings say.
+    it is as the settings say. ``heterogeneity``: who is there, and which share of its steps each
+    takes; None: all is done by everybody. ``over_selection``: ⌈o n⌉ are drawn in place of n; None.
+    ``running``: in an asynchronous run, how many train at a time, in words.
 
     The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
@@ -53,6 +56,9 @@ class Cohort:
         self.local_steps = local_steps
         self.own_steps: Callable[[int, Sequence[int]], list[int]] | None = None
         self.steps_by = ""
+        self.heterogeneity: Heterogeneity | None = None
+        self.over_selection: Deadline | None = None
+        self.running = ""
 
     @property
     def n(self) -> int:
@@ -79,16 +85,24 @@ class Cohort:
         # A trial run has one client, even where the coins of this round fell on none.
         return (sampled or (0,))[:1]
 
+    def there(self, t: int) -> Sequence[int]:
+        """The clients that can take part in round t, ascending."""
+        there = None if self.heterogeneity is None else self.heterogeneity.there(t)
+        return range(self.m) if there is None else there.tolist()
+
     def _sampled(self, t: int) -> tuple[int, ...]:
-        m = self.m
+        there = self.there(t)
         # Where everybody takes part nothing is drawn, which is quicker and changes no other draw.
-        if self.n == m and self.sampling == "uniform":
-            return tuple(range(m))
+        if self.n >= len(there) and self.sampling == "uniform":
+            return tuple(there)
         draw = drawn_from(self.coins, "participants", t)
-        n = self._number(draw)
-        if n == m:
-            return tuple(range(m))
-        return tuple(sorted(draw.choice(m, n, replace=False, shuffle=False).tolist()))
+        n = self._number(draw, len(there))
+        if self.over_selection is not None:
+            n = self.over_selection.drawn(n)
+        if n >= len(there):
+            return tuple(there)
+        chosen = draw.choice(len(there), n, replace=False, shuffle=False)
+        return tuple(there[place] for place in sorted(chosen.tolist()))
 
     def tried(self, t: int) -> tuple[int, ...]:
         """Clients on which the steps of round t may be tried beforehand; never nobody."""
@@ -96,18 +110,20 @@ class Cohort:
 
     def number(self, t: int) -> int:
         """How many take part in round t, where a method chooses them."""
-        return 1 if self.quick else self._number(drawn_from(self.coins, "participants", t))
+        if self.quick:
+            return 1
+        return self._number(drawn_from(self.coins, "participants", t), len(self.there(t)))
 
-    def _number(self, draw: Generator) -> int:
+    def _number(self, draw: Generator, m: int) -> int:
+        """How many of m clients are drawn."""
         n = self.n
-        m = self.m
         if self.sampling == "uniform":
             return n
-        share = self.participation if isinstance(self.participation, float) else n / m
+        share = self.participation if isinstance(self.participation, float) else n / self.m
         # The number of heads first and then which clients: it has the distribution of m coins,
         # and costs n draws instead of m.
         heads = int(draw.binomial(m, share))
-        return heads if self.sampling == "poisson" else max(1, heads)
+        return heads if self.sampling == "poisson" else max(min(1, m), heads)
 
     def steps(self, i: int, t: int = 0) -> int:
         """K_i: local steps of client i in round t."""
@@ -119,6 +135,8 @@ class Cohort:
             steps = dict(zip(ids, self.own_steps(t, ids), strict=True))
         else:
             steps = {i: self._steps_as_set(i) for i in ids}
+        if self.heterogeneity is not None:
+            steps = {i: self.heterogeneity.steps(t, i, k) for i, k in steps.items()}
         return {i: min(k, self.quick) if self.quick else k for i, k in steps.items()}
 
     def _steps_as_set(self, i: int) -> int:
@@ -170,4 +188,4 @@ class Cohort:
             work = f"{self.local_steps} steps"
         else:
             work = f"{self.local_epochs or 5:g} epochs"
-        return f"{self.n} of {self.m} clients · {work}"
+        return f"{self.running or f'{self.n} of {self.m} clients'} · {work}"

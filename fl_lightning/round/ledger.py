@@ -14,6 +14,7 @@ from fl_lightning.learner.layout import Layout
 from fl_lightning.round.context import Round
 from fl_lightning.round.state import ClientState, Declaration, ServerState, State, Upload
 from fl_lightning.storage.rows import Rows
+from fl_lightning.virtual.plan import Planned
 
 
 class Ledger:
@@ -24,6 +25,8 @@ class Ledger:
     ``gathered``: all updates ``(n, D)``, or None.
     ``broadcast``: what clients get as w ``(D,)``, None: w itself; ``sent``: how much of it each
     participant is sent, in parameters and bytes, None: D numbers.
+    ``planned``: of the round, beforehand; None: the server waits for all that take part.
+    ``base``: ``(D,)``: updates are measured from it, not from what each client was given; None.
     ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
     empty where none did.
     """
@@ -33,6 +36,8 @@ class Ledger:
         self.rows: Rows = {}
         self.server: dict[str, Tensor] = {}
         self.total: dict[str, Tensor] = {}
+        self.planned: Planned | None = None
+        self.base: Tensor | None = None
         self.finished: list[int] = []
         self.mean_gradient_read = ""
         self.metrics: dict[int, Any] = {}
@@ -45,6 +50,15 @@ class Ledger:
         self._at_server = False
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
+
+    @property
+    def scale(self) -> float:
+        """Σ p σ / Σ p over the clients that finished: 1 but where it is asynchronous."""
+        discounts = {} if self.planned is None else self.planned.discounts
+        weights = {i: self.round.weights[i] for i in self.finished if i in discounts}
+        if not weights or (self.planned is not None and self.planned.normalised):
+            return 1.0
+        return sum(weights.values()) / sum(w / discounts[i] for i, w in weights.items())
 
     @property
     def t(self) -> int:
@@ -88,15 +102,6 @@ class Ledger:
             value = self._copies[key] = value.clone()
         return value
 
-    def written_server(self, key: str) -> Tensor | None:
-        """A server state as this round leaves it so far; None: it was never written."""
-        copy = self._copies.get(key)
-        # A hook may have changed its copy in place, which no assignment told us of;
-        # the tensor's own count of changes does.
-        if key not in self.server and copy is not None and copy._version > 0:
-            return copy
-        return self.server.get(key, self.round.server_states.get(key))
-
     def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None:
         if not self._at_server:
             raise RuntimeError(
@@ -124,7 +129,7 @@ class Ledger:
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
         if key in self.total:
             return self.total[key]
-        zeros = self.round.initial(declaration, "zeros")
+        zeros = self.round.initial("zeros", declaration.shape, declaration.dtype)
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
@@ -133,16 +138,16 @@ class Ledger:
         Synchronised ones keep their value where a part is not averaged.
         """
         for key, copy in self._copies.items():
-            if self.written_server(key) is copy:
+            # A hook may have changed its copy in place, which no assignment told us of;
+            # the tensor's own count of changes does.
+            if key not in self.server and copy._version > 0:
                 self.server[key] = copy
         averaged = self.round.averaged
         settled = dict(self.server)
         for key, value in self.server.items():
             declaration = declared[key]
             assert isinstance(declaration, ServerState)
-            # Of k rows of D numbers each keeps them.
-            by_coordinate = averaged is not None and value.shape[-1:] == averaged.shape
-            if averaged is not None and declaration.synchronised and by_coordinate:
+            if averaged is not None and declaration.synchronised and value.shape == averaged.shape:
                 old = self.round.server_states.get(key)
                 if old is None:
                     old = self._unwritten(declaration)
@@ -164,8 +169,6 @@ class Ledger:
             if not isinstance(declaration, ClientState) or not declaration.synchronised:
                 continue
             for client, row in by_client.items():
-                if row.shape[-1:] != mask.shape:
-                    continue
                 old = self.round.read(key, client)
                 if old is None:
                     old = self._unwritten(declaration).cpu()
@@ -173,4 +176,4 @@ class Ledger:
         return settled
 
     def _unwritten(self, declaration: State) -> Tensor:
-        return self.round.initial(declaration, declaration.initial)
+        return self.round.initial(declaration.initial, declaration.shape, declaration.dtype)

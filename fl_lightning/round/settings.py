@@ -15,6 +15,7 @@ from fl_lightning.checks import one_of, positive
 from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import WORDS as BUFFER_WORDS
 from fl_lightning.schedules import Schedule
+from fl_lightning.virtual.buffered import Buffered
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -48,6 +49,7 @@ class Settings:
     capture: bool | str
     seed: int | None
     strict_resume: bool
+    asynchronous: Buffered | None
 
     def __post_init__(self) -> None:
         checks.count_participants(self.participation, 2**62)
@@ -82,6 +84,21 @@ class Settings:
             object.__setattr__(self, name, value if isinstance(value, str) else int(value))
         if self.local_steps is not None:
             object.__setattr__(self, "local_steps", int(self.local_steps))
+        self._check_asynchronous()
+
+    def _check_asynchronous(self) -> None:
+        if self.asynchronous is None:
+            return
+        if not isinstance(self.asynchronous, Buffered):
+            raise UserError(
+                f"asynchronous={self.asynchronous!r}"[:100] + " is not accepted; give "
+                "fl_lightning.systems.Buffered(devices, …), or None for rounds that wait for all."
+            )
+        if self.sampling != "uniform":
+            raise UserError(
+                f"sampling={self.sampling!r} beside asynchronous: who starts is drawn of those "
+                "that are free, Buffered's concurrency at a time. Leave it out."
+            )
 
     def notes(self) -> list[str]:
         """Warnings about the settings before a run."""
@@ -109,6 +126,8 @@ class Settings:
         )
         settings = {name: repr(getattr(self, name)) for name in names}
         settings["buffer_policy"] = repr(self.buffers)
+        if self.asynchronous is not None:
+            settings["asynchronous"] = repr(self.asynchronous)
         return settings
 
     def cohort(self, quick: bool | int = 0) -> dict[str, Any]:

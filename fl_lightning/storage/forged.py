@@ -105,6 +105,20 @@ def _engine(value: Any) -> bool:
     )
 
 
+def _versions(value: Any) -> bool:
+    """Tell whether these are models and buffers by the number of steps before them."""
+    if not isinstance(value, Mapping):
+        return False
+    return all(
+        _text(number)
+        and number.isdecimal()
+        and isinstance(entry, Mapping)
+        and _tensor(entry.get("w"))
+        and _each(_tensor)(entry.get("buffers"))
+        for number, entry in value.items()
+    )
+
+
 # Each entry of the federated part: what it has to be, and whether it has to be there.
 _OURS: dict[str, tuple[Check, bool]] = {
     "version": (_count, False),
@@ -112,6 +126,7 @@ _OURS: dict[str, tuple[Check, bool]] = {
     "rounds": (_count, False),
     "logged": (_each(_number), False),
     "chosen": (_chosen, False),
+    "versions": (_versions, False),
     "w0": (_or_none(_tensor), True),
     "buffers": (_each(_tensor), True),
     "server": (_each(_tensor), True),
@@ -224,7 +239,8 @@ def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Ten
     """Refuse server states of another shape or kind than methods declared."""
     own: dict[str, Tensor] = {}
     for key, declaration in declared.items():
-        own[key] = w.new_empty(declaration.sized(w.numel()), dtype=declaration.dtype or w.dtype)
+        shape = w.shape if declaration.shape is None else declaration.shape
+        own[key] = w.new_empty(shape, dtype=declaration.dtype or w.dtype)
     check_alike(held, own, "federated.server")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,9 @@ from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import gathered
 from fl_lightning.storage.rows import ClientRows, Rows
 
+# Number of the server's steps before → the model (D,) and the buffers by name.
+Versions = dict[int, tuple[Tensor, Mapping[str, Tensor]]]
+
 
 @dataclass(frozen=True)
 class RoundOutcome:
@@ -20,6 +24,7 @@ class RoundOutcome:
 
     ``rows``: at home, see :meth:`ClientRows.bring_home`.
     ``chosen``: who took part, where a method chose.
+    ``versions``: the models that clients still train from.
     """
 
     t: int
@@ -27,6 +32,7 @@ class RoundOutcome:
     server: dict[str, Tensor]
     logged: dict[str, float]
     chosen: tuple[int, ...] | None
+    versions: Versions
 
 
 @dataclass
@@ -41,6 +47,8 @@ class RunState:
         logged: the metrics of the last of them.
         chosen: who took part, by round, where a method chose.
         partition: the hash of whose rows these are; None: no fit has said.
+        versions: earlier models and buffers from which clients of an asynchronous run still train,
+            by the number of the server's steps before.
     """
 
     rows: ClientRows
@@ -50,6 +58,7 @@ class RunState:
     logged: dict[str, float] = field(default_factory=dict)
     chosen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     partition: str | None = None
+    versions: Versions = field(default_factory=dict)
     _outcome: RoundOutcome | None = None
 
     def commit(
@@ -59,13 +68,14 @@ class RunState:
         server: dict[str, Tensor],
         logged: dict[str, float],
         chosen: tuple[int, ...] | None = None,
+        versions: Versions | None = None,
     ) -> None:
         """Make the result of round t, which is over, the state."""
         # Copying rows needs memory, and may fail: then the round has not happened.
         rows = self.rows.store.owned(rows)
         # This one assignment decides: from here on the round counts, whatever happens, and
         # `settle` finishes what an interrupt left undone.
-        self._outcome = RoundOutcome(t, rows, server, logged, chosen)
+        self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {})
         self.settle(t)
 
     def keep_rows_for(self, data: Any) -> None:
@@ -108,7 +118,13 @@ class RunState:
 
     def progress(self) -> dict[str, Any]:
         """A checkpoint's entries: rounds done, the last one's metrics, and who was chosen."""
-        return {"rounds": self.rounds, "logged": self.logged, "chosen": packed(self.chosen)}
+        entries: dict[str, Any] = {"rounds": self.rounds, "logged": self.logged}
+        if self.versions:
+            entries["versions"] = {
+                str(v): {"w": w, "buffers": dict(buffers)}
+                for v, (w, buffers) in self.versions.items()
+            }
+        return {**entries, "chosen": packed(self.chosen)}
 
     def settle(self, t: int) -> bool:
         """Finish the commit of round t where it was interrupted; tell whether it is committed."""
@@ -120,6 +136,7 @@ class RunState:
             self.server.update(outcome.server)
             if outcome.chosen is not None:
                 self.chosen[outcome.t] = outcome.chosen
+            self.versions = outcome.versions
             self.logged = outcome.logged
             self.rounds = outcome.t + 1
             self._outcome = None

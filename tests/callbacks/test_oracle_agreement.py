@@ -47,7 +47,6 @@ SERVER = {
     "DynamicRegularization.lambda_mean": "lambda",
     "ClientMomentum.delta": "Delta",
     "MixedAscent.dual_mean": "dual",
-    "ClusteredModels.centres": "centres",
     "ErrorFeedback21.mean": "H",
     "GlobalSharpnessAwareMinimization.s": "s",
 }

@@ -247,15 +247,24 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
                 "communication/total_bytes": [800.0 * (t + 1) for t in range(rounds)],
                 "time/round": [0.5] * rounds,
                 "time/cpu": [0.25 if arm == "a" else 0.5] * rounds,
+                # The clock of simulated devices is logged as the time since the beginning.
+                "time/virtual": [(3.0 if arm == "a" else 1.0) * (t + 1) for t in range(rounds)],
             }
             make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, columns, **spent)
     found = {view.axis: view for view in views(find([tmp_path / "s"]).arms, "val/acc")}
     budgets = {axis: view.budget for axis, view in found.items()}
-    assert budgets == {"rounds": 20.0, "gradients": 150.0, "bytes": 16000.0, "seconds": 5.0}
+    assert budgets == {
+        "rounds": 20.0,
+        "gradients": 150.0,
+        "bytes": 16000.0,
+        "virtual": 30.0,
+        "seconds": 5.0,
+    }
     wanted = {  # rounds whose cost lies in (2/3, 1] of the budget
         "rounds": (range(13, 20), range(13, 20)),
         "gradients": (range(10, 15), range(20, 30)),
         "bytes": (range(13, 20), range(13, 20)),
+        "virtual": (range(6, 10), range(20, 30)),
         "seconds": (range(13, 20), range(6, 10)),
     }
     for axis, rows in wanted.items():
@@ -266,9 +275,8 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
                 arm,
             )
     report(tmp_path / "out", tmp_path / "s")
-    assert "| arm | 20 rounds | 150 gradients | 16 kB sent | 5 s of processors |" in (
-        (tmp_path / "out/report.md").read_text()
-    )
+    columns = "20 rounds | 150 gradients | 16 kB sent | 30 s of devices | 5 s of processors |"
+    assert f"| arm | {columns}" in (tmp_path / "out/report.md").read_text()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,0 +1,251 @@
+"""Simulated systems: slow devices, clients that are away or drop out, a clock, asynchrony.
+
+Nothing here takes longer for it: time is virtual, and the order of events is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from fl_lightning.aggregation import traffic
+from fl_lightning.callback import FederatedCallback, number
+from fl_lightning.errors import UserError
+from fl_lightning.methods import Methods
+from fl_lightning.round.cohort import Cohort
+from fl_lightning.round.settings import Settings
+from fl_lightning.virtual.buffered import Buffered, Hinge, Polynomial
+from fl_lightning.virtual.conditions import Deadline, Heterogeneity
+from fl_lightning.virtual.devices import (
+    TICKS,
+    Constant,
+    Devices,
+    Durations,
+    HalfNormal,
+    LogNormal,
+    LogNormalJitter,
+    Tiers,
+    Trace,
+)
+from fl_lightning.virtual.plan import Asynchronous, Plan, ScheduledJob, Synchronous
+
+__all__ = [
+    "Buffered",
+    "Constant",
+    "Devices",
+    "HalfNormal",
+    "Hinge",
+    "LogNormal",
+    "LogNormalJitter",
+    "Polynomial",
+    "ScheduledJob",
+    "SystemHeterogeneity",
+    "Tiers",
+    "Trace",
+    "VirtualClock",
+    "schedule",
+]
+
+
+class SystemHeterogeneity(FederatedCallback):
+    """Clients that are away, drop out, or do a part of their work.
+
+    All is drawn by the run's seed, so that it is the same in every engine and after a resume. A
+    client that drops out is sent the model and brings nothing: its rows stay as they were. Logs
+    ``system/dropped``.
+
+    Args:
+        dropout: the probability that a participant drops out of a round.
+        min_work: u₀: K is ⌈u K_i⌉ with u uniform from u₀ to 1, at least 1; 1 is all of it.
+        availability: the probability that a client is there in a round, for all or one each
+            ``(m,)``; participants are drawn of those that are there. None: all are.
+
+    Raises:
+        UserError: no probability, or another number of them than of clients.
+
+    Example:
+        where half of the participants drop out, fewer updates arrive.
+
+        >>> from fl_lightning.systems import SystemHeterogeneity
+        >>> from fl_lightning.testing import tiny_run
+        >>> run = tiny_run(SystemHeterogeneity(dropout=0.5))
+        >>> float(run.trainer.callback_metrics["system/dropped"]) >= 0
+        True
+    """
+
+    neutral: ClassVar[dict[str, Any]] = {"dropout": 0.0, "min_work": 1.0}
+    # It decides who takes part and how much is done, which no method's state depends on.
+    measures = True
+    shapes_rounds = True
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        min_work: float = 1.0,
+        availability: float | Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        number("SystemHeterogeneity: dropout", dropout, least=0, below=1)
+        number("SystemHeterogeneity: min_work", min_work, above=0, most=1)
+        self.dropout = dropout
+        self.min_work = min_work
+        self.availability = availability
+        if availability is not None:
+            shares = np.atleast_1d(np.asarray(availability, dtype=float))
+            if shares.ndim != 1 or not ((shares > 0) & (shares <= 1)).all():
+                raise UserError(
+                    "SystemHeterogeneity: availability is a probability above 0 up to 1, or one "
+                    f"for each client; {str(availability)[:80]} is not."
+                )
+
+    def conditions(self, seed: int, m: int) -> Heterogeneity:
+        """What that means for m clients.
+
+        Raises:
+            UserError: another number of probabilities than of clients.
+        """
+        given = self.availability
+        if given is None or isinstance(given, float | int):
+            return Heterogeneity(seed, m, self.dropout, self.min_work, given)
+        each = np.asarray(given, dtype=float)
+        if each.shape != (m,):
+            raise UserError(
+                f"SystemHeterogeneity: availability has {each.size} probabilities, and the data "
+                f"{m} clients. Give one for each, or one for all."
+            )
+        return Heterogeneity(seed, m, self.dropout, self.min_work, each)
+
+
+class VirtualClock(FederatedCallback):
+    """A clock for synchronous rounds on simulated devices, and a deadline.
+
+    ⌈o n⌉ clients are drawn, and the first n that deliver in time are accepted. A round lasts until
+    the n-th of them; where fewer deliver, until the deadline, without one until the last. The
+    others are late: they were sent the model, and bring nothing. Logs ``time/virtual`` (seconds
+    since the run's beginning), ``system/late``, ``system/dropped`` and ``system/seconds_per_step``
+    (the mean of the accepted clients' c_i, which falls where the fast are preferred).
+
+    Args:
+        devices: how long clients take.
+        deadline: seconds after which a round ends; None: there is none.
+        over_selection: o, from 1; as an exact decimal.
+
+    Raises:
+        UserError: an argument that cannot work, sampling that is not uniform.
+    """
+
+    measures = True
+    shapes_rounds = True
+    cannot_run_with = {"select": "the clock has to know beforehand who is drawn"}
+
+    def __init__(
+        self, devices: Devices, deadline: float | None = None, over_selection: float = 1.0
+    ) -> None:
+        super().__init__()
+        if not isinstance(devices, Devices):
+            raise UserError(
+                f"VirtualClock: devices={devices!r} are none: give fl_lightning.systems.Devices("
+                "compute=…)."
+            )
+        if deadline is not None:
+            number("VirtualClock: deadline", deadline, above=0)
+        number("VirtualClock: over_selection", over_selection, least=1)
+        self.devices = devices
+        self.deadline = deadline
+        self.over_selection = over_selection
+
+    def rule(self) -> Deadline:
+        """When a round ends, in ticks."""
+        ticks = None if self.deadline is None else max(1, round(TICKS * self.deadline))
+        return Deadline(ticks, self.over_selection)
+
+
+def describe(
+    cohort: Cohort, asynchronous: Buffered | None, callbacks: Sequence[FederatedCallback]
+) -> None:
+    """Tell a cohort who is there, how many are drawn, and how many train at a time."""
+    for callback in callbacks:
+        if isinstance(callback, SystemHeterogeneity):
+            cohort.heterogeneity = callback.conditions(cohort.seed, cohort.m)
+        if isinstance(callback, VirtualClock):
+            cohort.over_selection = callback.rule()
+    if asynchronous is not None:
+        most = min(asynchronous.concurrency, cohort.m)
+        cohort.running = f"{most} of {cohort.m} clients at a time, {asynchronous.buffer} a step"
+
+
+def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Plan | None:
+    """Who delivers when; None where everybody takes part at once.
+
+    Raises:
+        UserError: a method, or a setting, that cannot be so.
+    """
+    clock = next((c for c in methods.callbacks if isinstance(c, VirtualClock)), None)
+    asynchronous = settings.asynchronous
+    if asynchronous is not None:
+        _check_asynchronous(asynchronous, cohort, methods)
+    if clock is not None and settings.sampling != "uniform":
+        raise UserError(
+            f"VirtualClock: sampling={settings.sampling!r} draws another number of clients in each "
+            "round, and the clock accepts the first n. Use sampling='uniform'."
+        )
+    # A trial of one client has nobody to wait for.
+    if cohort.quick or (asynchronous is None and clock is None and cohort.heterogeneity is None):
+        return None
+    heterogeneity = cohort.heterogeneity or Heterogeneity(cohort.seed, cohort.m)
+    down, up = traffic.whole(methods, w)
+    if asynchronous is not None:
+        durations = Durations(asynchronous.devices, cohort.seed, cohort.m, down, up)
+        return Asynchronous(asynchronous, heterogeneity, cohort.steps_in, durations)
+    if clock is None:
+        return Synchronous(heterogeneity, cohort.participants, None, cohort.steps_in)
+    durations = Durations(clock.devices, cohort.seed, cohort.m, down, up)
+    drawn = cohort.participants
+    return Synchronous(heterogeneity, drawn, cohort.n, cohort.steps_in, durations, clock.rule())
+
+
+def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods) -> None:
+    """Refuse what cannot work with updates of earlier models."""
+    if asynchronous.buffer > cohort.m:
+        raise UserError(
+            f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients, each of "
+            "which waits for the step that its update goes into. Give a smaller size."
+        )
+    for callback in methods.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, VirtualClock):
+            raise UserError(
+                "VirtualClock beside asynchronous: that has a clock of its own, by its devices. "
+                "Leave VirtualClock out."
+            )
+        sends = any(key.startswith(f"{name}.") for key in methods.sent_to_clients())
+        if sends or not (callback.measures or callback.tolerates_staleness):
+            raise UserError(
+                f"method: {name} does not say that it tolerates staleness, and in an asynchronous "
+                "run clients train from earlier models, with server states of now. Leave one of "
+                "the two out, or set tolerates_staleness = True in the class, where its clients "
+                "read no sent ServerState and its server no number of participants."
+            )
+
+
+def schedule(
+    module: Any, data: Any, rounds: int, callbacks: Sequence[Any] = ()
+) -> list[ScheduledJob]:
+    """The jobs of a run, in the order of starting, before it trains.
+
+    Args:
+        module: a ``FederatedModule``, asynchronous or not.
+        data: its data module.
+        rounds: of the run.
+        callbacks: its methods; without ``asynchronous`` a :class:`VirtualClock` is one of them.
+
+    Raises:
+        UserError: there is neither a clock nor ``asynchronous``, or the run would be refused.
+    """
+    data.prepare_data()
+    data.setup("fit")
+    jobs: list[ScheduledJob] = module.run.scheduled(data, rounds, callbacks)
+    return jobs

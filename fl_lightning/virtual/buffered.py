@@ -1,0 +1,289 @@
+"""Asynchronous rounds: the server steps whenever so many clients have delivered (FedBuff).
+
+J. Nguyen et al.: Federated Learning with Buffered Asynchronous Aggregation (AISTATS 2022), and
+C. Xie et al.: Asynchronous Federated Optimization (2019), which is a buffer of one.
+
+The order of all events follows from seeds, steps and bytes: it is known before training.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from fl_lightning.checks import number, one_of
+from fl_lightning.errors import UserError
+from fl_lightning.sampling import generator
+from fl_lightning.virtual.conditions import Heterogeneity
+from fl_lightning.virtual.devices import Devices
+
+
+class Staleness(Protocol):
+    """σ(τ): what an update counts that was computed τ server steps ago."""
+
+    def weight(self, staleness: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """σ(τ) = (1 + τ)^-a."""
+
+    a: float
+
+    def __post_init__(self) -> None:
+        number("Polynomial: a", self.a, least=0)
+
+    def weight(self, staleness: int) -> float:
+        return float((1 + staleness) ** -self.a)
+
+
+@dataclass(frozen=True)
+class Hinge:
+    """σ(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1)."""
+
+    a: float
+    b: float
+
+    def __post_init__(self) -> None:
+        number("Hinge: a", self.a, least=0)
+        number("Hinge: b", self.b, least=0)
+
+    def weight(self, staleness: int) -> float:
+        return 1.0 if staleness <= self.b else 1 / (self.a * (staleness - self.b) + 1)
+
+
+WORDS: dict[str, Staleness] = {"inverse_sqrt": Polynomial(0.5), "constant": Polynomial(0.0)}
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """Clients train all the time, and the server steps when ``size`` of them have delivered.
+
+    An epoch is one step of the server. With ``mixing`` α it is FedAsync: each delivery is one, by
+    α σ(τ) (x_s - w^t).
+
+    Args:
+        devices: how long clients take.
+        size: B, deliveries a step; None: 10, beside ``mixing`` 1.
+        concurrency: C, clients that train at a time.
+        staleness: σ, by which an update counts less the older it is: ``"inverse_sqrt"``
+            (1 + τ)^-½, ``"constant"`` 1, ``Polynomial(a)``, ``Hinge(a, b)``.
+        mixing: α of FedAsync; None: FedBuff.
+        normalise: divide by Σ p σ(τ), so that old updates do not shrink the step.
+        max_staleness: older ones are thrown away when they arrive; None: none are.
+
+    Raises:
+        UserError: for each argument that cannot work.
+    """
+
+    devices: Devices
+    size: int | None = None
+    concurrency: int = 100
+    staleness: str | Polynomial | Hinge = "inverse_sqrt"
+    mixing: float | None = None
+    normalise: bool = False
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        name = "asynchronous=Buffered: "
+        if not isinstance(self.devices, Devices):
+            raise UserError(
+                f"{name}devices={self.devices!r} are none: give fl_lightning.systems.Devices("
+                "compute=…)."
+            )
+        if self.size is None:
+            object.__setattr__(self, "size", 10 if self.mixing is None else 1)
+        number(name + "size", self.size, above=0, whole=True)
+        number(name + "concurrency", self.concurrency, above=0, whole=True)
+        if isinstance(self.staleness, str):
+            one_of(name + "staleness", self.staleness, tuple(WORDS))
+        elif not isinstance(self.staleness, Polynomial | Hinge):
+            raise UserError(
+                f"{name}staleness={self.staleness!r}. Accepted: inverse_sqrt, constant, "
+                "Polynomial(a), Hinge(a, b)."
+            )
+        if self.max_staleness is not None:
+            number(name + "max_staleness", self.max_staleness, least=0, whole=True)
+        if self.mixing is None:
+            return
+        number(name + "mixing", self.mixing, above=0, most=1)
+        if self.size != 1 or self.normalise:
+            raise UserError(
+                f"{name}mixing={self.mixing:g} is FedAsync, whose server steps at each delivery: "
+                "leave size and normalise out."
+            )
+
+    @property
+    def buffer(self) -> int:
+        """B."""
+        assert self.size is not None
+        return self.size
+
+    def weight(self, staleness: int) -> float:
+        """σ(τ), times α where that is given."""
+        rule = WORDS[self.staleness] if isinstance(self.staleness, str) else self.staleness
+        weight = rule.weight(staleness)
+        return weight if self.mixing is None else self.mixing * weight
+
+
+@dataclass(frozen=True, order=True)
+class Job:
+    """A client's work on one version of the model; jobs are ordered by end, then by start.
+
+    Args:
+        end: when it ends, in ticks.
+        number: s, in the order of starting.
+        client, version, start: i_s, v_s, a_s.
+        dropped: it ends without a delivery.
+    """
+
+    end: int
+    number: int
+    client: int = field(compare=False)
+    version: int = field(compare=False)
+    start: int = field(compare=False)
+    dropped: bool = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What led to a step of the server.
+
+    Args:
+        t: the round: the version before it.
+        time: in ticks.
+        jobs: what was delivered into it, ascending by client.
+        running: jobs that go on.
+        started: jobs since the last step.
+        dropped, discarded: jobs that ended without one, or too late to be used, since then.
+    """
+
+    t: int
+    time: int
+    jobs: tuple[Job, ...]
+    running: int
+    started: tuple[Job, ...]
+    dropped: tuple[Job, ...]
+    discarded: tuple[Job, ...]
+
+
+class Events:
+    """The events of an asynchronous run, one after the other, from its beginning.
+
+    Args:
+        settings: size, concurrency, greatest staleness.
+        heterogeneity: who is there, who drops out.
+        ticks: (version, client) → δ.
+    """
+
+    def __init__(
+        self,
+        settings: Buffered,
+        heterogeneity: Heterogeneity,
+        ticks: Callable[[int, int], int],
+    ) -> None:
+        self.settings = settings
+        self.heterogeneity = heterogeneity
+        self.ticks = ticks
+        self.time = 0
+        self.version = 0
+        self._number = 0
+        self._draws = 0  # STARTs of this version that had somebody to start
+        self._running: list[Job] = []  # a heap
+        self._due: list[Job] = []  # those that end now, backwards
+        self._buffer: list[Job] = []
+        # Who may be started: neither running, nor in the buffer, nor started at this version.
+        self._free = np.ones(heterogeneity.m, dtype=bool)
+        self._there = heterogeneity.there(0)
+        self._started_now: list[int] = []
+        self._to_start = True
+        self._started: list[Job] = []
+        self._dropped: list[Job] = []
+        self._discarded: list[Job] = []
+
+    def next(self) -> Update:
+        """Go on to the server's next step."""
+        while True:
+            if self._due:
+                full = self._ends(self._due.pop())
+                # Whoever ends at the same instant does so before anybody starts.
+                self._to_start = True
+                if full:
+                    return self._update()
+            elif self._to_start:
+                self._start()
+                self._to_start = False
+            elif self._running:
+                self.time = self._running[0].end
+                while self._running and self._running[0].end == self.time:
+                    self._due.append(heapq.heappop(self._running))
+                self._due.reverse()
+            else:
+                # Nobody is on the way: the server steps with what it has.
+                self._to_start = True
+                return self._update()
+
+    def versions_in_use(self) -> frozenset[int]:
+        """The versions that running jobs were given, of those that will deliver."""
+        waiting = (*self._running, *self._due)
+        return frozenset(job.version for job in waiting if not job.dropped)
+
+    def _start(self) -> None:
+        places = self.settings.concurrency - len(self._running)
+        eligible = np.flatnonzero(self._free)
+        if self._there is not None:
+            eligible = self._there[self._free[self._there]]
+        q = min(places, len(eligible))
+        if q <= 0:
+            return
+        chosen = eligible
+        if q < len(eligible):
+            draw = generator(self.heterogeneity.seed, "participants", self.version, self._draws)
+            chosen = eligible[np.sort(draw.choice(len(eligible), q, replace=False, shuffle=False))]
+        self._draws += 1
+        for client in chosen.tolist():
+            dropped = self.heterogeneity.drops(self.version, client)
+            end = self.time + self.ticks(self.version, client)
+            job = Job(end, self._number, client, self.version, self.time, dropped)
+            self._number += 1
+            self._free[client] = False
+            self._started_now.append(client)
+            self._started.append(job)
+            heapq.heappush(self._running, job)
+
+    def _ends(self, job: Job) -> bool:
+        """Take a job that ended; tell whether the buffer is full."""
+        limit = self.settings.max_staleness
+        if job.dropped or (limit is not None and self.version - job.version > limit):
+            (self._dropped if job.dropped else self._discarded).append(job)
+            # At its own version it does not start again.
+            self._free[job.client] = job.version != self.version
+            return False
+        self._buffer.append(job)
+        return len(self._buffer) == self.settings.buffer
+
+    def _update(self) -> Update:
+        jobs = tuple(sorted(self._buffer, key=lambda job: job.client))
+        update = Update(
+            self.version,
+            self.time,
+            jobs,
+            len(self._running) + len(self._due),
+            tuple(self._started),
+            tuple(self._dropped),
+            tuple(self._discarded),
+        )
+        self.version += 1
+        self._draws = 0
+        self._free[self._started_now] = True
+        self._free[[job.client for job in jobs]] = True
+        self._free[[job.client for job in (*self._running, *self._due)]] = False
+        self._there = self.heterogeneity.there(self.version)
+        for done in (self._buffer, self._started_now, self._started, self._dropped):
+            done.clear()
+        self._discarded.clear()
+        return update

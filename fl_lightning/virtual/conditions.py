@@ -1,0 +1,116 @@
+"""Who is there, who drops out, how much is done, and how long synchronous rounds take.
+
+All is a function of (seed, round or version, client), so that it is known before training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.sampling import generator
+
+
+@dataclass(frozen=True)
+class Heterogeneity:
+    """What ``SystemHeterogeneity`` asks for.
+
+    Args:
+        seed: the run's.
+        m: clients.
+        dropout: the share of jobs that end without a delivery.
+        min_work: u₀: a client does a share of its steps, uniform between u₀ and 1.
+        availability: the probability of being there at a version, or one a client ``(m,)``.
+    """
+
+    seed: int
+    m: int
+    dropout: float = 0.0
+    min_work: float = 1.0
+    availability: float | NDArray[np.float64] | None = None
+
+    def there(self, version: int) -> NDArray[np.int64] | None:
+        """The clients that are there, ascending; None: all."""
+        if self.availability is None:
+            return None
+        draws = generator(self.seed, "availability", version).random(self.m)
+        return np.flatnonzero(draws < self.availability)
+
+    def drops(self, version: int, client: int) -> bool:
+        """Tell whether the job that ``client`` starts at ``version`` delivers nothing."""
+        if self.dropout == 0:
+            return False
+        return bool(generator(self.seed, "dropout", version, client).random() < self.dropout)
+
+    def steps(self, version: int, client: int, whole: int) -> int:
+        """K: of the ``whole`` K_i steps that are asked of it, at least one."""
+        if self.min_work == 1:
+            return whole
+        draw = float(generator(self.seed, "work", version, client).random())
+        share = self.min_work + (1 - self.min_work) * draw
+        return max(1, math.ceil(share * whole))
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """What ``VirtualClock`` asks for beside its devices.
+
+    Args:
+        ticks: after so many the round ends; None: when enough have delivered.
+        over_selection: o: so many times the participants are drawn.
+    """
+
+    ticks: int | None
+    over_selection: float
+
+    def drawn(self, n: int) -> int:
+        """⌈o n⌉, as an exact decimal."""
+        return math.ceil(Fraction(str(self.over_selection)) * n)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a synchronous round's participants, each ascending.
+
+    ``length``: ticks until the server stepped. ``ends``: ticks by client, from the round's start.
+    ``arrived``: whose uploads came before the end, the accepted among them.
+    """
+
+    accepted: tuple[int, ...]
+    arrived: tuple[int, ...]
+    late: tuple[int, ...]
+    dropped: tuple[int, ...]
+    length: int
+    ends: dict[int, int]
+
+
+def outcome(
+    ids: Sequence[int],
+    n: int,
+    dropped: Callable[[int], bool],
+    ticks: Callable[[int], int],
+    deadline: int | None,
+) -> Outcome:
+    """A round of which ``ids`` were drawn, and the first ``n`` that deliver are accepted."""
+    ends = {client: ticks(client) for client in ids}
+    lost = tuple(client for client in ids if dropped(client))
+    surviving = [client for client in ids if client not in set(lost)]
+    in_time = sorted((ends[client], client) for client in surviving)
+    if deadline is not None:
+        in_time = [(end, client) for end, client in in_time if end <= deadline]
+    accepted = tuple(sorted(client for _, client in in_time[:n]))
+    if len(accepted) == n and n:
+        length = in_time[n - 1][0]
+    elif deadline is not None:
+        length = deadline
+    else:
+        # Nobody tells the server who dropped out: it waits for the slowest that it can hear of.
+        length = max((ends[client] for client in surviving or ids), default=0)
+    arrived = tuple(client for client in surviving if ends[client] <= length)
+    late = tuple(client for client in surviving if client not in set(accepted))
+    return Outcome(accepted, arrived, late, lost, length, ends)

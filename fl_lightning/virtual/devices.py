@@ -1,0 +1,264 @@
+"""How fast clients compute and communicate: seconds a step, bytes a second, by client.
+
+All is a function of (seed, client), and of the job where there is jitter, so that durations are
+known before training, in every process alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.checks import number
+from fl_lightning.errors import UserError
+from fl_lightning.sampling import generator
+
+Speeds = NDArray[np.float64]  # (m,), of every client
+TICKS = 1_000_000  # a second
+
+
+class Distribution:
+    """A positive number for each client."""
+
+    def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
+        """The numbers ``(m,)``; ``purpose``: "" for computing, "up", "down"."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Distribution):
+    """The same for all.
+
+    Args:
+        seconds_per_step: of a local step; as a bandwidth, bytes a second.
+    """
+
+    seconds_per_step: float
+
+    def __post_init__(self) -> None:
+        number("Constant: seconds_per_step", self.seconds_per_step, above=0)
+
+    def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
+        return np.full(m, float(self.seconds_per_step))
+
+
+@dataclass(frozen=True)
+class LogNormal(Distribution):
+    """median · exp(σ z_i), z_i ~ N(0, 1).
+
+    Args:
+        median: of clients.
+        sigma: σ; 0 is the same for all.
+    """
+
+    median: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        number("LogNormal: median", self.median, above=0)
+        number("LogNormal: sigma", self.sigma, least=0)
+
+    def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
+        z = generator(seed, purpose or "speed").standard_normal(m)
+        speeds: Speeds = self.median * np.exp(self.sigma * z)
+        return speeds
+
+
+@dataclass(frozen=True)
+class Tiers(Distribution):
+    """Classes of clients, drawn by lot.
+
+    Args:
+        tiers: ``(share of the clients, number)`` of each; shares sum to 1.
+
+    Example:
+        >>> sorted(Tiers([(0.25, 2.0), (0.75, 1.0)]).of_clients(seed=0, m=4).tolist())
+        [1.0, 1.0, 1.0, 2.0]
+    """
+
+    tiers: Sequence[tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        try:
+            pairs = [(float(share), float(speed)) for share, speed in self.tiers]
+        except (TypeError, ValueError):
+            pairs = []
+        if not pairs:
+            raise UserError(
+                f"Tiers: {self.tiers!r} is no list of (share, number), such as [(0.9, 0.1), "
+                "(0.1, 1.0)]."
+            )
+        for share, speed in pairs:
+            number("Tiers: a share", share, least=0)
+            number("Tiers: a tier's number", speed, above=0)
+        total = sum((Fraction(str(share)) for share, _ in pairs), Fraction(0))
+        if abs(total - 1) > Fraction(1, 10**9):
+            raise UserError(f"Tiers: the shares sum to {float(total):g}. They have to sum to 1.")
+        object.__setattr__(self, "tiers", tuple(pairs))
+
+    def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
+        order = generator(seed, f"tiers {purpose}".rstrip()).permutation(m)
+        speeds = np.empty(m)
+        begin = 0
+        # As decimals, since 0.1 as a binary float would cut some tiers one client early.
+        cumulated = Fraction(0)
+        for place, (share, speed) in enumerate(self.tiers):
+            cumulated += Fraction(str(share))
+            last = place == len(self.tiers) - 1
+            end = m if last else math.floor(m * cumulated + Fraction(1, 2))
+            speeds[order[begin:end]] = speed
+            begin = end
+        return speeds
+
+
+@dataclass(frozen=True)
+class Trace(Distribution):
+    """Numbers that were measured: a text file, one a line; client i has line i mod their number.
+
+    Args:
+        path: of the file.
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        _read(str(self.path))
+
+    def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
+        return np.resize(_read(str(self.path)), m)
+
+
+@cache
+def _read(path: str) -> tuple[float, ...]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"Trace: {path} cannot be read ({error}). Give a text file with one number a line."
+        ) from None
+    numbers = []
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = float(line)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise UserError(
+                f"Trace: {path}, line {place}: {line.strip()[:40]!r} is no number above 0, such as "
+                "0.12."
+            )
+        numbers.append(value)
+    if not numbers:
+        raise UserError(f"Trace: {path} has no numbers. Give one a line, of each client.")
+    return tuple(numbers)
+
+
+@dataclass(frozen=True)
+class HalfNormal:
+    """A factor |z| for each job, z ~ N(0, 1) (Nguyen et al., AISTATS 2022)."""
+
+    def factor(self, z: float) -> float:
+        return abs(z)
+
+
+@dataclass(frozen=True)
+class LogNormalJitter:
+    """A factor exp(σ z) for each job, z ~ N(0, 1)."""
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        number("LogNormalJitter: sigma", self.sigma, least=0)
+
+    def factor(self, z: float) -> float:
+        return math.exp(self.sigma * z)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the clients run on.
+
+    A job, which is a client's work of one round, takes
+    δ = latency + K_i c_i ζ + B↓/b↓_i + B↑/b↑_i.
+
+    Args:
+        compute: c_i, seconds of a local step.
+        jitter: ζ, a factor for each job; None: 1.
+        up, down: b↑_i, b↓_i in bytes a second: a number for all, or a distribution.
+        latency: seconds.
+    """
+
+    compute: Distribution
+    jitter: HalfNormal | LogNormalJitter | None = None
+    up: float | Distribution = math.inf
+    down: float | Distribution = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compute, Distribution):
+            raise UserError(
+                f"Devices: compute={self.compute!r} is no distribution. Accepted: Constant, "
+                "LogNormal, Tiers, Trace of fl_lightning.systems."
+            )
+        if not (self.jitter is None or isinstance(self.jitter, HalfNormal | LogNormalJitter)):
+            raise UserError(
+                f"Devices: jitter={self.jitter!r}. Accepted: None, HalfNormal(), "
+                "LogNormalJitter(sigma)."
+            )
+        for name in ("up", "down"):
+            if not isinstance(getattr(self, name), Distribution):
+                number(f"Devices: {name}", getattr(self, name), above=0, finite=False)
+        number("Devices: latency", self.latency, least=0)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long each client's jobs take, in ticks of a microsecond.
+
+    Args:
+        devices: of the clients.
+        seed: the run's.
+        m: clients.
+        down, up: bytes that a participant is sent and sends.
+    """
+
+    devices: Devices
+    seed: int
+    m: int
+    down: int
+    up: int
+    seconds: Speeds = field(init=False, repr=False)
+    seconds_down: Speeds = field(init=False, repr=False)
+    seconds_up: Speeds = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        seconds = self.devices.compute.of_clients(self.seed, self.m)
+        object.__setattr__(self, "seconds", seconds)
+        for way in ("down", "up"):
+            given = getattr(self.devices, way)
+            speed: Speeds | float = given
+            if isinstance(given, Distribution):
+                speed = given.of_clients(self.seed, self.m, way)
+            taken = np.broadcast_to(getattr(self, way) / np.asarray(speed, float), (self.m,))
+            object.__setattr__(self, f"seconds_{way}", taken)
+
+    def of_job(self, version: int, client: int, steps: int) -> int:
+        """δ of the job that ``client`` starts at ``version`` with so many local steps."""
+        factor = 1.0
+        if self.devices.jitter is not None:
+            z = float(generator(self.seed, "job", version, client).standard_normal())
+            factor = self.devices.jitter.factor(z)
+        # From left to right, so that other programs come to the same tick.
+        seconds = self.devices.latency + steps * float(self.seconds[client]) * factor
+        seconds = seconds + float(self.seconds_down[client]) + float(self.seconds_up[client])
+        # Python rounds half to even.
+        return max(1, round(TICKS * seconds))
