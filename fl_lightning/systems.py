@@ -211,8 +211,8 @@ def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods
     """Refuse what cannot work with updates of earlier models."""
     if asynchronous.buffer > cohort.m:
         raise UserError(
-            f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients, each of "
-            "which waits for the step that its update goes into. Give a smaller size."
+            f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients, each "
+            "of which waits for the step that its update goes into. Give a smaller size."
         )
     for callback in methods.callbacks:
         name = type(callback).__name__

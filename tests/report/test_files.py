@@ -275,7 +275,7 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
                 arm,
             )
     report(tmp_path / "out", tmp_path / "s")
-    columns = "20 rounds | 150 gradients | 16 kB sent | 30 s of devices | 5 s of processors |"
+    columns = "20 rounds | 150 gradients | 16 kB sent | 30.0 s of devices | 5 s of processors |"
     assert f"| arm | {columns}" in (tmp_path / "out/report.md").read_text()
 
 
