@@ -56,6 +56,7 @@ How a round goes               (--model.help: all about these)
   --model.buffers average        or keep, own: what becomes of running statistics
   --model.on_nonfinite stop      or skip: clients whose update is not finite
   --model.engine auto            and --model.workers, .clients_at_once, .capture: speed alone
+  --model.asynchronous           a buffer of clients that train all the time: -c method/fedbuff
   --model.seed, --model.strict_resume
 
 How long, where, what is kept  (--trainer.help: all of Lightning's Trainer)

@@ -32,7 +32,10 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
-    "fl_lightning/aggregation/traffic.py": ["tests/aggregation/test_traffic.py"],
+    "fl_lightning/aggregation/traffic.py": [
+        "tests/aggregation/test_traffic.py",
+        "tests/systems/test_training.py",
+    ],
     "fl_lightning/aggregation/contributions.py": [
         "tests/aggregation/test_contributions.py",
         "tests/engines/test_learner_metrics.py",
@@ -42,6 +45,7 @@ CORE: dict[str, list[str]] = {
     ],
     "fl_lightning/aggregation/server_update.py": [
         *ROUND,
+        "tests/systems/test_training.py",
         "tests/aggregation/test_gathering.py",
         "tests/callbacks/test_partial_averaging.py",
         "tests/callbacks/test_differential_privacy.py",
@@ -92,7 +96,12 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_caches.py",
         "tests/engines/fast/test_capture_refusals.py",
     ],
+    "fl_lightning/virtual/buffered.py": ["tests/systems"],
+    "fl_lightning/virtual/conditions.py": ["tests/systems"],
+    "fl_lightning/virtual/devices.py": ["tests/systems"],
+    "fl_lightning/virtual/plan.py": ["tests/systems"],
     "fl_lightning/loop.py": [
+        "tests/systems/test_training.py",
         "tests/test_loop_round.py",
         "tests/test_loop.py",
         "tests/aggregation",

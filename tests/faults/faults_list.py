@@ -299,7 +299,7 @@ FAULTS = [
         [
             (
                 "fl_lightning/round/cohort.py",
-                'heads if self.sampling == "poisson" else max(1, heads)',
+                'heads if self.sampling == "poisson" else max(min(1, m), heads)',
                 "max(1, heads)",
             )
         ],
@@ -313,5 +313,33 @@ FAULTS = [
                 "argsort(stable=True)",
             )
         ],
+    ),
+    Fault(
+        "asynchronous clients train from the present model",
+        [
+            (
+                "fl_lightning/loop.py",
+                "w, buffers = self.state.versions[v] if v < round.t else (round.w, round.buffers)",
+                "w, buffers = round.w, round.buffers",
+            )
+        ],
+    ),
+    Fault(
+        "old updates count like new ones",
+        [("fl_lightning/aggregation/server_update.py", "if ledger.scale != 1:", "if False:")],
+    ),
+    Fault(
+        "FedAsync measures from the model that a client was given",
+        [
+            (
+                "fl_lightning/loop.py",
+                "ledger.base = ledger.round.w if ledger.planned.mixed else None",
+                "ledger.base = None",
+            )
+        ],
+    ),
+    Fault(
+        "a checkpoint loses the models that clients still train from",
+        [("fl_lightning/checkpoint.py", "        versions=versions,", "        versions={},")],
     ),
 ]

@@ -26,9 +26,16 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/round/cohort.py",
-        'if self.n == m and self.sampling == "uniform":',
-        "equivalent but slower: all of m are drawn, and told by their number",
-        "turned: self.sampling == 'uniform' (column 19)",
+        'if self.n >= len(there) and self.sampling == "uniform":',
+        "equivalent but slower: all that are there are drawn, and told by their number",
+        "boundary: self.n >= len(there) (column 3)",
+        "turned: self.sampling == 'uniform' (column 28)",
+    ),
+    **_equal(
+        "fl_lightning/round/cohort.py",
+        "if n >= len(there):",
+        "equivalent but slower: all are chosen",
+        "boundary: n >= len(there) (column 3)",
     ),
     **_equal(
         "fl_lightning/round/cohort.py",
