@@ -90,9 +90,10 @@ def near(ours: Any, theirs: Any) -> bool:
     return bool(np.abs(ours - theirs).max(initial=0) <= 1e-9 * np.abs(theirs).max(initial=1e-3))
 
 
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize("name", RULES)
-def test_ten_rounds_agree_with_the_oracle(name: str) -> None:
-    ours = wide([compressor(RULES[name]), c.CommunicationLogger()])
+def test_ten_rounds_agree_with_the_oracle(name: str, engine: str) -> None:
+    ours = wide([compressor(RULES[name]), c.CommunicationLogger()], engine=engine)
     config = Config(lr=0.3, weight_decay=0.01, compression=RULES[name])
     theirs = run(TwoLayer(*SHAPE), config, ROUNDS, ours.start, ours.schedule)
     for t, expected in enumerate(theirs):
