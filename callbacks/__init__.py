@@ -6,6 +6,7 @@ if __name__ == "callbacks":
 from fl_lightning.callbacks.alternating_head import AlternatingHead
 from fl_lightning.callbacks.byzantine_clients import ByzantineClients
 from fl_lightning.callbacks.client_momentum import ClientMomentum
+from fl_lightning.callbacks.clustered_models import ClusteredModels
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
 from fl_lightning.callbacks.control_variates import ControlVariates
@@ -34,6 +35,7 @@ from fl_lightning.callbacks.power_of_choice import PowerOfChoice
 from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.proximal_term import ProximalTerm
+from fl_lightning.callbacks.quantized_broadcast import QuantizedBroadcast
 from fl_lightning.callbacks.quantized_update import QuantizedUpdate
 from fl_lightning.callbacks.random_epochs import RandomEpochs
 from fl_lightning.callbacks.random_k import RandomK
@@ -49,6 +51,7 @@ __all__ = [
     "AlternatingHead",
     "ByzantineClients",
     "ClientMomentum",
+    "ClusteredModels",
     "CommunicationLogger",
     "ConsensusDistanceLogger",
     "ControlVariates",
@@ -75,6 +78,7 @@ __all__ = [
     "PowerOfChoice",
     "ProximalPersonalModel",
     "ProximalTerm",
+    "QuantizedBroadcast",
     "QuantizedUpdate",
     "RandomEpochs",
     "RandomK",

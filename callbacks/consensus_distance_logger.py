@@ -59,7 +59,7 @@ class ConsensusDistanceLogger(FederatedCallback):
             return
         variance = (self.squared.mean() - mean**2).clamp(min=0)
         server.log("consensus/total", ordered_sum(variance))
-        centre = (server.w_before.double() + mean) ** 2
+        centre = (server.given.double() + mean) ** 2
         for layer, slices in layers(server.layout).items():
             raw = torch.stack([ordered_sum(variance[s]) for s in slices]).sum()
             norm = torch.stack([ordered_sum(centre[s]) for s in slices]).sum()

@@ -84,7 +84,7 @@ class DivergenceLogger(FederatedCallback):
             self.sum_squared += self.change_squared.sum()
 
     def on_round_end(self, server: Server) -> None:
-        step = (server.evaluated - server.w_before).double()
+        step = (server.evaluated - server.given).double()
         mean = self.moved.mean().double()
         participants = self.moved_squared.mean() - ordered_sum(2 * mean * step - step**2)
         server.log("divergence/participants", participants.clamp(min=0))

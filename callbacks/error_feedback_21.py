@@ -79,8 +79,8 @@ class ErrorFeedback21(FederatedCallback):
         refuse_no_contraction(compressor)
         self.compressor = compressor
         self.average = average
-        # As its compressor does; the contracts ask for it.
-        vars(self)["draws_by_client"] = type(compressor).__name__ == "RandomK"
+        # As its compressor does.
+        vars(self)["draws_by_client"] = getattr(compressor, "draws_by_client", False)
         if average == "all":
             self.declare("mean", ServerState(synchronised=False))
             self.use("aggregate", self.of_all)
@@ -126,14 +126,10 @@ class ErrorFeedback21(FederatedCallback):
 
 def refuse_no_contraction(compressor: Any) -> None:
     """Refuse a compressor that may send more than there is, or that needs a state of its own."""
-    name = type(compressor).__name__
-    if compressor is None or name in ("TopKCompression", "SignUpdate"):
+    if compressor is None or getattr(compressor, "contraction", False):
         return
-    if name == "RandomK" and compressor.memory:
-        return
-    shown = repr(compressor) if name != "RandomK" else "RandomK(memory=False)"
     raise UserError(
-        f"ErrorFeedback21: compressor={shown} is not accepted: EF21 needs a contraction without a "
-        "state of its own; accepted are TopKCompression(fraction), SignUpdate(per_layer), "
-        "RandomK(fraction, memory=True), or null (all is sent)."
+        f"ErrorFeedback21: compressor={compressor!r} is not accepted: EF21 needs a contraction "
+        "without a state of its own; accepted are TopKCompression(fraction), "
+        "SignUpdate(per_layer), RandomK(fraction, memory=True), or null (all is sent)."
     )

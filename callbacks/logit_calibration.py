@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule, flag, number
 
@@ -24,7 +24,7 @@ class LogitCalibration(FederatedCallback):
     Sent and kept: nothing more than by FedAvg. One gradient a step.
 
     Args:
-        tau: τ, from 0; 0 is FedAvg (absent classes stay).
+        tau: τ, from 0; 0 is FedAvg (absent classes stay), unless ``exclude_true``.
         exclude_true: the sum runs over the other classes alone, as the paper prints it: mean
             log(1 - p_y), p = softmax(z - m_i), is added to the loss. A sample without another class
             adds nothing. Unbounded below.
@@ -61,6 +61,8 @@ class LogitCalibration(FederatedCallback):
         self.exclude_true = exclude_true
         if exclude_true:
             self.use("local_loss", self.without_true)
+            # It belongs to the class, but without the true class no tau is FedAvg.
+            vars(self)["neutral"] = None
 
     def local_output(self, clients: Clients, name: str, value: Tensor, batch: Any) -> Tensor:
         return value - self.margins(clients, value)
@@ -77,7 +79,7 @@ class LogitCalibration(FederatedCallback):
     ) -> Tensor:
         """The hook ``local_loss`` of the printed sum."""
         z = seen["logits"] - self.margins(clients, seen["logits"])
-        own = one_hot(batch[1].long(), z.shape[1]).bool()
+        own = torch.arange(z.shape[1], device=z.device) == batch[1][:, None]
         others = (counts(clients, z) > 0) & ~own
         has_others = others.any(1, keepdim=True)
         # A sample without other classes keeps all of them, so that no gradient is undefined.

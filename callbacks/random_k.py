@@ -65,6 +65,7 @@ class RandomK(FederatedCallback):
         flag("RandomK: memory", memory)
         self.fraction = fraction
         self.memory = memory
+        self.contraction = memory  # EF21 may compress with it
         if memory:
             self.declare("error", ClientState(synchronised=False))
 

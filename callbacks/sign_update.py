@@ -60,6 +60,7 @@ class SignUpdate(FederatedCallback):
 
     title = "EF-signSGD"
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
+    contraction = True  # EF21 may compress with it
     error = ClientState(synchronised=False)
 
     def __init__(self, per_layer: bool = True) -> None:

@@ -57,6 +57,7 @@ class TopKCompression(FederatedCallback):
     tolerates_staleness = True
     neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
+    contraction = True  # EF21 may compress with it
     error = ClientState(synchronised=False)
 
     def __init__(self, fraction: float = 0.1) -> None:

@@ -325,7 +325,8 @@ class FederatedCallback(pl.Callback):
             for name, value in vars(cls).items():
                 if isinstance(value, Declaration):
                     declarations[name] = value
-        return {**declarations, **self._declared}
+        declarations |= self._declared
+        return {name: declaration.of(self) for name, declaration in declarations.items()}
 
     @property
     def _ledger(self) -> Staging:

@@ -259,6 +259,12 @@ class Methods:
         return owner is not None and owner.blind
 
     @property
+    def personal_of_all(self) -> bool:
+        """Tell whether clients that never finished a round have a model of their own, too."""
+        owner = self._owned_by.get("personal")
+        return owner is not None and owner.personal_of_all
+
+    @property
     def move_starts(self) -> bool:
         """Tell whether a method may let clients start elsewhere than at w.
 

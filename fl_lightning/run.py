@@ -25,6 +25,7 @@ from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
@@ -33,7 +34,7 @@ from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.devices import prepare_process
 from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.cohort import Cohort
-from fl_lightning.round.context import ClientRates
+from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.settings import Settings
@@ -71,6 +72,7 @@ class FederatedRun:
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
+        self.evaluate: Evaluate | None = None  # behind clients.evaluate
         # The modes of the module and its parts while training, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
@@ -307,7 +309,9 @@ class FederatedRun:
             settings.clip_norm,
             settings.keep_optimizer_state,
         )
-        work.evaluate = ClientEvaluation(self, trainer)
+        work.evaluate = self.evaluate = ClientEvaluation(
+            self.model.learner, trainer.datamodule, lambda: Evaluator.of_run(self, trainer)
+        )
         situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss)

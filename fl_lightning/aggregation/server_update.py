@@ -187,8 +187,7 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     if not server.n:
         return torch.where(server.averaged, server.w.detach(), round.evaluated)
     mean_change = ledger.total["copies"] / ledger.total["weight"].to(round.wide)
-    given = server.w_before if ledger.broadcast is None else ledger.broadcast
-    mean = given + mean_change.to(given)
+    mean = server.given + mean_change.to(server.given)
     return torch.where(server.averaged, server.w.detach(), mean)
 
 

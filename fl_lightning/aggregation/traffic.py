@@ -97,7 +97,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         down = round(count[CLIENTS] * each)
         down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
-        value = ledger.server.get(key, ledger.round.server_states.get(key))
+        value = ledger.written_server(key)
         if value is None:  # never written: nothing to send
             continue
         if declared.shape is None:
@@ -150,6 +150,6 @@ def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
             size = round_vector.element_size()
             if each.dtype is not None:
                 size = torch.empty(0, dtype=each.dtype).element_size()
-            total += size * (numbers if each.shape is None else math.prod(each.shape))
+            total += size * math.prod(each.sized(numbers))
         ways.append(total)
     return ways[0], ways[1]

@@ -29,6 +29,7 @@ _OURS = """\
 PAPERS: dict[str, tuple[str, ...]] = {
     "AlternatingHead": ("collins2021fedrep",),
     "ClientMomentum": ("xu2021fedcm",),
+    "ClusteredModels": ("ghosh2020ifca",),
     "ControlVariates": ("karimireddy2020scaffold",),
     "DifferentialPrivacy": ("mcmahan2018dp",),
     "DynamicRegularization": ("acar2021feddyn",),
@@ -46,6 +47,7 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "PowerOfChoice": ("cho2022power",),
     "ProximalPersonalModel": ("li2021ditto",),
     "ProximalTerm": ("li2020fedprox",),
+    "QuantizedBroadcast": ("alistarh2017qsgd",),
     "QuantizedUpdate": ("alistarh2017qsgd", "reisizadeh2020fedpaq"),
     "RandomK": ("stich2018sparsified",),
     "RandomEpochs": ("wang2020fednova",),

@@ -110,7 +110,8 @@ def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) 
     callbacks = vars(cli.trainer)["callbacks"]
     methods = Methods([each for each in callbacks if isinstance(each, FederatedCallback)])
     model = cli.model.global_model
-    models = of_checkpoint(checkpoint, model, methods, cli.datamodule, str(cli.checkpoint))
+    data = cli.datamodule
+    models = of_checkpoint(checkpoint, model, methods, cli.trainer, data, str(cli.checkpoint))
     return model.export(model=models.of(client)).state_dict()
 
 

@@ -1,7 +1,7 @@
 """Contracts of client hooks, called directly: any group, no value read, nothing left on self.
 
 One round is rehearsed on quadratics with filled state: on_local_start, two local steps,
-on_local_end, transmit.
+on_local_end, transmit. Hooks that look at modules are watched in a round of the tiny federation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.callback import Clients, ClientState, FederatedCallback, ServerState
 from fl_lightning.contracts import snapshots
-from fl_lightning.contracts.federation import Outcome, require_same
+from fl_lightning.contracts.federation import Outcome, fit, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.learner.layout import Layout
-from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.methods import LOOKING, Methods, checked_rows
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
@@ -76,8 +77,7 @@ class Stage:
         return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     def _filled(self, key: str, declared: State, m: int, w: Tensor) -> Tensor:
-        shape = w.shape if declared.shape is None else declared.shape
-        value = 0.1 * (0.5 + self._random(len(key), m, *shape))
+        value = 0.1 * (0.5 + self._random(len(key), m, *declared.sized(w.numel())))
         return value.to(declared.dtype or w.dtype)
 
     def gradient(self, group: ClientGroup, at: Tensor) -> Tensor:
@@ -205,13 +205,37 @@ def groups(method: Method) -> None:
             raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
 
 
+def in_a_round(method: Method, guard: Call) -> None:
+    """Call the hooks that look at modules, which a stage has none of, in a round of a run."""
+    methods = Methods([method.used[0]])
+    if not any(methods[hook] for hook in LOOKING):
+        return
+
+    def watch(module: Any) -> None:
+        names: dict[Any, str] = {}
+        for hook in LOOKING:
+            names.update(dict.fromkeys(module.run.methods[hook], hook))
+
+        def watched(hook: Any, subject: Any, *more: Any) -> Any:
+            if hook not in names:
+                return hook(subject, *more)
+            return guard(names[hook], partial(hook, subject, *more))
+
+        module.run.methods.watch = watched
+
+    fit([method.factory()], rounds=1, started=watch)
+
+
 def untouched_self(method: Method) -> None:
     callback, module = method.used
 
     def guard(hook: str, call: Callable[[], Any]) -> Any:
-        before = snapshots.take(callback)
+        owner = getattr(getattr(call, "func", None), "__self__", callback)
+        if not isinstance(owner, FederatedCallback):
+            owner = callback
+        before = snapshots.take(owner)
         returned = call()
-        changed = snapshots.changes(before, snapshots.take(callback))
+        changed = snapshots.changes(before, snapshots.take(owner))
         if changed:
             raise Failed(
                 f"{hook} set or changed {', '.join(changed)}",
@@ -220,9 +244,25 @@ def untouched_self(method: Method) -> None:
             )
         return returned
 
+    in_a_round(method, guard)
     stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
     for _ in stage.rehearse(stage.group(range(3)), guard):
         pass
+
+
+class Reads(TorchDispatchMode):
+    """Within, reading a tensor's value is an error, and so is a shape that depends on one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = torch.Tag.data_dependent_output in func.tags
+        shapes = torch.Tag.dynamic_output_shape in func.tags
+        if func is torch.ops.aten.index.Tensor:
+            shapes = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if reads:
+            raise DataDependentOutputException(func)
+        if shapes:
+            raise DynamicOutputShapeException(func)
+        return func(*args, **(kwargs or {}))
 
 
 def traceable(method: Method) -> None:
@@ -262,6 +302,11 @@ def traceable(method: Method) -> None:
                 "torch.where, clamp, multiplication",
             ) from error
 
+    def reading(hook: str, call: Callable[[], Any]) -> Any:
+        with Reads():  # type: ignore[no-untyped-call]
+            return guard(hook, call)
+
+    in_a_round(method, reading)
     # A fake tensor has a shape and no numbers.
     with mode:
         for _ in stage.rehearse(group, guard):

@@ -81,7 +81,8 @@ class Method:
 
 
 def neutral(method: Method) -> None:
-    arguments = method.cls.neutral
+    # The arguments of the one under check may leave it no neutral setting.
+    arguments = method.factory().neutral
     if arguments is None:
         raise NotApplicable("neutral is None")
     try:

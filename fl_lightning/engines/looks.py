@@ -31,7 +31,7 @@ class Looks:
 
     clients: Clients
     buffers: Mapping[str, Tensor]
-    present: tuple[Any, Any, RandomState | None] | None  # batch, step, how the pass began
+    present: Any  # batch, step and random state with which the latest pass began; None: no step
 
     def __init__(self, methods: Methods, copy: LearnerCopy, draws: bool) -> None:
         self.methods = methods
@@ -142,6 +142,7 @@ class FirstLook:
 
     def __init__(self, methods: Methods, copy: LearnerCopy) -> None:
         self.looks = Looks(methods, copy, draws=False)
+        self.present: Any = None
         self.methods = methods
         self.copy = copy
 

@@ -138,6 +138,8 @@ class Worker:
         index = present.index
         who = present.who
         steps = present.steps
+        looks = copy.looks
+        latest = None if looks is None else looks.present
         copy.begin(work.data, lambda: Clients(group).client_ids[0])
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
@@ -155,6 +157,8 @@ class Worker:
                 copy.load_buffers(buffers)
                 present.begin(work.data, who, steps)
                 present.index = index
+                if looks is not None:
+                    looks.present = latest
         return total
 
     def optimizer_rows(self, round: Round, client: int) -> dict[str, Tensor] | None:

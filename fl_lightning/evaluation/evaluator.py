@@ -30,6 +30,7 @@ from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.learner.layout import Layout, flatten
 from fl_lightning.machine.processes import gathered, place
+from fl_lightning.round.global_model import GlobalModel
 
 Share = Callable[[], list[Counted]]
 # (batch, its samples, its number) -> what it adds to a sum over samples
@@ -121,12 +122,17 @@ class Evaluator:
 
         ``exact``: without autocast.
         """
-        model = run.model
-        data = trainer.datamodule
+        return cls.of_model(run.model, trainer, trainer.datamodule, run.seed(trainer), exact)
+
+    @classmethod
+    def of_model(
+        cls, model: GlobalModel, trainer: Any, data: Any, seed: int, exact: bool = False
+    ) -> Evaluator:
+        """The evaluator of a GlobalModel, with the batches that clients get of ``data``."""
         device = trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
-        evaluator = cls(model.learner, model.layout, data, run.seed(trainer), context, convert)
+        evaluator = cls(model.learner, model.layout, data, seed, context, convert)
         if batch_callbacks.looking(trainer) or batch_callbacks.looking(trainer, VALIDATION):
             evaluator.convert_validation = conversion(trainer, model.learner, data, VALIDATION)
         return evaluator

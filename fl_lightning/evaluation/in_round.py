@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,12 +36,14 @@ class ClientEvaluation:
     """Evaluates clients' own samples on one copy of the learner, made when it is first needed.
 
     Args:
-        run: the FederatedRun that trains; ``trainer``: the Trainer that fits it.
+        learner: whose steps measure; ``data``: a federated data module.
+        make: makes the evaluator.
     """
 
-    def __init__(self, run: Any, trainer: Any) -> None:
-        self._run = run
-        self._trainer = trainer
+    def __init__(self, learner: Any, data: Any, make: Callable[[], Evaluator]) -> None:
+        self._learner = learner
+        self._data = data
+        self._make = make
         # Engines with threads may ask for several clients at once, and there is one copy.
         self._lock = threading.Lock()
         self._evaluator: Evaluator | None = None
@@ -53,8 +55,8 @@ class ClientEvaluation:
             raise ValueError(
                 f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'"
             )
-        data = self._trainer.datamodule
-        learner = self._run.model.learner
+        data = self._data
+        learner = self._learner
         indices = data.client_indices if what == "train" else data.client_test_indices
         validates = overrides(learner, "validation_step")
         step = "validation_step" if validates else "training_step"
@@ -82,10 +84,10 @@ class ClientEvaluation:
 
     def _of_round(self, round: Round) -> Evaluator:
         """The evaluator with the round's buffers, and as the learner's hooks have left it."""
-        learner = self._run.model.learner
+        learner = self._learner
         if self._evaluator is None:
             with _shims_put_aside(learner):
-                self._evaluator = Evaluator.of_run(self._run, self._trainer)
+                self._evaluator = self._make()
         if self._round is not round:
             self._evaluator.follow(learner, round.buffers)
             self._round = round

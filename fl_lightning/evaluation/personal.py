@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from fl_lightning.engines.situation import LearnerCopies, situation_of
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.machine.processes import gathered, place
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.context import BUFFER, ClientRates, Round
+from fl_lightning.round.context import BUFFER, ClientRates, Evaluate, Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
@@ -51,13 +53,18 @@ class PersonalModels:
     Args:
         round: the facts of the round that was committed last, w and buffers as they are after it;
             ``read`` gives the committed rows of the clients that are asked for.
+        evaluate: behind ``clients.evaluate``.
     """
 
     round: Round
     methods: Methods
+    evaluate: Evaluate | None = None
 
     def of(self, client: int) -> PersonalModel:
-        """The model of one client; the server's, where it never finished a round."""
+        """The model of one client.
+
+        It is the server's where it never finished a round, but for methods that have one for all.
+        """
         round = replace(self.round, ids=[client])
         # Kept parts are those with which the next round would begin.
         after = ClientGroup(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
@@ -65,11 +72,11 @@ class PersonalModels:
             after.take_kept_parts()
             x = after.x
             hook = self.methods.owner("personal")
-            if hook is not None and round.read(FINISHED, client) is not None:
+            finished = round.read(FINISHED, client) is not None
+            if hook is not None and (finished or self.methods.personal_of_all):
                 self.methods.bind(Ledger(round))
-                x = checked_rows(
-                    hook, self.methods.call(hook, Clients(ClientGroup(round, [client], x))), x
-                ).to(x)
+                group = ClientGroup(round, [client], x, evaluate=self.evaluate)
+                x = checked_rows(hook, self.methods.call(hook, Clients(group)), x).to(x)
         return x[0], round.buffers_of(client)
 
 
@@ -84,15 +91,17 @@ def of_run(run: Any) -> PersonalModels:
             "callbacks."
         )
     facts = run.loop.round_at(max(run.state.rounds - 1, 0))
-    return PersonalModels(replace(facts, sizes=Sizes(run.loop.cohort.data)), run.methods)
+    facts = replace(facts, sizes=Sizes(run.loop.cohort.data))
+    return PersonalModels(facts, run.methods, run.evaluate)
 
 
 def of_checkpoint(
-    saved: dict[str, Any], model: GlobalModel, methods: Methods, data: Any, path: str
+    saved: dict[str, Any], model: GlobalModel, methods: Methods, trainer: Any, data: Any, path: str
 ) -> PersonalModels:
     """Personal models of a checkpoint; w and the buffers are set too.
 
     Args:
+        trainer: on whose device clients' samples are evaluated, where a method asks for it.
         model: its learner must hold the checkpoint's state dict already.
         methods: the run's, as its config has them; ``data``: its data module, from which sizes are
             read where a method asks for them; ``path``: of the checkpoint, beside which client rows
@@ -126,7 +135,8 @@ def of_checkpoint(
         seed=held["seed"],
         own_buffers=owned,
     )
-    return PersonalModels(round, methods)
+    make = partial(Evaluator.of_model, model, trainer, data, held["seed"])
+    return PersonalModels(round, methods, ClientEvaluation(model.learner, data, make))
 
 
 def check_client(client: int, m: int) -> None:

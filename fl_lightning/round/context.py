@@ -14,7 +14,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
-from fl_lightning.round.state import Initial
+from fl_lightning.round.state import Declaration, Initial
 from fl_lightning.storage.secret import Key
 
 # The rows in which clients keep their own buffers have this before the buffer's name.
@@ -200,12 +200,10 @@ class Round:
         """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
         return None if self.parts is None else self.parts.averaged(self.t)
 
-    def initial(
-        self, initial: Initial, shape: tuple[int, ...] | None, dtype: torch.dtype | None
-    ) -> Tensor:
-        """A state's value before it was ever written."""
-        size = self.w.shape if shape is None else torch.Size(shape)
-        dtype = dtype or self.w.dtype
+    def initial(self, declaration: Declaration, initial: Initial) -> Tensor:
+        """A state's value before it was ever written; it stands in each of several rows."""
+        size = declaration.sized(self.w.numel())
+        dtype = declaration.dtype or self.w.dtype
         if initial == "zeros":
             return torch.zeros(size, dtype=dtype, device=self.w.device)
         if callable(initial):

@@ -185,11 +185,11 @@ class ClientGroup:
         if row is not None:
             return to_device(row, self.x.device)
         if declaration.initial != "zeros":
-            return self.round.initial(declaration.initial, declaration.shape, declaration.dtype)
+            return self.round.initial(declaration, declaration.initial)
         # The rows are stacked, which copies them, so one zero may stand for each row until then.
         like = self.x[0]
         if declaration.shape is not None:
-            like = self.x.new_empty(declaration.shape)
+            like = self.x.new_empty(declaration.sized(self.x.shape[1]))
         zero = torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device)
         return zero.expand_as(like)
 
@@ -212,7 +212,7 @@ class ClientGroup:
 
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
         """Take what the clients send under this name, one row each."""
-        shape = self.x.shape[1:] if declaration.shape is None else declaration.shape
+        shape = declaration.sized(self.x.shape[1])
         dtype = declaration.dtype or self.x.dtype
         self.uploads[key] = torch.as_tensor(value).to(dtype).expand(len(self.ids), *shape)
 

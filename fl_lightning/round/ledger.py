@@ -102,6 +102,15 @@ class Ledger:
             value = self._copies[key] = value.clone()
         return value
 
+    def written_server(self, key: str) -> Tensor | None:
+        """A server state as this round leaves it so far; None: it was never written."""
+        copy = self._copies.get(key)
+        # A hook may have changed its copy in place, which no assignment told us of;
+        # the tensor's own count of changes does.
+        if key not in self.server and copy is not None and copy._version > 0:
+            return copy
+        return self.server.get(key, self.round.server_states.get(key))
+
     def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None:
         if not self._at_server:
             raise RuntimeError(
@@ -129,7 +138,7 @@ class Ledger:
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
         if key in self.total:
             return self.total[key]
-        zeros = self.round.initial("zeros", declaration.shape, declaration.dtype)
+        zeros = self.round.initial(declaration, "zeros")
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
@@ -138,16 +147,16 @@ class Ledger:
         Synchronised ones keep their value where a part is not averaged.
         """
         for key, copy in self._copies.items():
-            # A hook may have changed its copy in place, which no assignment told us of;
-            # the tensor's own count of changes does.
-            if key not in self.server and copy._version > 0:
+            if self.written_server(key) is copy:
                 self.server[key] = copy
         averaged = self.round.averaged
         settled = dict(self.server)
         for key, value in self.server.items():
             declaration = declared[key]
             assert isinstance(declaration, ServerState)
-            if averaged is not None and declaration.synchronised and value.shape == averaged.shape:
+            # Of k rows of D numbers each keeps them.
+            by_coordinate = averaged is not None and value.shape[-1:] == averaged.shape
+            if averaged is not None and declaration.synchronised and by_coordinate:
                 old = self.round.server_states.get(key)
                 if old is None:
                     old = self._unwritten(declaration)
@@ -169,6 +178,8 @@ class Ledger:
             if not isinstance(declaration, ClientState) or not declaration.synchronised:
                 continue
             for client, row in by_client.items():
+                if row.shape[-1:] != mask.shape:
+                    continue
                 old = self.round.read(key, client)
                 if old is None:
                     old = self._unwritten(declaration).cpu()
@@ -176,4 +187,4 @@ class Ledger:
         return settled
 
     def _unwritten(self, declaration: State) -> Tensor:
-        return self.round.initial(declaration.initial, declaration.shape, declaration.dtype)
+        return self.round.initial(declaration, declaration.initial)

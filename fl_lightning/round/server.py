@@ -77,6 +77,11 @@ class Server:
         return self._round.layout
 
     @property
+    def given(self) -> Tensor:
+        """What clients got as w ``(D,)``: w^t, except under a ``broadcast``."""
+        return self.w_before if self._ledger.broadcast is None else self._ledger.broadcast
+
+    @property
     def updates(self) -> Tensor:
         """The updates ``(n, D)`` of the clients that finished, in the order of ``ids``.
 
@@ -177,7 +182,7 @@ class Server:
         rows: dict[int, Tensor] = {}
         for rows_there in gathered(rows_here):
             rows.update(rows_there)
-        unwritten = self._round.initial(declaration.initial, declaration.shape, declaration.dtype)
+        unwritten = self._round.initial(declaration, declaration.initial)
         if not clients:
             return unwritten.new_empty(0, *unwritten.shape)
         return torch.stack([rows[i].to(unwritten) if i in rows else unwritten for i in clients])

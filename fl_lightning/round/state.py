@@ -6,6 +6,7 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
@@ -20,6 +21,8 @@ from fl_lightning.schedules import Schedule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# Of one row. A name stands for an attribute of the callback, "D" for the number of parameters.
+Shape = tuple[int | str, ...]
 Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor | float]
 
 
@@ -73,19 +76,42 @@ class Declaration:
     """State of a method, declared in the class body: ``name = ClientState()``.
 
     Args:
-        shape: of one row; None: ``(D,)``.
+        shape: of one row; None: ``(D,)``; ``("k", "D")``: k rows of D numbers, k being an attribute
+            of the callback, set in ``__init__``.
         dtype: None: the learner's (sums have at least float32).
     """
 
-    def __init__(
-        self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, shape: Shape | None = None, dtype: torch.dtype | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
         self.name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+
+    def of(self, callback: object) -> Self:
+        """The declaration with the callback's numbers in place of their names in ``shape``."""
+        names = [size for size in self.shape or () if isinstance(size, str) and size != "D"]
+        if self.shape is None or not names:
+            return self
+        sizes: dict[str, int] = {}
+        for name in names:
+            size = vars(callback).get(name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UserError(
+                    f"{self.key(callback)}: shape={self.shape!r} names {name!r}, which is "
+                    f"{size!r}; it has to be an attribute that __init__ sets to an integer from 1."
+                )
+            sizes[name] = size
+        own = copy.copy(self)
+        own.shape = tuple(sizes.get(str(size), size) for size in self.shape)
+        return own
+
+    def sized(self, numbers: int) -> tuple[int, ...]:
+        """The shape of a row where the model has so many parameters."""
+        if self.shape is None:
+            return (numbers,)
+        return tuple(numbers if size == "D" else int(size) for size in self.shape)
 
     def __set__(self, callback: Any, value: Any) -> None:
         raise AttributeError(
@@ -104,7 +130,7 @@ class State(Declaration):
         self,
         initial: Initial = "zeros",
         synchronised: bool | None = None,
-        shape: tuple[int, ...] | None = None,
+        shape: Shape | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, dtype)
@@ -127,7 +153,7 @@ class PerClient(Declaration):
     @overload
     def __get__(self, callback: Owner, owner: type) -> StateRows: ...
     def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
-        return self if callback is None else StateRows(callback, self)
+        return self if callback is None else StateRows(callback, self.of(callback))
 
 
 class ClientState(State, PerClient):
@@ -166,7 +192,7 @@ class ServerState(State):
         initial: Initial = "zeros",
         sent: bool = False,
         synchronised: bool | None = None,
-        shape: tuple[int, ...] | None = None,
+        shape: Shape | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(initial, synchronised, shape, dtype)
@@ -179,10 +205,10 @@ class ServerState(State):
     def __get__(self, callback: Owner | None, owner: type) -> Self | Tensor:
         if callback is None:
             return self
-        return callback._ledger.server_state(self.key(callback), self)
+        return callback._ledger.server_state(self.key(callback), self.of(callback))
 
     def __set__(self, callback: Owner, value: Tensor) -> None:
-        callback._ledger.set_server_state(self.key(callback), self, value)
+        callback._ledger.set_server_state(self.key(callback), self.of(callback), value)
 
 
 class Upload(Declaration):
@@ -200,7 +226,7 @@ class Upload(Declaration):
     def __init__(
         self,
         sent: bool | Literal["derived", "derived from x"] = True,
-        shape: tuple[int, ...] | None = None,
+        shape: Shape | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, dtype)
@@ -211,7 +237,7 @@ class Upload(Declaration):
     @overload
     def __get__(self, callback: Owner, owner: type) -> UploadSums: ...
     def __get__(self, callback: Owner | None, owner: type) -> Self | UploadSums:
-        return self if callback is None else UploadSums(callback, self)
+        return self if callback is None else UploadSums(callback, self.of(callback))
 
     def summed_as(self, default: torch.dtype) -> torch.dtype:
         """The dtype of its sums, at least float32 for floats; ``default``: the learner's."""

@@ -239,8 +239,7 @@ def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Ten
     """Refuse server states of another shape or kind than methods declared."""
     own: dict[str, Tensor] = {}
     for key, declaration in declared.items():
-        shape = w.shape if declaration.shape is None else declaration.shape
-        own[key] = w.new_empty(shape, dtype=declaration.dtype or w.dtype)
+        own[key] = w.new_empty(declaration.sized(w.numel()), dtype=declaration.dtype or w.dtype)
     check_alike(held, own, "federated.server")
 
 

@@ -47,6 +47,7 @@ SERVER = {
     "DynamicRegularization.lambda_mean": "lambda",
     "ClientMomentum.delta": "Delta",
     "MixedAscent.dual_mean": "dual",
+    "ClusteredModels.centres": "centres",
     "ErrorFeedback21.mean": "H",
     "GlobalSharpnessAwareMinimization.s": "s",
 }

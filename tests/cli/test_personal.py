@@ -69,6 +69,22 @@ def test_fit_evaluate_and_export(cli: Cli) -> None:
     assert refused.returncode == 2 and "numbered from 0 to 9" in refused.stderr
 
 
+def test_who_never_trained_exports_the_centre_that_fits_it_best(cli: Cli) -> None:
+    run = cli(*FIT, "-c", "method/ifca", "--model.participation", 3, *SKEWED, *EVALUATED)
+    assert run.returncode == 0, run.stderr
+    folder = cli.folder / "runs/digits-ifca-1"
+    saved = torch.load(folder / "checkpoints/last.ckpt", weights_only=False)
+    centres = saved["federated"]["server"]["ClusteredModels.centres"]
+    found = []
+    for client in range(10):
+        export = cli("export", "runs/digits-ifca-1", "--client", client)
+        assert export.returncode == 0, export.stderr
+        state = torch.load(folder / f"client-{client}.pt", weights_only=True)["state_dict"]
+        flat = torch.cat([value.reshape(-1) for value in state.values()])
+        found.append([torch.equal(flat, centre) for centre in centres].index(True))
+    assert set(found) == {0, 1}
+
+
 def test_kept_parts_and_own_buffers_are_exported(cli: Cli) -> None:
     fit = (
         *FIT,

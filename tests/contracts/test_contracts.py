@@ -44,6 +44,7 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "QuantizedUpdate, max": lambda **given: c.QuantizedUpdate(**{"norm": "max", **given}),
     "top-k": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
     # of its 100 probes each would take two products in each of forty runs
+    "FedLC, printed": lambda **given: c.LogitCalibration(**{"exclude_true": True, **given}),
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),
 }
 OURS: dict[str, Callable[..., FederatedCallback]] = {

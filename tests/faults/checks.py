@@ -128,10 +128,12 @@ LOGGERS, DISTANCES = (
     "tests/callbacks/test_model_loggers.py",
     "tests/callbacks/test_distance_loggers.py",
 )
+COMPRESSION = "tests/callbacks/test_compression.py"
 METHODS = [
     ORACLE,
     "tests/callbacks/test_properties.py",
     "tests/callbacks/test_compositions.py",
+    COMPRESSION,
     "tests/callbacks/test_partial_averaging.py",
     LOGGERS,
     DISTANCES,
@@ -151,6 +153,13 @@ OWN = {  # where neither the test of its name nor the oracle sees most of it
     "drift_logger": DISTANCES,
     "global_loss_logger": LOGGERS,
     "hessian_logger": LOGGERS,
+    "error_feedback_21": COMPRESSION,
+    "low_rank_update": COMPRESSION,
+    "quantized_broadcast": COMPRESSION,
+    "quantized_update": COMPRESSION,
+    "random_k": COMPRESSION,
+    "sign_update": COMPRESSION,
+    "top_k_compression": COMPRESSION,
 }
 
 
@@ -173,6 +182,7 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
     ],
     "fl_lightning/evaluation/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
+    "fl_lightning/round/coding.py": [COMPRESSION],
     "fl_lightning/round/server.py": [CHOICES],
     "fl_lightning/evaluation/in_round.py": ["tests/evaluation/test_in_round.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],

@@ -315,6 +315,46 @@ FAULTS = [
         ],
     ),
     Fault(
+        "QSGD: levels are rounded to the nearest",
+        [("fl_lightning/round/coding.py", "(drawn < r - low)", "(r - low > 0.5)")],
+    ),
+    Fault(
+        "QSGD: the scale is rounded down, too",
+        [
+            (
+                "fl_lightning/round/coding.py",
+                "torch.where(near.double() < scales, above, near)",
+                "near",
+            )
+        ],
+    ),
+    Fault(
+        "EF-signSGD: the error is that of the update alone",
+        [("callbacks/sign_update.py", "= v - sent", "= update - sent")],
+    ),
+    Fault(
+        "rand-k: one draw for all rounds",
+        [("callbacks/random_k.py", '"randk", round, client', '"randk", 0, client')],
+    ),
+    Fault(
+        "PowerSGD: directions are not orthonormal",
+        [("callbacks/low_rank_update.py", "orthonormal(m @ start)", "m @ start")],
+    ),
+    Fault(
+        "EF21: the mean over all is one over participants",
+        [
+            (
+                "callbacks/error_feedback_21.py",
+                "server.mean_change * server.n / server.num_clients",
+                "server.mean_change",
+            )
+        ],
+    ),
+    Fault(
+        "quantised broadcast: one draw for all rounds",
+        [("callbacks/quantized_broadcast.py", '"broadcast", server.round', '"broadcast"')],
+    ),
+    Fault(
         "asynchronous clients train from the present model",
         [
             (

@@ -53,7 +53,7 @@ PERSONAL_FAULTS = [
     ),
     Fault(
         "personal models: a method is asked for clients that never finished a round",
-        [(MODELS, " and round.read(FINISHED, client) is not None", "")],
+        [(MODELS, " and (finished or self.methods.personal_of_all)", "")],
     ),
     Fault(
         "personal models: a part that was just averaged is still the client's",

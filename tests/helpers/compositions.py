@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning import callbacks as c
 from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
+from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule
 from tests.helpers.federation import BATCH
 from tests.oracles.oracle import Config
@@ -47,6 +48,8 @@ def methods(config: Config) -> list[Any]:
         made.append(c.ClientMomentum(given["alpha"]))
     if config.fedsmoo is not None:
         made.append(c.GlobalSharpnessAwareMinimization(given["fedsmoo"]))
+    if config.ifca is not None:
+        made.append(c.ClusteredModels(*config.ifca))
     if config.scaffnew is not None:
         made.append(c.RandomSkips(config.scaffnew))
     if config.fedspeed is not None:
@@ -61,6 +64,8 @@ def methods(config: Config) -> list[Any]:
         made.append(c.TopKCompression(config.topk))
     if config.compression is not None:
         made.append(compressor(config.compression))
+    if config.broadcast is not None:
+        made.append(c.QuantizedBroadcast(config.broadcast))
     if config.ditto is not None:
         made.append(c.ProximalPersonalModel(given["ditto"]))
     if config.moon is not None:
@@ -137,6 +142,7 @@ def settings(weighting: str, **components: Any) -> Config:
 
 
 HEAD = part("net.2.weight", "net.2.bias")
+ORDER = tuple(generator(1, "method: ifca").permutation(8).tolist())  # of the runs' eight clients
 ALS = [(part("net.0.*"), 3)]
 QSGD: dict[str, Any] = {"kind": "quantised", "levels": 127, "norm": "l2", "per_layer": True}
 SIGN = {"kind": "sign", "per_layer": True}
@@ -154,6 +160,9 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "rand-k": {"compression": {**RANDK, "memory": False}},
     "rand-k, memory, + FedSAM": {"compression": RANDK, "sam": 0.05},
     "PowerSGD": {"compression": POWERSGD},
+    "QSGD, both ways": {"compression": QSGD, "broadcast": 127},
+    "quantised broadcast + FedProx + RI": {"broadcast": 3, "mu": 0.1, "beta": 0.1},
+    "quantised broadcast + SCAFFOLD": {"broadcast": 127, "scaffold": "gradient"},
     "PowerSGD + RI + FedAdam": {
         "compression": POWERSGD,
         "beta": 0.1,
@@ -267,6 +276,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "aggregate": "updates",
         "feddyn": 0.1,
         "server": ("sgd", 0.5),
+    },
+    "IFCA": {"ifca": (2, 1), "ifca_order": ORDER},
+    "IFCA, three, + SCAFFOLD + SAM": {
+        "ifca": (3, 2),
+        "ifca_order": ORDER,
+        "scaffold": "displacement",
+        "sam": 0.05,
     },
     "FedALS": {"parts": ALS},
     "FedALS, three periods": {"parts": [(part("net.0.*"), 2), (part("net.2.bias"), 3)]},

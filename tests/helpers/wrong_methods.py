@@ -193,10 +193,54 @@ class OneRate(FederatedCallback):
         (self._rate,) = {group["lr"] for group in pl_module.run.optimizers.clients.param_groups}
 
 
+class Pulled(FederatedCallback):
+    """A method that looks at models, for wrong ones to start from."""
+
+    neutral = {"mu": 0.0}
+    taps = {"logits": "last"}
+    mu = Coefficient()
+
+    def __init__(self, mu: float = 0.1) -> None:
+        super().__init__()
+        self.mu = mu
+
+    def local_loss(self, clients: Clients, loss: Tensor, seen: Any, batch: Any) -> Any:
+        received = clients.seen_at(clients.w)["logits"]
+        return loss + self.mu * (seen["logits"] - received).square().mean()
+
+
+class TeacherOnSelf(Pulled):
+    def local_loss(self, clients: Clients, loss: Tensor, seen: Any, batch: Any) -> Any:
+        self.teacher = clients.seen_at(clients.w)["logits"]
+        return loss + self.mu * (seen["logits"] - self.teacher).square().mean()
+
+
+class LossBranch(Pulled):
+    def local_loss(self, clients: Clients, loss: Tensor, seen: Any, batch: Any) -> Any:
+        return loss * 2 if loss > 1 else super().local_loss(clients, loss, seen, batch)
+
+
+class OutputMasked(Pulled):
+    def local_output(self, clients: Clients, name: str, value: Tensor, batch: Any) -> Tensor:
+        present = clients.label_counts[0] > 0
+        return value - 0.1 * self.mu * value[:, present].mean(1, keepdim=True)
+
+
+class Rounder(Pulled):
+    """Its term does not vanish at its neutral value."""
+
+    def local_loss(self, clients: Clients, loss: Tensor, seen: Any, batch: Any) -> Any:
+        return super().local_loss(clients, loss, seen, batch) + 1e-3 * seen["logits"].norm()
+
+
 WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (HiddenMomentum, "state is declared", "self.velocity changed"),
     (HiddenMomentum, "resume is exact", "declare it"),
     (HiddenElsewhere, "resume is exact", "declare it"),
+    (TeacherOnSelf, "client hooks set nothing on self", "local_loss set or changed self.teacher"),
+    (LossBranch, "local steps can be captured", "local_loss reads a tensor's value"),
+    (OutputMasked, "local steps can be captured", "local_output reads a tensor's value"),
+    (Rounder, "neutral setting is FedAvg", "with mu=0.0 it is not FedAvg"),
     (
         AttributeInHook,
         "client hooks set nothing on self",

@@ -167,3 +167,14 @@ class Sender:
         self.mean = self.mean + sum(self.changed, np.zeros(self.size)) / m
         self.changed = []
         return self.mean
+
+
+def broadcast(
+    w: Vector, w0: Vector, s: int, shapes: Sequence[tuple[int, ...]], t: int
+) -> tuple[Vector, int]:
+    """What clients are given in place of w, and its bits: one draw for all of them."""
+    layers = Sender({}, shapes).layers
+    v = w - w0
+    chance = drawn("broadcast", t).random(len(w))
+    q = np.concatenate([quantised(v[b], s, "l2", chance[b]) for b in layers])
+    return w + q - (w - w0), SCALE * len(layers) + len(w) * math.ceil(math.log2(2 * s + 1))

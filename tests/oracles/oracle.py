@@ -57,10 +57,13 @@ class Config:
     lesam: Coefficient | None = None  # radius of FedLESAM's perturbation
     lesam_source: str = "received"  # or "last"
     fedexp: tuple[float, bool] | None = None  # epsilon, and whether two models are averaged
+    ifca: tuple[int, int] | None = None  # centres, and rounds in which client i gets
+    ifca_order: Sequence[int] = ()  # centre ifca_order[i] mod k
     scaffnew: float | None = None  # probability of communication
     fednova: bool = False
     topk: float | None = None  # fraction that is sent, with error feedback
     compression: dict[str, Any] | None = None  # "kind" and its arguments, in compression.py
+    broadcast: int | None = None  # levels of what the server sends down
     fedrep: tuple[Mask, float, int] | None = None  # head, its epochs, batch size
     ditto: Coefficient | None = None  # strength lambda
     pfedme: tuple[float, int, float] | None = None  # lambda, inner steps, inner rate
@@ -120,6 +123,7 @@ def vectors(config: Config) -> tuple[int, int, int]:
     down = 1 + scaffold + fedcm + smoo + mean + (lesam and sent)
     up = 1 + scaffold + smoo + (fedcm and ri and not updates) + (feddyn and updates) + mean
     personal = (config.ditto is not None) + (config.pfedme is not None)
+    down += 0 if config.ifca is None else config.ifca[0] - 1  # the centres in place of w
     feddyn = config.fedspeed is not None or feddyn  # keeps and sends as FedDyn, and in up:
     up += config.fedspeed is not None and config.fedspeed[4] == "all" and updates
     kept = ri + scaffold + feddyn + smoo + (config.topk is not None) + (lesam and not sent)
@@ -205,6 +209,7 @@ def run(
     dual_i: dict[int, Vector] = {}  # § 20 A
     dual_mean = zeros.copy()
     h_i: dict[int, Vector] = {}  # § 20 I
+    centres = np.tile(w0, (1 if cfg.ifca is None else cfg.ifca[0], 1))  # § 20 H
     previous = w
     last_i: dict[int, Vector] = {}
     # § 11, parts: where a client's copy is valid, where its displacement began, the sum of eta K
@@ -213,7 +218,8 @@ def run(
     origin: dict[int, Vector] = {}
     elapsed: dict[int, Vector] = {}
     sent = {"down": 0, "up": 0}
-    sent_bytes = 0
+    up_bytes = 0
+    down_bytes = 0
     sender = None
     if cfg.compression is not None:
         sender = compression.Sender(cfg.compression, getattr(problem, "shapes", [(D,)]))
@@ -237,13 +243,25 @@ def run(
         mean_c_change, U, mean_velocity = zeros.copy(), zeros.copy(), zeros.copy()
         clipped = 0
         down, up = {}, {}
+        chosen: dict[int, int] = {}
         vectors_down, vectors_up, _ = vectors(cfg)
+        at_server, down_bits = w, 64 * D
+        if cfg.broadcast is not None:  # § 20 J, downlink: what clients are given is their w
+            layers = getattr(problem, "shapes", [(D,)])
+            w, down_bits = compression.broadcast(w, w0, cfg.broadcast, layers, t)
 
         for i in cohort:
             # The start: w, with the parts that the client keeps (§ 11); relaxed initialization (§
             # 10).
             kept = valid.get(i, np.zeros(D, dtype=bool))
             x = np.where(kept, last_i.get(i, w0), w)
+            if cfg.ifca is not None:  # IFCA, § 20 H
+                if t < cfg.ifca[1]:
+                    chosen[i] = int(cfg.ifca_order[i]) % len(centres)
+                else:
+                    losses = [problem.loss_and_gradient(z, *schedule.data[i])[0] for z in centres]
+                    chosen[i] = int(np.argmin(losses))
+                x = centres[chosen[i]].copy()
             if cfg.beta is not None:
                 own, mean = last_i.get(i, w0), sum((last_i.get(j, w0) for j in range(m)), zeros) / m
                 away = {"own": x - own, "mean": x - mean, "centred": mean - own}[cfg.offset]
@@ -252,6 +270,7 @@ def run(
             origin[i] = np.where(kept, origin.get(i, zeros), x_0[i])
             elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * K[i]
             down[i] = vectors_down * int((~kept).sum())
+            down_bytes += 8 * (vectors_down - 1) * D + math.ceil(down_bits / 8)
             up[i] = vectors_up * int(averaged.sum())
 
             if cfg.scaffnew is not None:  # § 20 I: with the rate of the round that is over
@@ -373,8 +392,9 @@ def run(
             if sender is not None:  # § 20 J
                 u[i], numbers, bits = sender.send(u[i], t, i)
                 up[i] += numbers - D
-                sent_bytes += 8 * (vectors_up - 1) * D + math.ceil(bits / 8)
+                up_bytes += 8 * (vectors_up - 1) * D + math.ceil(bits / 8)
 
+        w = at_server
         new_w = w
         evaluated = history[-1].evaluated if history else w0
         if cohort:
@@ -403,6 +423,11 @@ def run(
                 d = eta_g * d
             of_all = None if sender is None else sender.end_round(m)
             d = d if of_all is None else of_all
+            if cfg.ifca is not None:  # § 20 H
+                for j in set(chosen.values()):
+                    mine = [i for i in cohort if chosen[i] == j]
+                    share = sum(p[i] for i in mine)
+                    centres[j] = sum((p[i] / share * x_K[i] for i in mine), zeros)
             # The methods' server rules; quantities of a part that is not averaged do not move.
             if cfg.scaffold is not None:
                 c = c + (n / m) * mean_c_change
@@ -441,6 +466,9 @@ def run(
         metrics = {"divergence/update": float(np.sum((new_w - w) ** 2)), "client_lr": eta}
         everyone = [last_i.get(i, w0) for i in range(m)]
         metrics["divergence/all"] = float(np.mean([np.sum((x - evaluated) ** 2) for x in everyone]))
+        if cfg.ifca is not None and cohort:
+            for j in range(len(centres)):
+                metrics[f"clusters/share_{j}"] = sum(p[i] for i in cohort if chosen[i] == j)
         if cfg.fedexp is not None and cohort:
             metrics["fedexp/rate"] = eta_g
         if cohort:
@@ -456,8 +484,11 @@ def run(
         for way, count in (*sent.items(), ("total", sum(sent.values()))):
             metrics[f"communication/{way}_parameters"] = count
         if sender is not None:
-            metrics["communication/up_bytes"] = sent_bytes
-            metrics["communication/total_bytes"] = sent_bytes + 8 * sent["down"]
+            metrics["communication/up_bytes"] = up_bytes
+        if cfg.broadcast is not None:
+            metrics["communication/down_bytes"] = down_bytes
+        if sender is not None and not cfg.parts:
+            metrics["communication/total_bytes"] = up_bytes + down_bytes
         w = new_w
         rows = {
             "c_i": c_i,
@@ -481,6 +512,7 @@ def run(
         # rows are replaced, never changed
         clients = {name: dict(table) for name, table in rows.items()}
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta, "dual": dual_mean} | optimizer
+        server["centres"] = centres.copy()
         server |= {} if sender is None else {"H": sender.mean}
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
     return history

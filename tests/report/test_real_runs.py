@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fl_lightning.report.tables import size
 from tests.helpers.zygote import Cli
 
 FIT = (
@@ -115,6 +116,19 @@ def test_three_runs_and_their_report(cli: Cli) -> None:
     refused = cli("report", "a", "b", "--metric", "val/acc", "--claims", "none.yaml", "--out", "no")
     assert refused.returncode == 2 and refused.stderr.startswith("fl-lightning: --claims none.yaml")
     assert not (cli.folder / "no").exists()
+
+
+def test_equal_bytes_are_those_that_travelled(cli: Cli) -> None:
+    """Eight bits a number up and four scales, of the 4,810 numbers in float32 down."""
+    for method in ("fedavg", "qsgd"):
+        argv = ("-c", f"method/{method}", "--trainer.default_root_dir", method)
+        assert cli(*FIT, *argv, "--trainer.max_epochs", 3).returncode == 0
+    lines = (cli.folder / "qsgd/metrics.csv").read_text().splitlines()
+    sent = int(float(lines[-1].split(",")[lines[0].split(",").index("communication/total_bytes")]))
+    assert sent == 3 * 5 * (4810 * 4 + 4810 + 4 * 4)
+    assert cli("report", "fedavg", "qsgd", "--out", "out").returncode == 0
+    text = (cli.folder / "out/report.md").read_text()
+    assert f"| {size(sent)} sent |" in text
 
 
 def own(cli: Cli, fault: str, rounds: int = 2) -> tuple[object, ...]:

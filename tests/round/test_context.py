@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fl_lightning.callback import Clients, FederatedCallback
+from fl_lightning.callback import Clients, FederatedCallback, ServerState
 from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule
@@ -23,13 +23,15 @@ def test_rates_decay_and_a_method_that_needs_one_refuses_several() -> None:
 
 def test_a_state_begins_as_its_declaration_says() -> None:
     round = a_round()
-    zeros = round.initial("zeros", None, None)
+    zeros = round.initial(ServerState(), "zeros")
     assert zeros.shape == (D,) and zeros.dtype == torch.float64 and not zeros.any()
-    assert round.initial("zeros", (2, 3), torch.int64).shape == (2, 3)
-    assert round.initial("zeros", (2, 3), torch.int64).dtype == torch.int64
-    assert torch.equal(round.initial("initial_model", None, None), round.w0)
-    assert torch.equal(round.initial("current_model", None, None), round.w)
-    made = round.initial(lambda w: w.sum(), (2,), torch.float32)
+    whole = round.initial(ServerState(shape=(2, 3), dtype=torch.int64), "zeros")
+    assert whole.shape == (2, 3) and whole.dtype == torch.int64
+    assert torch.equal(round.initial(ServerState(), "initial_model"), round.w0)
+    assert torch.equal(round.initial(ServerState(), "current_model"), round.w)
+    both = round.initial(ServerState(shape=(2, "D")), "initial_model")
+    assert torch.equal(both, torch.stack([round.w0, round.w0])), "it stands in every row"
+    made = round.initial(ServerState(shape=(2,), dtype=torch.float32), lambda w: w.sum())
     assert made.tolist() == [10.0, 10.0] and made.dtype == torch.float32
 
 

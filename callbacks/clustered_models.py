@@ -1,0 +1,167 @@
+"""IFCA: several models, of which each client trains the one that fits it best.
+
+A. Ghosh, J. Chung, D. Yin, K. Ramchandran: An Efficient Framework for Clustered Federated Learning
+(NeurIPS 2020), Algorithm 1 with option II (averaged models), arXiv:2006.04088. The server keeps k
+centres and sends them all; a client takes the one of least loss on its own samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Clients,
+    FederatedCallback,
+    Note,
+    Refusal,
+    Scratch,
+    Server,
+    ServerState,
+    Upload,
+    number,
+)
+
+_OF_CENTRES = "there is a model for each of k > 1 clusters, which are averaged by themselves"
+_READS_W = "it goes by clients.w, and with k > 1 clusters clients start elsewhere"
+_CENTRES: dict[str, Any] = {
+    "initial": "current_model",
+    "synchronised": False,
+    "shape": ("k", "D"),
+}
+_READERS = (
+    "DynamicRegularization",
+    "LocallyEstimatedPerturbation",
+    "MixedAscent",
+    "ModelContrast",
+    "MoreauEnvelope",
+    "NotTrueDistillation",
+    "ProximalPersonalModel",
+    "ProximalTerm",
+    "RandomSkips",
+    "RelaxedInitialization",
+)
+
+
+class ClusteredModels(FederatedCallback):
+    """j_i = argmin_j f_i(θ_j), x_{i,0} = θ_{j_i}; then θ_j ← Σ p_i x_{i,K} / Σ p_i over j_i = j.
+
+    f_i is the mean loss of the client's training samples, in evaluation mode; of equal ones the
+    lowest j. A centre that nobody took stays. The client's own model is the centre of least loss
+    after the round, also where it never took part. All θ_j begin as w^0, and are told apart by
+    ``warmup`` rounds in which client i takes centre π[i] mod k, π a permutation by the seed. w is Σ
+    p_i x_{i,K}, there for validation alone: with k > 1 it means nothing. ``clusters/share_<j>`` is
+    the share of the participants, by p_i, that took centre j.
+    Sent: the k centres down, w itself is not. Kept: the centres by the server.
+
+    Args:
+        k: how many centres; 1 is FedAvg.
+        warmup: rounds with drawn centres; with 0 all clients begin in centre 0, and leave it only
+            where w^0, which the others stay, fits them better.
+
+    Raises:
+        UserError: k below 1, warmup below 0; and with k > 1 a server optimizer other than SGD at
+            rate 1, and callbacks that go by w, or decide what is sent, combined or evaluated.
+
+    Example:
+        after a round by drawn centres the two models differ.
+
+        >>> from fl_lightning.callbacks import ClusteredModels
+        >>> from fl_lightning.testing import tiny_run
+        >>> run = tiny_run(ClusteredModels(k=2), participation="all", rounds=1)
+        >>> one, two = run.server_states["ClusteredModels.centres"]
+        >>> one.equal(two)
+        False
+    """
+
+    title = "IFCA"
+    neutral = {"k": 1}
+    draws_by_client = True
+    personal_of_all = True
+    notes = (
+        Refusal(
+            "the centres are means of models, so with k={k} the server optimizer has to be plain "
+            "SGD at the constant rate 1.",
+            when=lambda method, run: method.k > 1 and (bool(run.server) or run.server_rate != 1.0),
+        ),
+        Note(
+            "what is validated is the mean of {k} clusters' models, which means nothing. Look at "
+            "clients/… of PerClientEvaluation, and at clusters/share_<j>.",
+            when=lambda method, run: method.k > 1,
+        ),
+    )
+    centres = ServerState(sent=True, **_CENTRES)  # θ
+    which = Scratch(shape=(), dtype=torch.int64)  # j_i
+    moved = Upload(sent=False, shape=("k", "D"))  # x_{i,K} - θ_j in row j_i: it travels as x_{i,K}
+    members = Upload(sent=False, shape=("k",))
+
+    def __init__(self, k: int = 2, warmup: int = 1) -> None:
+        super().__init__()
+        number("ClusteredModels: k", k, least=1, whole=True)
+        number("ClusteredModels: warmup", warmup, least=0, whole=True)
+        self.k = k
+        self.warmup = warmup
+        if k == 1:
+            # Without a choice everybody gets w, and starts at it.
+            self.declare("centres", ServerState(**_CENTRES))
+            self.moves_start = False  # type: ignore[misc]
+        else:
+            self.use("broadcast", self.centres_alone)
+            self.use("personal", self.best_centre)
+            owners = ("transmit", "on_updates", "aggregate", "evaluated", "parts")
+            self.cannot_run_with = {
+                **dict.fromkeys(owners, _OF_CENTRES),
+                **dict.fromkeys(_READERS, _READS_W),
+            }
+
+    def centres_alone(self, server: Server) -> Tensor:
+        """What clients get as w, which is not sent."""
+        server.sent(parameters=0, bytes=0)
+        return server.w
+
+    def on_local_start(self, clients: Clients) -> None:
+        if self.k == 1:
+            return
+        if clients.round < self.warmup:
+            drawn = self.generator("ifca").permutation(clients.num_clients)
+            self.which[clients] = (
+                torch.from_numpy(drawn).to(clients.ids.device)[clients.ids] % self.k
+            )
+        else:
+            self.which[clients] = self.fitting(clients)
+        clients.x = self.centres[self.which[clients]]
+
+    def fitting(self, clients: Clients) -> Tensor:
+        """The centre of least loss ``(n,)``; a loss that is not finite is none."""
+        losses = [clients.evaluate(centre)["loss"] for centre in self.centres]
+        return torch.cat(losses, dim=1).nan_to_num(torch.inf).argmin(dim=1)
+
+    def on_local_end(self, clients: Clients) -> None:
+        if self.k == 1:
+            return
+        which = self.which[clients]
+        centres = torch.arange(self.k, device=which.device)
+        mine = (which[:, None] == centres).to(clients.x.dtype)  # (n, k)
+        self.members[clients] = mine
+        self.moved[clients] = mine[:, :, None] * (clients.x - self.centres[which])[:, None]
+
+    def on_server_update(self, server: Server) -> None:
+        if self.k == 1:
+            return
+        share = self.members.weighted()
+        mean = self.moved.weighted() / share[:, None]
+        self.centres = torch.where(share[:, None] > 0, self.centres + mean, self.centres)
+        for j in range(self.k):
+            server.log(f"clusters/share_{j}", share[j])
+
+    def on_round_end(self, server: Server) -> None:
+        if self.k == 1:
+            self.centres = server.w
+            server.log("clusters/share_0", 1.0)
+
+    def best_centre(self, clients: Clients) -> Tensor:
+        """What a client uses itself, whether it ever took part or not."""
+        own: Tensor = self.centres[self.fitting(clients)]
+        return own

@@ -1,0 +1,82 @@
+"""Quantised broadcast: the server's model in few bits, without memory.
+
+The quantiser of D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic: QSGD (NeurIPS 2017),
+arXiv:1610.02132, on what the server sends down: how far its model is from w^0, which all know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Blocks,
+    FederatedCallback,
+    Server,
+    ServerState,
+    bits_of,
+    levels_of,
+    number,
+    rounded_up,
+)
+
+
+class QuantizedBroadcast(FederatedCallback):
+    """Clients get ŵ^t = w^0 + Q(w^t - w^0) as w^t; w^{t+1} = w^t + d, d from x_{i,K} - ŵ^t.
+
+    Q sends S q_j/s for each v_j, v = w^t - w^0, as ``QuantizedUpdate`` does: S is the Euclidean
+    norm of the parameter tensor, and the draws, keyed by (seed, round), are the same for all
+    clients, so the mean of ŵ^t is w^t. Refused together with partial averaging: what a client keeps
+    is not sent, and the scale would be of it, too.
+    Sent: ⌈log2(2 s + 1)⌉ bits a number and 32 a tensor to each participant, in place of D numbers;
+    w^0 itself is not counted. Kept: w^0 by the server.
+
+    Args:
+        levels: s, from 1; 1 takes two bits a number, 7 four, 127 eight. None is FedAvg.
+
+    Raises:
+        UserError: another value; another callback of the run decides what clients get as w, or the
+            run averages parts of the model.
+
+    Example:
+        127 levels take a byte a number and four bytes a tensor, a participant.
+
+        >>> from fl_lightning.callbacks import CommunicationLogger, QuantizedBroadcast
+        >>> from fl_lightning.testing import tiny_run
+        >>> method = QuantizedBroadcast()
+        >>> run = tiny_run(method, CommunicationLogger(), rounds=1, participation=1)
+        >>> int(run.trainer.callback_metrics["communication/down_bytes"])
+        47
+    """
+
+    title = "quantised broadcast"
+    neutral = {"levels": None}
+    cannot_run_with = {"parts": "its scales would be of coordinates that clients keep, too"}
+    w0 = ServerState(initial="initial_model", synchronised=False)  # never written
+
+    def __init__(self, levels: int | None = 127) -> None:
+        super().__init__()
+        if levels is not None:
+            number(
+                "QuantizedBroadcast: levels",
+                levels,
+                least=1,
+                below=2**31,
+                whole=True,
+                beside="null",
+            )
+        self.levels = levels
+
+    def broadcast(self, server: Server) -> Tensor:
+        if self.levels is None:
+            return server.w
+        w0 = self.w0.double()
+        v = (server.w - w0)[None]
+        blocks = Blocks(server.layout, per_layer=True)
+        scales = rounded_up(blocks.scales(v, "l2"))
+        drawn = torch.from_numpy(self._keyed("broadcast", server.round).random(v.shape[1]))
+        q = levels_of(v, blocks.spread(scales), self.levels, drawn.to(v.device)[None])
+        bits = 32 * scales.shape[1] + v.shape[1] * bits_of(self.levels)
+        server.sent(parameters=v.shape[1], bytes=-(-bits // 8))
+        received = w0 + (blocks.spread(scales) * q / self.levels)[0]
+        return received.to(server.w.dtype)

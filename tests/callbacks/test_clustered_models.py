@@ -1,0 +1,125 @@
+"""IFCA: one centre is FedAvg, several part the clients; who never took part has a model, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as c
+from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
+from fl_lightning.sampling import generator
+from tests.callbacks.test_identities import run, same
+from tests.helpers.federation import quadratics
+from tests.oracles.oracle import TwoLayer
+from tests.oracles.problems import Quadratic
+
+CENTRES = "ClusteredModels.centres"
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_one_centre_is_fedavg_to_the_bit(engine: str) -> None:
+    logger = c.CommunicationLogger
+    ours = run(c.ClusteredModels(1), logger(), engine=engine)
+    theirs = run(logger(), engine=engine)
+    same(ours, theirs)
+    assert all(
+        (states[CENTRES] == w).all()
+        for states, w in zip(ours.record.server, ours.record.w, strict=True)
+    )
+    for name in ("communication/total_bytes", "cost/gradients", "cost/forwards"):
+        assert ours.record.metrics[-1][name] == theirs.record.metrics[-1][name], name
+
+
+def test_one_centre_stands_beside_what_goes_by_w() -> None:
+    def beside() -> list[Any]:
+        return [c.DynamicRegularization(0.1), c.RelaxedInitialization(0.1), c.TopKCompression(0.5)]
+
+    adam = {"server_optimizer": lambda w: torch.optim.SGD(w, 0.7, momentum=0.5)}
+    ours = run(c.ClusteredModels(1), *beside(), **adam)
+    same(ours, run(*beside(), **adam))
+    assert (ours.record.server[-1][CENTRES][0] == ours.record.w[-1]).all()
+
+
+def opposed() -> Quadratic:
+    """Clients 0 to 3 want to be near 3, clients 4 to 7 near -3."""
+    rng = np.random.default_rng(4)
+    wanted = np.repeat([[3.0], [-3.0]], 4, axis=0) + 0.3 * rng.normal(size=(8, 4))
+    return Quadratic(np.tile(np.eye(4), (8, 1, 1)), wanted)
+
+
+def test_clients_that_want_alike_come_together() -> None:
+    problem = opposed()
+    options: dict[str, Any] = {"lr": 0.2, "local_steps": 5, "participation": "all"}
+    ours = quadratics(problem, np.zeros(4), [c.ClusteredModels(2, 1)], 12, **options)
+    ends = sorted(ours.record.server[-1][CENTRES].tolist())
+    groups = (problem.centre[4:].mean(axis=0), problem.centre[:4].mean(axis=0))
+    assert all(np.abs(np.array(a) - b).max() < 1e-2 for a, b in zip(ends, groups, strict=True))
+    last = ours.record.metrics[-1]
+    assert last["clusters/share_0"] == last["clusters/share_1"] == 0.5
+    assert np.abs(ours.record.w[-1] - problem.centre.mean(axis=0)).max() < 0.1, "w is their mean"
+    # 2 passes of one batch for each of eight clients; none in the drawn round.
+    assert [m["cost/forwards"] for m in ours.record.metrics[:2]] == [0, 16]
+
+
+def test_without_a_drawn_round_all_clients_stay_in_one_centre() -> None:
+    far = np.full(4, 10.0)
+    ours = quadratics(opposed(), far, [c.ClusteredModels(2, 0)], 3, participation="all")
+    assert [m["clusters/share_0"] for m in ours.record.metrics] == [1.0, 1.0, 1.0]
+    assert (ours.record.server[-1][CENTRES][1] == far).all(), "a centre that nobody took stays"
+
+
+def test_who_never_took_part_has_the_centre_of_least_loss() -> None:
+    ours = run(c.ClusteredModels(3, 1), rounds=3)
+    net, centres = TwoLayer(3, 4, 3), ours.record.server[-1][CENTRES]
+    took_part = {i for table in ours.schedule.rounds for i in table}
+    assert len(took_part) < 8
+    fitting = []
+    for i in range(8):
+        losses = [net.loss_and_gradient(w, *ours.schedule.data[i])[0] for w in centres]
+        fitting.append(int(np.argmin(losses)))
+        own = ours.module.export(client=i)
+        found = torch.cat([p.detach().flatten() for p in own.parameters()]).numpy()
+        assert (found == centres[fitting[-1]]).all(), i
+    assert len(set(fitting)) > 1
+
+
+def test_drawn_centres_follow_from_the_seed() -> None:
+    ours = run(c.ClusteredModels(2, 1), rounds=1)
+    order = generator(1, "method: ifca").permutation(8)
+    (table,) = ours.schedule.rounds
+    share = np.mean([order[i] % 2 == 0 for i in table])
+    assert ours.record.metrics[0]["clusters/share_0"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "beside, options, says",
+    [
+        ([c.ProximalTerm()], {}, "ProximalTerm.*goes by clients.w"),
+        ([c.DynamicRegularization()], {}, "DynamicRegularization.*goes by clients.w"),
+        ([c.RelaxedInitialization()], {}, "RelaxedInitialization.*goes by clients.w"),
+        ([c.MixedAscent()], {}, "MixedAscent.*goes by clients.w"),
+        ([c.LocallyEstimatedPerturbation()], {}, "LocallyEstimated.*goes by clients.w"),
+        ([c.TopKCompression()], {}, "TopKCompression cannot run together"),
+        ([c.RobustAggregation("median")], {}, "RobustAggregation cannot run together"),
+        ([c.ExtrapolatedStep()], {}, "ExtrapolatedStep cannot run together"),
+        ([c.PartialAveraging({"net.0.*": 2})], {}, "PartialAveraging cannot run together"),
+        ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 0.5)}, "with k=2 .* rate 1"),
+        ([], {"server_optimizer": lambda w: torch.optim.Adam(w, 0.1)}, "with k=2 .* rate 1"),
+    ],
+)
+def test_what_goes_by_one_model_is_refused(beside: Any, options: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        run(c.ClusteredModels(2), *beside, rounds=1, **options)
+
+
+def test_a_resumed_run_keeps_its_centres(tmp_path: Path) -> None:
+    with quiet():
+        fit([c.ClusteredModels(2)], 2, folder=str(tmp_path))
+        resumed = outcome(fit([c.ClusteredModels(2)], 4, folder=str(tmp_path), resume=True))
+        whole = outcome(fit([c.ClusteredModels(2)], 4))
+    require_same(whole, resumed, 0.0, "resumed", "")

@@ -1,0 +1,424 @@
+"""Losses that look at models: what is seen, at which vector, who changes it, what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import ClientState, FederatedCallback, InMemoryDataModule, UserError
+from fl_lightning import callbacks as c
+from fl_lightning.testing import tiny_run
+from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
+from tests.helpers.replays import assert_same, ran, replayed
+
+
+class Watching(FederatedCallback):
+    """Adds nothing, and keeps what it sees; ``asks``: also at other points."""
+
+    neutral = {}
+    taps = {"logits": "last", "features": "last:in"}
+
+    def __init__(self, asks: bool = True, training: bool = False) -> None:
+        super().__init__()
+        self.asks = asks
+        self.training = training
+        self.seen: list[dict[str, Tensor]] = []
+
+    def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+        if self.asks:
+            clients.seen_at(clients.x[0] + 1, training=self.training)
+            again = clients.seen_at(clients.x, training=self.training)
+            first = clients.seen_at(clients.w)
+            assert not again["logits"].requires_grad and seen["logits"].requires_grad
+            self.seen.append({"now": seen["logits"].detach(), **again, "at w": first["logits"]})
+        return loss
+
+
+class Kept(FederatedCallback):
+    """A pull of logits and features towards a vector that each client keeps."""
+
+    taps = {"logits": "", "features": "last:in"}
+    v = ClientState(initial="current_model", synchronised=False)
+
+    def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+        there = clients.seen_at(self.v[clients])
+        apart = [(seen[name] - there[name]).square().mean() for name in self.taps]
+        return loss + sum(apart) / 2
+
+    def on_local_end(self, clients: Any) -> None:
+        self.v[clients] = clients.x
+
+
+class Called(Lit):
+    """Its training step goes by its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def left(learner: type[Lit], *methods: FederatedCallback, **given: Any) -> dict[str, Any]:
+    """What a run leaves, with the random numbers that follow it."""
+    torch.manual_seed(3)
+    given = {"engine": "sequential", "local_epochs": 2, **given}
+    module = federated(learner(), **given)
+    run = trainer(2, methods)
+    run.fit(module, blobs())
+    logged = {k: v for k, v in run.callback_metrics.items() if k.startswith(("train/", "val/"))}
+    return {"w": module.global_vector, **dict(module.learner.named_buffers()), **logged}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Normed])
+def test_a_look_leaves_no_trace(learner: type[Lit], training: bool) -> None:
+    method = Watching(training=training)
+    looked = left(learner, method, clip_norm=0.5)
+    assert len(method.seen) > 10
+    assert_same(looked, left(learner, clip_norm=0.5))
+
+
+@pytest.mark.parametrize("learner", [Lit, Dropping, Normed])
+def test_the_same_batch_and_random_numbers_in_either_mode(learner: type[Lit]) -> None:
+    plain = Watching(training=True)
+    left(learner, plain, clip_norm=0.5)
+    for seen in plain.seen:
+        assert torch.equal(seen["now"], seen["logits"]), "dropout and batch statistics are alike"
+    evaluated = Watching()
+    left(learner, evaluated, clip_norm=0.5)
+    alike = [torch.equal(seen["now"], seen["logits"]) for seen in evaluated.seen]
+    assert not any(alike) if learner is not Lit else all(alike)
+
+
+def test_a_teacher_has_the_buffers_that_the_client_got_this_round() -> None:
+    method = Watching()
+    learner, data = Normed().double(), blobs()
+    module = federated(learner, engine="sequential", participation=2, local_epochs=1)
+
+    class Received(FederatedCallback):
+        """What the server has as a round begins."""
+
+        def on_round_start(self, server: Any) -> None:
+            before = {name: b.clone() for name, b in learner.named_buffers()}
+            received.append((server.w.clone(), before, len(method.seen)))
+
+    received: list[Any] = []
+    trainer(3, [method, Received()]).fit(module, data)
+    for t, (w, buffers, first) in enumerate(received):
+        twin = Normed().double()
+        twin.load_state_dict(buffers, strict=False)
+        nn.utils.vector_to_parameters(w, twin.parameters())
+        client = module.participants(t)[0]
+        for k, (x, _) in enumerate(data.client_batches(client, t, module.steps(t, client))):
+            expected = twin.eval().net(x)
+            assert torch.equal(method.seen[first + k]["at w"], expected.detach())
+    assert len(received) == 3
+
+
+def test_what_several_add_comes_together_and_the_logged_loss_is_the_learners() -> None:
+    class Plus(FederatedCallback):
+        taps = {"logits": "last"}
+
+        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+            return loss + 0.1 * seen["logits"].square().mean()
+
+    class Minus(FederatedCallback):
+        taps = {"out": "net.2"}
+
+        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+            return loss - 0.1 * seen["out"].square().mean()
+
+    plain, both = left(Lit), left(Lit, Plus(), Minus())
+    assert torch.allclose(plain["w"], both["w"], rtol=0, atol=1e-14)
+    assert float(plain["train/loss"]) == pytest.approx(float(both["train/loss"]), abs=1e-14)
+    one = left(Lit, Plus(), local_steps=1, client_optimizer=lambda p: torch.optim.SGD(p, 0.0))
+    none = left(Lit, local_steps=1, client_optimizer=lambda p: torch.optim.SGD(p, 0.0))
+    assert one["train/loss"] == none["train/loss"]
+    assert not torch.equal(left(Lit, Plus())["w"], plain["w"])
+
+
+class Halved(FederatedCallback):
+    """Half the logits go on."""
+
+    taps = {"logits": "last"}
+
+    def __init__(self, **taps: str) -> None:
+        super().__init__()
+        self.taps = taps or self.taps
+        self.seen: list[Tensor] = []
+
+    def local_output(self, clients: Any, name: str, value: Tensor, batch: Any) -> Tensor:
+        assert name in self.taps and len(batch[1]) == len(value)
+        return value / 2
+
+    def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+        (name,) = self.taps
+        there = clients.seen_at(clients.x)[name]
+        halved = nn.functional.cross_entropy(seen[name] / 2, batch[1])
+        assert torch.equal(seen[name], there) and torch.equal(loss, halved)
+        self.seen.append(loss.detach())
+        return loss
+
+
+def test_a_changed_output_goes_on_and_seen_is_what_the_module_gave() -> None:
+    method = Halved()
+    ours = left(Lit, method)
+    assert len(method.seen) > 10
+    assert not torch.equal(ours["w"], left(Lit)["w"])
+    assert_same(left(Lit, Halved(here="net.2")), ours)
+
+
+def test_a_changed_output_is_not_evaluated() -> None:
+    still = {"client_optimizer": lambda p: torch.optim.SGD(p, 0.0)}
+    ours, plain = left(Lit, Halved(), **still), left(Lit, **still)
+    assert ours["val/loss"] == plain["val/loss"] and ours["train/loss"] != plain["train/loss"]
+
+
+@pytest.mark.parametrize(
+    "methods, says",
+    [
+        ([Halved(), c.LogitCalibration()], ["Halved", "LogitCalibration", "net.2"]),
+        ([Halved(one="last", two="net.2")], ["one", "two", "net.2"]),
+        ([Halved(into="last:in")], ["Halved", "local_output", "no output"]),
+        ([Halved(here="net.7")], ["Halved", "net.7", "net.0, net.1, net.2"]),
+        ([Halved(here="nets")], ["taps['here'] = 'nets'", "Did you mean 'net'?"]),
+        ([Halved(here="")], ["learner's own forward", "net.0, net.1, net.2, net"]),
+        ([Halved(here="unused")], ["does not call this module", "net.0, net.1, net.2"]),
+        ([Halved(here=3)], ["Halved", "dict of names"]),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "auto", "debug"])
+def test_taps_that_cannot_be_seen_are_refused_before_round_0(
+    methods: Any, says: list[str], engine: str
+) -> None:
+    class Never(FederatedCallback):
+        def on_round_start(self, server: Any) -> None:
+            raise AssertionError("a round began")
+
+    class Idle(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.unused = self.net, nn.Identity()
+
+    with pytest.raises(UserError) as refused:
+        left(Idle, *methods, Never(), engine=engine)
+    assert all(part in str(refused.value) for part in says), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_a_module_without_a_positional_input_and_one_called_now_and_then() -> None:
+    class Named(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out = self.net[2](input=self.net[:2](batch[0]))
+            return nn.functional.cross_entropy(out, batch[1])
+
+    with pytest.raises(UserError, match="without a positional input"):
+        left(Named, Watching(asks=False))
+
+    class Sometimes(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out = self.net[1](self.net[0](batch[0]))
+            if batch_idx == 0:
+                out = self.net[2](out)
+            return out.square().mean()
+
+    with pytest.raises(UserError, match="Every step has to"):
+        left(Sometimes, Watching(asks=False))
+
+
+@pytest.mark.fast
+def test_stacked_refuses_by_name_and_auto_never_chooses_it() -> None:
+    for method in (Watching(), c.NotTrueDistillation(), c.ModelContrast(), c.LogitCalibration()):
+        with pytest.raises(UserError, match=type(method).__name__) as refused:
+            left(Lit, method, engine="stacked")
+        assert "engine='stacked'" in str(refused.value)
+    module = federated(engine="auto")
+    trainer(1, [Watching()]).fit(module, blobs())
+    assert module.engine_facts["engine"] != "stacked"
+
+
+@pytest.mark.parametrize("method", [c.NotTrueDistillation, c.LogitCalibration])
+@pytest.mark.parametrize("kind", ["soft", "numbers", "alone"])
+def test_labels_that_are_no_class_indices_are_refused_before_round_0(
+    method: Any, kind: str
+) -> None:
+    class Any_(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = batch[0] if isinstance(batch, (tuple, list)) else batch
+            return self.net(x).square().mean()
+
+    x = torch.randn(40, 20, dtype=torch.float64)
+    y = {"soft": torch.rand(40, 4), "numbers": torch.rand(40), "alone": None}[kind]
+    data = InMemoryDataModule((x, torch.zeros(40)), clients=[range(20), range(20, 40)])
+    if y is not None:
+        data = InMemoryDataModule((x, y), clients=[range(20), range(20, 40)], batch_size=8)
+    module = federated(Any_(), engine="sequential", participation=2)
+    with pytest.raises(UserError, match=f"{method.__name__} takes batches .* class indices"):
+        trainer(1, [method()]).fit(module, data)
+
+
+def test_label_counts_are_of_what_a_client_trains_on() -> None:
+    y = torch.tensor([0, 2, 2, 3, 1, 1, 1, 0])
+    x = torch.zeros(8, 20, dtype=torch.float64)
+    found: dict[int, list[int]] = {}
+
+    class Counting(FederatedCallback):
+        def on_local_start(self, clients: Any) -> None:
+            assert clients.label_counts.dtype == torch.int64
+            found.update(zip(clients.client_ids, clients.label_counts.tolist(), strict=True))
+
+    data: Any = None
+
+    def counted(*methods: FederatedCallback, **given: Any) -> dict[int, list[int]]:
+        nonlocal data
+        found.clear()
+        data = InMemoryDataModule((x, y), clients=[[0, 1, 2, 2], [4, 5, 6, 7]], **given)
+        trainer(1, [Counting(), *methods]).fit(federated(participation=2), data)
+        return dict(found)
+
+    assert counted() == {0: [1, 0, 3, 0], 1: [1, 3, 0, 0]}, (
+        "3 is nobody's, and a class all the same"
+    )
+    flipped = counted(c.ByzantineClients("label_flip", fraction=0.5))
+    assert sorted(flipped.values()) in (
+        sorted([[0, 3, 0, 1], [1, 3, 0, 0]]),
+        sorted([[1, 0, 3, 0], [0, 0, 3, 1]]),
+    )
+    held = counted(client_test_fraction=0.5)
+    for client, row in held.items():
+        assert row == torch.bincount(y[data.client_indices(client)], minlength=4).tolist()
+        assert 0 < sum(row) < 4
+    with pytest.raises(UserError, match=r"Counting .* class labels"):
+        numbers = InMemoryDataModule((x, torch.rand(8)), clients=[[0, 1], [2, 3]])
+        trainer(1, [Counting()]).fit(federated(RegressLit(), participation=2), numbers)
+
+
+class RegressLit(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+
+def cost(*methods: FederatedCallback, **given: Any) -> tuple[float, float]:
+    run = tiny_run(*methods, rounds=2, participation="all", local_epochs=2, **given)
+    metrics = run.trainer.callback_metrics
+    return float(metrics["cost/gradients"]), float(metrics["cost/forwards"])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "given", [{"engine": "sequential"}, {"engine": "concurrent", "capture": True, "workers": 2}]
+)
+def test_what_looks_cost_is_counted(given: dict[str, Any]) -> None:
+    steps, batches = 2 * (1 + 2 + 3 + 1 + 3 + 2), 1 + 2 + 3 + 1 + 3 + 2
+
+    class Asks(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            clients.evaluate(clients.x)
+            clients.evaluate(clients.x, "test")
+
+    assert cost(**given) == (steps, 0)
+    assert cost(c.ModelContrast(), **given) == (steps, 2 * steps), "in a first round too"
+    assert cost(c.NotTrueDistillation(), **given) == (steps, steps)
+    assert cost(c.LogitCalibration(), **given) == (steps, 0)
+    assert cost(c.LogitCalibration(exclude_true=True), **given) == (steps, 0)
+    sharp = [c.NotTrueDistillation(), c.SharpnessAwareMinimization()]
+    assert cost(*sharp, **given) == (2 * steps, 2 * steps)
+    whole = [c.NotTrueDistillation(), c.ControlVariates("gradient")]
+    assert cost(*whole, **given) == (steps + batches, steps + batches)
+    assert cost(Asks(), **given) == (steps, batches)
+
+
+METHODS: dict[str, Any] = {
+    "MOON": lambda: [c.ModelContrast(2.0)],
+    "FedNTD": lambda: [c.NotTrueDistillation(temperature=2.0)],
+    "FedLC": lambda: [c.LogitCalibration(), c.SharpnessAwareMinimization()],
+    "FedLC, printed": lambda: [c.LogitCalibration(0.5, exclude_true=True)],
+    "all": lambda: [
+        c.ModelContrast(),
+        c.NotTrueDistillation(),
+        c.LogitCalibration(),
+        c.ControlVariates(),
+        c.RelaxedInitialization(),
+        c.SharpnessAwareMinimization(),
+    ],
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("buffers", ["average", "own"])
+@pytest.mark.parametrize("learner", [Lit, Normed])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_captured_step_has_the_same_bits(name: str, learner: type[Lit], buffers: str) -> None:
+    given = {"buffers": buffers}
+    plain = ran(learner, METHODS[name], given, capture=False)
+    captured = ran(learner, METHODS[name], given, capture=True)
+    assert replayed(captured[2]) > 0, captured[0].engine_facts["capture"]
+    assert_same(captured[1], plain[1])
+
+
+@pytest.mark.parametrize("learner", [Called])
+def test_engines_agree_to_the_bit_with_state_of_each_client(learner: type[Lit]) -> None:
+    found = [
+        ran(learner, lambda: [Kept()], {"engine": engine}, **more)[1]
+        for engine, more in (("sequential", {}), ("debug", {}), ("concurrent", {"capture": False}))
+    ]
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_outside_of_steps_and_without_taps_it_is_an_error() -> None:
+    class Early(Watching):
+        def on_local_start(self, clients: Any) -> None:
+            clients.seen_at(clients.x)
+
+    class Late(Watching):
+        def on_local_end(self, clients: Any) -> None:
+            clients.seen_at(clients.x)
+
+    class Bare(FederatedCallback):
+        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+            return loss + 0 * clients.seen_at(clients.w)["logits"].sum()
+
+    for method in (Early(), Late()):
+        with pytest.raises(RuntimeError, match="in local_loss"):
+            left(Lit, method)
+    with pytest.raises(RuntimeError, match=r"Bare calls .* no `taps`"):
+        left(Lit, Bare())
+
+
+@pytest.mark.parametrize("returned", [None, "loss", torch.zeros(3)])
+def test_a_loss_is_one_number(returned: Any) -> None:
+    class Wrong(FederatedCallback):
+        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Any:
+            return returned
+
+    with pytest.raises(TypeError, match=r"local_loss returned .* scalar"):
+        left(Lit, Wrong())
+
+
+def test_in_the_hooks_of_a_step_it_is_the_steps_batch_also_after_a_full_gradient() -> None:
+    class After(Watching):
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+            before = clients.seen_at(clients.w)["logits"]
+            clients.full_gradient(clients.w)
+            assert torch.equal(clients.seen_at(clients.w)["logits"], before)
+
+    left(Lit, After(asks=False), clip_norm=0.5)
+
+
+def test_a_debugged_error_has_what_the_hook_was_given() -> None:
+    class Fails(FederatedCallback):
+        taps = {"logits": "last"}
+
+        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+            return loss + seen["features"].sum()
+
+    with pytest.raises(KeyError) as failed:
+        left(Lit, Fails(), engine="debug")
+    at = failed.value.at  # type: ignore[attr-defined]
+    assert at.hook == "Fails.local_loss" and at.step == 0 and "logits" in at.arguments["seen"]

@@ -1,0 +1,88 @@
+"""States of k rows of D numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning import UserError
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
+from fl_lightning.callbacks import CommunicationLogger, PartialAveraging
+from fl_lightning.testing import check_method, tiny_run
+
+
+class Kept(FederatedCallback):
+    """The latest k models, by the server and by each client, newest first."""
+
+    server = ServerState("initial_model", sent=True, synchronised=True, shape=("k", "D"))
+    own = ClientState("current_model", synchronised=True, shape=("k", "D"))
+    seen = Upload(shape=("k", "D"))
+
+    def __init__(self, k: int = 3) -> None:
+        super().__init__()
+        self.k = k
+
+    def on_local_end(self, clients: Any) -> None:
+        rows = self.own[clients]
+        self.own[clients] = torch.cat([clients.x[:, None], rows[:, :-1]], dim=1)
+        self.seen[clients] = self.own[clients]
+
+    def on_server_update(self, server: Any) -> None:
+        rows = torch.cat([(server.w + server.update)[None], self.server[:-1]])
+        self.server[:] = rows  # in place
+        server.log("kept/mean", self.seen.mean()[0].norm())
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0.1 * (self.server[0] - self.server[-1]) + 0.01 * self.own[clients][:, 0]
+
+
+def test_each_row_begins_alike_and_is_kept() -> None:
+    models: list[Tensor] = []
+    for rounds in (1, 2, 3, 4):
+        module = tiny_run(Kept(), rounds=rounds)
+        models.append(module.global_vector.detach().clone())
+    rows = module.server_states["Kept.server"]
+    assert rows.shape == (3, 31)
+    assert all(torch.equal(a, b) for a, b in zip(rows, models[:0:-1], strict=True))
+    (i, *_) = module.participants(0)
+    own = tiny_run(Kept(2), rounds=1).client_rows.read("Kept.own", i)
+    start = tiny_run(PartialAveraging({"*": 2}), rounds=1).global_vector
+    assert own.shape == (2, 31) and torch.equal(own[1], start) and not torch.equal(own[0], start)
+
+
+def test_rows_that_are_sent_are_counted_each() -> None:
+    logged = tiny_run(Kept(3), CommunicationLogger(), rounds=2).trainer.callback_metrics
+    assert logged["communication/down_parameters"] == 2 * 3 * (1 + 3) * 31
+    assert logged["communication/up_parameters"] == 2 * 3 * (1 + 3) * 31
+    assert logged["cost/kept_vectors"] == 3
+
+
+def test_parts_that_are_not_averaged_keep_each_row() -> None:
+    """In round 0 the first layer is not averaged, so its columns stay as they were."""
+    module = tiny_run(Kept(), PartialAveraging({"first.*": 2}), rounds=1)
+    start = tiny_run(PartialAveraging({"*": 2}), rounds=1).global_vector
+    first = slice(0, 16)
+    rows = module.server_states["Kept.server"]
+    assert torch.equal(rows[:, first], start[first].expand(3, -1))
+    assert not torch.equal(rows[0, 16:], start[16:])
+    own = module.client_rows.read("Kept.own", module.participants(0)[0])
+    assert torch.equal(own[:, first], start[first].expand(3, -1))
+    assert not torch.equal(own[0, 16:], start[16:])
+
+
+def test_they_keep_the_contracts() -> None:
+    report = check_method(Kept)
+    assert report.ok, f"{report}"
+
+
+@pytest.mark.parametrize("k", [None, 0, 2.0, True])
+def test_a_name_that_is_no_number_is_refused(k: Any) -> None:
+    method = Kept()
+    method.k = k
+    with pytest.raises(
+        UserError, match=rf"Kept\.server: shape=\('k', 'D'\) names 'k', which is {k}"
+    ):
+        tiny_run(method)
