@@ -146,7 +146,10 @@ def check_looks(copies: LearnerCopies) -> None:
     methods = situation.work.methods
     if not methods.look:
         return
-    Looks(methods, copies.original, draws=False)
+    looks = Looks(methods, copies.original, draws=False)
+    # Hooks that run later may bring modules.
+    for tap in () if situation.hooks_first else looks.every:
+        tap.module(situation.learner)
     copy = None
     try:
         with tried_apart(situation):

@@ -79,6 +79,7 @@ class Worker:
         optimizer = self.optimizer
         group = ClientGroup(round, [client], copy.x, self.full_gradient, work.evaluate)
         group.label_counts = work.label_counts
+        group.measuring = work.methods.measuring
         clients = Clients(group)
         steps = round.steps[client]
         batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class ClientGroup:
         self.evaluate = evaluate
         # (method, x, training) -> what its taps give there; (client) -> samples by class.
         self.seen_at: Callable[[str, Tensor, bool], dict[str, Any]] | None = None
+        self.measuring: Collection[str] = ()  # callbacks whose passes are no method's
         self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
         # What hooks read. A local step may read any of these tensors besides x.
@@ -149,15 +150,19 @@ class ClientGroup:
             batches = self.round.steps_of(client, 1)
         return steps * self.gradients_a_step + whole * batches
 
-    def passed(self) -> None:
-        """A method asked for a pass without a gradient."""
+    def passed(self, asking: str) -> None:
+        """A callback asked for a pass without a gradient; what only measures does not count."""
+        if asking in self.measuring:
+            return
         if self.local_step is None:
             self.forwards += 1
         elif self.local_step.first:
             self.forwards_a_step += 1
 
-    def evaluated(self) -> None:
-        """A method asked for passes over all samples that the clients train on."""
+    def evaluated(self, asking: str) -> None:
+        """A callback asked for passes over all samples that the clients train on."""
+        if asking in self.measuring:
+            return
         if self.local_step is None:
             self.evaluations += 1
         elif self.local_step.first:

@@ -185,7 +185,7 @@ def test_a_changed_output_is_not_evaluated() -> None:
         ([Halved(), c.LogitCalibration()], ["Halved", "LogitCalibration", "net.2"]),
         ([Halved(one="last", two="net.2")], ["one", "two", "net.2"]),
         ([Halved(into="last:in")], ["Halved", "local_output", "no output"]),
-        ([Halved(here="net.7")], ["Halved", "net.7", "net.0, net.1, net.2"]),
+        ([Halved(here="net.7")], ["Halved", "net.7", "no module of Idle", "net.0, net.1, net.2"]),
         ([Halved(here="nets")], ["taps['here'] = 'nets'", "Did you mean 'net'?"]),
         ([Halved(here="")], ["learner's own forward", "net.0, net.1, net.2, net"]),
         ([Halved(here="unused")], ["does not call this module", "net.0, net.1, net.2"]),
@@ -331,6 +331,11 @@ def test_what_looks_cost_is_counted(given: dict[str, Any]) -> None:
     whole = [c.NotTrueDistillation(), c.ControlVariates("gradient")]
     assert cost(*whole, **given) == (steps + batches, steps + batches)
     assert cost(Asks(), **given) == (steps, batches)
+
+    class Measures(Asks, Watching):
+        measures = True
+
+    assert cost(Measures(), **given) == (steps, 0)
 
 
 METHODS: dict[str, Any] = {

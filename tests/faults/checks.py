@@ -8,6 +8,7 @@ from __future__ import annotations
 SERVER = "tests/aggregation/test_server_update.py"
 HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
 BUFFERS = "tests/callbacks/test_personal_buffers.py"
+LOOKS = "tests/engines/test_looks.py"
 STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
@@ -58,6 +59,7 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_client_scheduler.py",
         "tests/learner/test_learner_hooks.py",
         "tests/callbacks/test_byzantine_clients.py",
+        LOOKS,
     ],
     "fl_lightning/aggregation/gathering.py": ["tests/aggregation/test_gathering.py"],
     "fl_lightning/engines/worker.py": [
@@ -128,6 +130,7 @@ LOGGERS, DISTANCES = (
     "tests/callbacks/test_model_loggers.py",
     "tests/callbacks/test_distance_loggers.py",
 )
+LOOKING = "tests/callbacks/test_looking_methods.py"
 COMPRESSION = "tests/callbacks/test_compression.py"
 METHODS = [
     ORACLE,
@@ -143,6 +146,7 @@ METHODS = [
     "tests/callbacks/test_power_of_choice.py",
     "tests/callbacks/test_differential_privacy.py",
     "tests/callbacks/test_personal_methods.py",
+    LOOKING,
     "tests/callbacks/test_per_client_evaluation.py",
     CONTRACTS,
 ]
@@ -180,6 +184,9 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
         "tests/aggregation/test_contributions.py",
         "tests/test_module.py",
     ],
+    "fl_lightning/engines/looks.py": [LOOKS, LOOKING, ORACLE],
+    "fl_lightning/engines/learner_copy.py": [LOOKS, LOOKING, ORACLE],
+    "fl_lightning/methods.py": [LOOKS, ORACLE],
     "fl_lightning/evaluation/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
     "fl_lightning/round/coding.py": [COMPRESSION],

@@ -254,6 +254,7 @@ class Stacked:
         stack.x.copy_(round.w)
         group = ClientGroup(round, ids, stack.x, self._full_gradient, work.evaluate)
         group.label_counts = work.label_counts
+        group.measuring = work.methods.measuring
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
