@@ -139,6 +139,12 @@ class Cohort:
             steps = {i: self.heterogeneity.steps(t, i, k) for i, k in steps.items()}
         return {i: min(k, self.quick) if self.quick else k for i, k in steps.items()}
 
+    def steps_tried(self, i: int) -> int:
+        """Steps for a trial before round 0: K_i, and some where a method may give more later."""
+        if self.own_steps is None:
+            return self.steps(i)
+        return max(self.steps(i), 2 * int(self.data.batches_per_epoch(i)) + 1)
+
     def _steps_as_set(self, i: int) -> int:
         if self.local_steps is not None:
             return self.local_steps

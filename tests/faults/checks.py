@@ -10,6 +10,8 @@ HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
 BUFFERS = "tests/callbacks/test_personal_buffers.py"
 LOOKS = "tests/engines/test_looks.py"
 STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
+ENDS, TAKEN = "tests/round/test_round_hooks.py", "tests/round/test_steps.py"
+ROWS = "tests/round/test_rows_of_states.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
@@ -17,6 +19,7 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/round/cohort.py": [
         "tests/round/test_cohort.py",
         "tests/engines/test_batch_check.py",
+        TAKEN,
     ],
     "fl_lightning/round/context.py": [
         "tests/round/test_context.py",
@@ -29,18 +32,21 @@ CORE: dict[str, list[str]] = {
         "tests/callbacks/test_partial_averaging.py",
         ORACLE,
     ],
-    "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER],
+    "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER, ROWS],
     "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": [
         "tests/aggregation/test_traffic.py",
         "tests/systems/test_training.py",
+        ENDS,
+        ROWS,
     ],
     "fl_lightning/aggregation/contributions.py": [
         "tests/aggregation/test_contributions.py",
         "tests/engines/test_learner_metrics.py",
         BUFFERS,
+        ENDS,
         "tests/callbacks/test_personal_methods.py",
         *ROUND,
     ],
@@ -56,6 +62,7 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_local_step.py",
         HOOKS,
         STEPS,
+        ENDS,
         "tests/engines/test_client_scheduler.py",
         "tests/learner/test_learner_hooks.py",
         "tests/callbacks/test_byzantine_clients.py",
@@ -107,6 +114,7 @@ CORE: dict[str, list[str]] = {
         "tests/test_loop_round.py",
         "tests/test_loop.py",
         "tests/aggregation",
+        ENDS,
         "tests/test_schedules.py",
         HOOKS,
         CHOICES,
@@ -134,6 +142,8 @@ LOOKING = "tests/callbacks/test_looking_methods.py"
 COMPRESSION = "tests/callbacks/test_compression.py"
 METHODS = [
     ORACLE,
+    "tests/callbacks/test_identities.py",
+    "tests/callbacks/test_clustered_models.py",
     "tests/callbacks/test_properties.py",
     "tests/callbacks/test_compositions.py",
     COMPRESSION,
@@ -161,6 +171,7 @@ OWN = {  # where neither the test of its name nor the oracle sees most of it
     "low_rank_update": COMPRESSION,
     "quantized_broadcast": COMPRESSION,
     "quantized_update": COMPRESSION,
+    "random_epochs": TAKEN,
     "random_k": COMPRESSION,
     "sign_update": COMPRESSION,
     "top_k_compression": COMPRESSION,
@@ -179,6 +190,8 @@ def of_method(file: str) -> list[str]:
 
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
+    "fl_lightning/callback.py": [ENDS],
+    "fl_lightning/module.py": [TAKEN],
     "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
     "fl_lightning/engines/sequential.py": [
         "tests/aggregation/test_contributions.py",

@@ -22,6 +22,7 @@ from functools import cache, partial
 
 from tests.faults.checks import CORE, OTHERS, of_method
 from tests.faults.faults_list import FAULTS, Fault
+from tests.faults.hook_faults import HOOK_FAULTS
 from tests.faults.looking_faults import LOOKING_FAULTS
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
@@ -250,7 +251,7 @@ def missed(faults: list[Fault], planted: Planted) -> int:
 
 
 def main(names: list[str]) -> int:
-    listed = [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS]
+    listed = [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS]
     faults = [f for f in listed if not names or any(n in f.name for n in names)]
     every = [*CORE, *METHOD_FILES]
     asked = [name.partition(":") for name in names] or [("", "", "")]

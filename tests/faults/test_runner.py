@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.faults import planting
 from tests.faults.checks import CORE
 from tests.faults.faults_list import FAULTS
+from tests.faults.hook_faults import HOOK_FAULTS
 from tests.faults.looking_faults import LOOKING_FAULTS
 from tests.faults.mutants import mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
@@ -50,7 +51,7 @@ def test_only_a_test_an_endless_one_and_the_end_of_the_process_are_a_catch() -> 
 
 
 def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
-    for fault in [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS]:
+    for fault in [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS]:
         assert edited(fault), fault.name
     keys = {
         mutant.key

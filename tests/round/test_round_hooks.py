@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import UserError
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
 from fl_lightning.callbacks import CommunicationLogger, PartialAveraging
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.errors import Diverged
@@ -102,6 +102,25 @@ def test_an_update_is_the_way_from_what_was_given() -> None:
     w0, w1, module = models(Shifted(), rounds=1, lr_decay=1.0, local_steps=1, local_epochs=None)
     update = module.server_states["Shifted.ends"]
     assert torch.equal(w1, w0 + update) and update.abs().max() < 1.0
+
+
+def test_parts_that_are_not_averaged_are_evaluated_from_what_was_given() -> None:
+    """There the clients' mean is evaluated: the mean of what they ended with."""
+
+    class Shifted(FederatedCallback):
+        ends = Upload()
+
+        def broadcast(self, server: Any) -> Tensor:
+            return server.w + 1.0
+
+        def on_local_end(self, clients: Any) -> None:
+            self.ends[clients] = clients.x
+
+        def on_round_end(self, server: Any) -> None:
+            assert torch.allclose(server.evaluated[:16], self.ends.mean()[:16], atol=1e-12)
+            assert not torch.allclose(server.evaluated[16:], self.ends.mean()[16:])
+
+    tiny_run(Shifted(), PartialAveraging({"first.*": "never"}), rounds=2)
 
 
 def test_what_is_broadcast_is_counted_in_place_of_the_model() -> None:

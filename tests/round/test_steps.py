@@ -15,6 +15,8 @@ from fl_lightning.description import line
 from fl_lightning.sampling import generator
 from fl_lightning.testing import tiny_run
 from tests.helpers.agreement import Run, near, same_bits, trained
+from tests.helpers.compositions import METHODS, methods, settings
+from tests.helpers.federation import Network
 
 BATCHES = [1, 2, 3, 1, 3, 2]  # of the tiny federation's clients an epoch
 
@@ -41,19 +43,32 @@ def run(engine: str, **options: Any) -> Run:
 def test_engines_agree_on_steps_that_differ_from_round_to_round() -> None:
     reference = run("sequential")
     same_bits(run("concurrent", workers=2), reference)
-    same_bits(run("concurrent", workers=2, capture=True), reference)
     near(run("stacked", clients_at_once=3), reference)
 
 
 def test_scaffnew_in_every_engine() -> None:
     def scaffnew(engine: str, **options: Any) -> Run:
         given = {"participation": "all"}
-        return trained(([c.RandomSkips(0.3)], given), engine, rounds=4, **options)
+        methods = [c.RandomSkips(0.3)]
+        return trained((methods, given), engine, learner=Network, rounds=4, **options)
 
     reference = scaffnew("sequential")
     same_bits(scaffnew("concurrent", workers=2), reference)
-    same_bits(scaffnew("concurrent", workers=2, capture=True), reference)
+    captured = scaffnew("concurrent", workers=2, capture=True)
+    assert captured.module.engine_facts["capture"] == "yes"
+    same_bits(captured, reference)
     near(scaffnew("stacked", clients_at_once=3), reference)
+
+
+@pytest.mark.parametrize("name", ["FedLESAM", "FedSpeed", "FedSpeed as printed", "FedExP", "IFCA"])
+def test_recorded_steps_have_the_bits_of_those_that_are_not(name: str) -> None:
+    def case() -> Any:
+        return methods(settings("uniform", **METHODS[name])), {}
+
+    options: dict[str, Any] = {"rounds": 4, "learner": Network, "local_epochs": 2}
+    captured = trained(case(), "concurrent", workers=2, capture=True, **options)
+    assert captured.module.engine_facts["capture"] == "yes"
+    same_bits(captured, trained(case(), "sequential", **options))
 
 
 class Given(FederatedCallback):

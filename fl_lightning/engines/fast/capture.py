@@ -243,7 +243,7 @@ def tried(trial: DryRun, recorder: Capture, by_choice: bool) -> str:
     if by_choice and not situation.w.is_cuda and step_seconds(trial.copies) > SHORT_SECONDS:
         return "a local step takes long, and Python's share of it is small"
     client = situation.largest()
-    steps = min(situation.cohort.steps(client), TRIED_STEPS)
+    steps = min(situation.cohort.steps_tried(client), TRIED_STEPS)
     ends = []
     for how in (None, recorder):
         trial.worker.recorder = how

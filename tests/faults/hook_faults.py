@@ -1,0 +1,148 @@
+"""Faults of hooks at the ends of a round, and of the methods that stand on them."""
+
+from __future__ import annotations
+
+from tests.faults.faults_list import Fault
+
+LESAM = "callbacks/locally_estimated_perturbation.py"
+SPEED = "callbacks/mixed_ascent.py"
+EXP = "callbacks/extrapolated_step.py"
+SKIPS = "callbacks/random_skips.py"
+CLUSTERS = "callbacks/clustered_models.py"
+STEP = "fl_lightning/engines/local_step.py"
+LOOP = "fl_lightning/loop.py"
+TRAFFIC = "fl_lightning/aggregation/traffic.py"
+
+HOOK_FAULTS = [
+    Fault("FedLESAM: e points down the loss", [(LESAM, "(old - clients.w)", "(clients.w - old)")]),
+    Fault(
+        "FedLESAM: the model that was received is not kept",
+        [(LESAM, "self.received[clients] = clients.w", "pass")],
+    ),
+    Fault(
+        "FedLESAM, last: it is the model after the step",
+        [(LESAM, "self.previous = server.w", "self.previous = server.w + server.update")],
+    ),
+    Fault(
+        "a blind perturbation costs two gradients",
+        [(STEP, "self.perturb is not None and not self.blind", "self.perturb is not None")],
+    ),
+    Fault(
+        "a blind perturbation is not seen by the gradient",
+        [
+            (
+                STEP,
+                "with self.model.shifted(checked_rows(self.perturb, e, self.model.x)):",
+                "if checked_rows(self.perturb, e, self.model.x) is not None:",
+            )
+        ],
+    ),
+    Fault(
+        "FedSpeed: the gradients are mixed the other way round",
+        [
+            (
+                SPEED,
+                "gradient.mul_(self.alpha).add_(self.first[clients], alpha=1 - self.alpha)",
+                "gradient.mul_(1 - self.alpha).add_(self.first[clients], alpha=self.alpha)",
+            )
+        ],
+    ),
+    Fault(
+        "FedSpeed as printed: the dual's sign",
+        [(SPEED, "update - self.dual[clients] / self", "update + self.dual[clients] / self")],
+    ),
+    Fault(
+        "FedSpeed: the server's dual is over participants",
+        [
+            (
+                SPEED,
+                "self.penalty / server.num_clients * self.moved",
+                "self.penalty / server.n * self.moved",
+            )
+        ],
+    ),
+    Fault("FedExP: the half is left out", [(EXP, "spread / (2 * (", "spread / (1 * (")]),
+    Fault("FedExP: it may go less far than the mean", [(EXP, ".clamp(min=1)", "")]),
+    Fault(
+        "FedExP: after round 0 the mean with w^0 is evaluated",
+        [(EXP, "server.w if server.round == 0 else (server", "(server")],
+    ),
+    Fault(
+        "Scaffnew: the present rate in place of that of the round that is over",
+        [(SKIPS, "self.probability / self.rate, 0.0)", "self.probability / clients.lr, 0.0)")],
+    ),
+    Fault("Scaffnew: the sign of h_i", [(SKIPS, "gradient.sub_(", "gradient.add_(")]),
+    Fault("Scaffnew: one draw for all rounds", [(SKIPS, '"scaffnew", t)', '"scaffnew")')]),
+    Fault(
+        "random epochs: the upper end is left out (FedNova's code)",
+        [("callbacks/random_epochs.py", "self.high + 1)", "max(self.high, self.low + 1))")],
+    ),
+    Fault(
+        "K_i by a method: it is that of round 0",
+        [("fl_lightning/module.py", "self.cohort.steps(i, t)", "self.cohort.steps(i)")],
+    ),
+    Fault(
+        "IFCA: the centre of the largest loss",
+        [(CLUSTERS, ".argmin(dim=1)", ".argmax(dim=1)")],
+    ),
+    Fault(
+        "IFCA: a centre moves by the share of all participants (option I)",
+        [(CLUSTERS, "self.moved.weighted() / share[:, None]", "self.moved.weighted()")],
+    ),
+    Fault(
+        "IFCA: who never took part has w",
+        [(CLUSTERS, "personal_of_all = True", "personal_of_all = False")],
+    ),
+    Fault(
+        "broadcast: clients get w",
+        [(LOOP, "self.train(ledger.for_clients, ledger)", "self.train(round, ledger)")],
+    ),
+    Fault(
+        "broadcast: an update is measured from w",
+        [
+            (
+                "fl_lightning/aggregation/contributions.py",
+                "update = group.x - group.round.w",
+                "update = group.x - round.w",
+            )
+        ],
+    ),
+    Fault(
+        "broadcast: what is said of it is not counted",
+        [(TRAFFIC, "if ledger.sent is not None:", "if False:")],
+    ),
+    Fault(
+        "evaluated: what the hook gives is not what is evaluated",
+        [
+            (
+                LOOP,
+                "vector = vector.detach().to(server.w).clone()",
+                "vector = server.w.detach().clone()",
+            )
+        ],
+    ),
+    Fault(
+        "states of k rows: what is not averaged moves",
+        [
+            (
+                "fl_lightning/round/ledger.py",
+                "value.shape[-1:] == averaged.shape",
+                "value.shape == averaged.shape",
+            )
+        ],
+    ),
+    Fault(
+        "a sent state that is changed in place is not counted in its first round",
+        [(TRAFFIC, "ledger.written_server(key)", "ledger.round.server_states.get(key)")],
+    ),
+    Fault(
+        "draws of a method do not depend on the seed",
+        [
+            (
+                "fl_lightning/callback.py",
+                "sampling.generator(self._run.seed,",
+                "sampling.generator(0,",
+            )
+        ],
+    ),
+]
