@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -233,6 +234,47 @@ class Rounder(Pulled):
         return super().local_loss(clients, loss, seen, batch) + 1e-3 * seen["logits"].norm()
 
 
+class OwnCoin(FederatedCallback):
+    """Steps by a generator of its own, which goes on from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coin = np.random.default_rng(0)
+
+    def steps(self, t: int, ids: Tensor) -> Any:
+        return self._coin.integers(1, 4, len(ids))
+
+
+class HiddenMean(FederatedCallback):
+    """What is evaluated is kept where no checkpoint knows it."""
+
+    mean: Any = None
+
+    def evaluated(self, server: Server) -> Tensor:
+        self.mean = server.w.clone() if self.mean is None else 0.5 * (self.mean + server.w)
+        mean: Tensor = self.mean
+        return mean
+
+
+class HiddenShift(FederatedCallback):
+    """What clients get depends on what no checkpoint knows."""
+
+    shift: Any = 0.0
+
+    def broadcast(self, server: Server) -> Tensor:
+        self.shift = 0.5 * self.shift + 0.1 * server.w
+        return server.w + self.shift
+
+
+class BlindAgain(FederatedCallback):
+    """A perturbation that mixes clients, without a gradient."""
+
+    blind = True
+
+    def perturbation(self, clients: Clients, gradient: None) -> Tensor:
+        return 0.01 * clients.x / clients.x.norm()
+
+
 WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (HiddenMomentum, "state is declared", "self.velocity changed"),
     (HiddenMomentum, "resume is exact", "declare it"),
@@ -267,4 +309,9 @@ WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (Meddles, "frozen parameters stay", "requires_grad=False changed"),
     (Meddles, "buffers untouched", "buffer"),
     (OneRate, "unequal learning rates", "wrong_methods.py"),
+    (OwnCoin, "resume is exact", "gives another result"),
+    (HiddenMean, "resume is exact", "the evaluated model"),
+    (HiddenShift, "resume is exact", "gives another result"),
+    (HiddenShift, "state is declared", "self.shift"),
+    (BlindAgain, "groups of 1, 3 and D clients", "perturbation differs in a group of 3"),
 ]
