@@ -102,8 +102,8 @@ HOOK_FAULTS = [
         [
             (
                 "fl_lightning/aggregation/contributions.py",
-                "update = group.x - group.round.w",
-                "update = group.x - round.w",
+                "given = group.round.w if self.ledger.base is None else self.ledger.base",
+                "given = round.w if self.ledger.base is None else self.ledger.base",
             )
         ],
     ),
