@@ -125,7 +125,7 @@ class ClusteredModels(FederatedCallback):
         if self.k == 1:
             return
         if clients.round < self.warmup:
-            drawn = self.generator("ifca").permutation(clients.num_clients)
+            drawn = self._keyed("ifca").permutation(clients.num_clients)
             self.which[clients] = (
                 torch.from_numpy(drawn).to(clients.ids.device)[clients.ids] % self.k
             )

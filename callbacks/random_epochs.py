@@ -49,6 +49,6 @@ class RandomEpochs(FederatedCallback):
     def steps(self, t: int, ids: Tensor) -> list[int]:
         steps = []
         for client in ids.tolist():
-            epochs = int(self.generator("epochs", t, client).integers(self.low, self.high + 1))
+            epochs = int(self._keyed("epochs", t, client).integers(self.low, self.high + 1))
             steps.append(self.steps_of(client, epochs))
         return steps

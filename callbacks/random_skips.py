@@ -53,7 +53,10 @@ class RandomSkips(FederatedCallback):
     title = "Scaffnew"
     moves_start = False
     requires = {"participation": "all"}
-    cannot_run_with = {"parts": "its control variates add up to 0 only where all is averaged"}
+    cannot_run_with = {
+        "parts": "its control variates add up to 0 only where all is averaged",
+        "SystemHeterogeneity": "all clients take the same number of steps, and all of them finish",
+    }
     notes = (
         Refusal(
             "Scaffnew's rule is for all clients in every round, and {n} of {m} with "
@@ -79,6 +82,10 @@ class RandomSkips(FederatedCallback):
             when=lambda method, run: run.by_step,
         ),
         Refusal(
+            "Scaffnew's rule needs every client to finish; give VirtualClock no deadline.",
+            when=lambda method, run: run.deadline,
+        ),
+        Refusal(
             "in Scaffnew the clients' mean is the next model; the server optimizer has to be "
             "plain SGD at the constant rate 1.",
             when=lambda method, run: bool(run.server) or run.server_rate != 1.0,
@@ -98,7 +105,7 @@ class RandomSkips(FederatedCallback):
         self.probability = probability
 
     def steps(self, t: int, ids: Tensor) -> list[int]:
-        k = int(self.generator("scaffnew", t).geometric(self.probability))
+        k = int(self._keyed("scaffnew", t).geometric(self.probability))
         return [k] * len(ids)
 
     def on_local_start(self, clients: Clients) -> None:

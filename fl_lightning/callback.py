@@ -100,7 +100,8 @@ class RunFacts:
     ``on_nonfinite`` are as they were given. ``optimizer``: the clients', where a step is not its
     gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
     is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
-    ``by_step``: whether the clients' rate changes within a round.
+    ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
+    leaves out who is late.
     """
 
     n: int
@@ -113,6 +114,7 @@ class RunFacts:
     sampling: str = "uniform"
     on_nonfinite: str = "stop"
     by_step: bool = False
+    deadline: bool = False
 
 
 class Note:

@@ -287,6 +287,7 @@ class FederatedRun:
             sampling=settings.sampling,
             on_nonfinite=settings.on_nonfinite,
             by_step=rates.by_step,
+            deadline=cohort.over_selection is not None and cohort.over_selection.ticks is not None,
         )
         for text in [*settings.notes(), *self.methods.notes(about)]:
             self.note(text)

@@ -90,7 +90,7 @@ def test_who_never_took_part_has_the_centre_of_least_loss() -> None:
 
 def test_drawn_centres_follow_from_the_seed() -> None:
     ours = run(c.ClusteredModels(2, 1), rounds=1)
-    order = generator(1, "method: ifca").permutation(8)
+    order = generator(1, "ifca").permutation(8)
     (table,) = ours.schedule.rounds
     share = np.mean([order[i] % 2 == 0 for i in table])
     assert ours.record.metrics[0]["clusters/share_0"] == pytest.approx(share)

@@ -14,6 +14,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
+from fl_lightning.systems import Constant, Devices, SystemHeterogeneity, VirtualClock
 from tests.engines.test_every_method import config
 from tests.helpers.federation import Run, network, quadratics
 from tests.oracles.cases import quadratics as quadratic_problem
@@ -145,14 +146,17 @@ def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
         ({"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.5)}, "rate 1"),
         ({"server_lr_decay": 0.9}, "rate 1"),
         ({"on_nonfinite": "skip"}, "every client to finish"),
+        ({"beside": SystemHeterogeneity(min_work=0.5)}, "SystemHeterogeneity cannot run together"),
+        ({"beside": VirtualClock(Devices(Constant(1.0)), deadline=9.0)}, "no deadline"),
     ],
 )
 def test_scaffnew_is_refused_where_its_rule_is_not_defined(
     options: dict[str, Any], says: str
 ) -> None:
     given = {"participation": "all", "clip_norm": None, **options}
-    with pytest.raises(UserError, match=f"RandomSkips: .*{says}"):
-        run(c.RandomSkips(), rounds=1, **given)
+    beside = [given.pop("beside")] if "beside" in given else []
+    with pytest.raises(UserError, match=f"RandomSkips.*{says}"):
+        run(c.RandomSkips(), *beside, rounds=1, **given)
 
 
 def test_fedexp_of_one_client_is_fedavg() -> None:

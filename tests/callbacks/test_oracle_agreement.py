@@ -134,7 +134,7 @@ def test_scaffnew_agrees_with_the_oracle(beside: dict[str, Any], engine: str) ->
     ours, theirs = both(config, participation="all", **ENGINES[engine])
     agree(ours, theirs)
     steps = [{len(batches) for batches in table.values()} for table in ours.schedule.rounds]
-    drawn = [int(generator(1, "method: scaffnew", t).geometric(0.4)) for t in range(ROUNDS)]
+    drawn = [int(generator(1, "scaffnew", t).geometric(0.4)) for t in range(ROUNDS)]
     assert steps == [{k} for k in drawn] and max(drawn) > 2, "one K for all clients of a round"
     for rows in ours.record.rows:
         assert np.abs(sum(rows["RandomSkips.h"].values())).max() < 1e-12 or "topk" in beside

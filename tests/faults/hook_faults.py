@@ -140,8 +140,8 @@ HOOK_FAULTS = [
         [
             (
                 "fl_lightning/callback.py",
-                "sampling.generator(self._run.seed,",
-                "sampling.generator(0,",
+                'sampling.generator(self._run.seed, "method: "',
+                'sampling.generator(0, "method: "',
             )
         ],
     ),

@@ -142,7 +142,7 @@ def settings(weighting: str, **components: Any) -> Config:
 
 
 HEAD = part("net.2.weight", "net.2.bias")
-ORDER = tuple(generator(1, "method: ifca").permutation(8).tolist())  # of the runs' eight clients
+ORDER = tuple(generator(1, "ifca").permutation(8).tolist())  # of the runs' eight clients
 ALS = [(part("net.0.*"), 3)]
 QSGD: dict[str, Any] = {"kind": "quantised", "levels": 127, "norm": "l2", "per_layer": True}
 SIGN = {"kind": "sign", "per_layer": True}

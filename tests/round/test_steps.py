@@ -26,7 +26,7 @@ def test_random_epochs_are_taken_and_known_beforehand(engine: str) -> None:
     module = tiny_run(c.RandomEpochs(2, 4), rounds=2, engine=engine)
     for t in range(6):
         for i in range(6):
-            epochs = int(generator(1, "method: epochs", t, i).integers(2, 5))
+            epochs = int(generator(1, "epochs", t, i).integers(2, 5))
             assert module.steps(t, i) == epochs * BATCHES[i], "known of rounds to come, too"
     taken = sum(module.steps(1, i) for i in module.participants(1))
     assert float(module.trainer.callback_metrics["cost/gradients"]) == taken
