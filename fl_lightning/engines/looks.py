@@ -84,7 +84,7 @@ class Looks:
         with copy.forward_context():
             for call in self.methods["local_loss"]:
                 name = type(call.__self__).__name__  # type: ignore[attr-defined]
-                here = self.named(name, seen)
+                here = seen.of(self.taps[name])
                 changed = checked_loss(
                     call, self.methods.call(call, self.clients, changed, here, batch), loss
                 )
@@ -117,24 +117,10 @@ class Looks:
             ):
                 copy.take_step(batch, step)
                 # The next call writes to the same memory.
-                return {name: kept(own, value) for name, value in self.named(method, seen).items()}
+                return {name: kept(own, value) for name, value in seen.of(taps).items()}
         finally:
             if now is not None:
                 now.restore()
-
-    def named(self, method: str, seen: dict[Tap, Any]) -> dict[str, Any]:
-        """A method's own taps by name.
-
-        Raises:
-            UserError: this pass did not come by one of them.
-        """
-        for tap in self.taps[method]:
-            if tap not in seen:
-                raise UserError(
-                    f"method: {tap}: this local step does not call the module, or without a "
-                    "positional input, so there is nothing to see. Every step has to."
-                )
-        return {tap.name: seen[tap] for tap in self.taps[method]}
 
 
 class FirstLook:
@@ -158,9 +144,11 @@ class FirstLook:
         Raises:
             UserError: a tapped module is not called, or labels are no class indices.
         """
-        with calls(self.copy.learner) as called:
+        every = self.looks.every
+        with calls(self.copy.learner) as called, tapped(self.copy.learner, every) as seen:
             output, loss = self.copy.loss(batch, step)
-        check_called(self.looks.every, called)
+        check_called(every, called)
+        seen.of(every)
         for method in self.methods.callbacks:
             if method.needs_classes:
                 check_classes(type(method).__name__, batch)

@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.layout import layers_of
@@ -73,40 +74,80 @@ def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> lis
     return found
 
 
+class Seen(dict[Tap, Any]):
+    """What each tap gave last in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._versions: dict[Tap, list[int]] = {}
+
+    def take(self, tap: Tap, value: Any) -> None:
+        self[tap] = value
+        self._versions[tap] = versions(value)
+
+    def of(self, taps: Iterable[Tap]) -> dict[str, Any]:
+        """These taps by name.
+
+        Raises:
+            UserError: the pass did not come by one of them, or changed in place what it gave.
+        """
+        for tap in taps:
+            if tap not in self:
+                raise UserError(
+                    f"method: {tap}: this local step does not call the module, or without a "
+                    "positional input, so there is nothing to see. Every step has to."
+                )
+            if versions(self[tap]) != self._versions[tap]:
+                raise UserError(
+                    f"method: {tap}: what it gives is changed in place afterwards, by the module "
+                    "behind it (ReLU(inplace=True), say) or by a local_output, and so is lost. Tap "
+                    "what comes of it, or compute it out of place."
+                )
+        return {tap.name: self[tap] for tap in taps}
+
+
+def versions(value: Any) -> list[int]:
+    """How often each tensor has been changed in place."""
+    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 @contextmanager
-def tapped(
-    learner: nn.Module, taps: Iterable[Tap], change: Change | None = None
-) -> Iterator[dict[Tap, Any]]:
+def tapped(learner: nn.Module, taps: Iterable[Tap], change: Change | None = None) -> Iterator[Seen]:
     """Within, each tap gets what its module gives last; ``change`` may replace outputs.
 
     A tap has what the module itself gave, before any change.
     """
-    seen: dict[Tap, Any] = {}
-    by_path: dict[str, list[Tap]] = {}
+    seen = Seen()
+    entering: dict[str, list[Tap]] = {}
+    leaving: dict[str, list[Tap]] = {}
     for tap in taps:
-        by_path.setdefault(tap.path, []).append(tap)
+        (entering if tap.entering else leaving).setdefault(tap.path, []).append(tap)
 
-    def look(here: list[Tap], inputs: Any, output: Any) -> Any:
+    def enter(here: list[Tap], inputs: Any) -> None:
+        for tap in here if inputs else ():
+            seen.take(tap, inputs[0])
+
+    def leave(here: list[Tap], output: Any) -> Any:
         for tap in here:
-            if not tap.entering:
-                seen[tap] = output
-            elif inputs:
-                seen[tap] = inputs[0]
+            seen.take(tap, output)
         for tap in here:
-            if change is not None and not tap.entering:
+            if change is not None:
                 output = change(tap, output)
         return output
 
     with ExitStack() as stack:
-        for here in by_path.values():
-            module = here[0].module(learner)
-            hook = _looking(look, here)
-            stack.callback(module.register_forward_hook(hook).remove)
+        for here in entering.values():
+            hook = _with(enter, here)
+            stack.callback(here[0].module(learner).register_forward_pre_hook(hook).remove)
+        for here in leaving.values():
+            hook = _with(leave, here)
+            stack.callback(here[0].module(learner).register_forward_hook(hook).remove)
         yield seen
 
 
-def _looking(look: Callable[..., Any], here: list[Tap]) -> Callable[..., Any]:
-    return lambda module, inputs, output: look(here, inputs, output)
+def _with(look: Callable[..., Any], here: list[Tap]) -> Callable[..., Any]:
+    """A hook that gives ``look`` the taps and the last thing that it is called with."""
+    return lambda module, *given: look(here, given[-1])
 
 
 @contextmanager

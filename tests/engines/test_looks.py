@@ -231,6 +231,39 @@ def test_a_module_without_a_positional_input_and_one_called_now_and_then() -> No
         left(Sometimes, Watching(asks=False))
 
 
+def test_what_is_changed_in_place_afterwards_is_refused_before_round_0() -> None:
+    class Rectified(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[1] = nn.ReLU(inplace=True)
+
+    class First(Watching):
+        taps = {"logits": "last", "features": "net.0"}
+
+        def on_round_start(self, server: Any) -> None:
+            raise AssertionError("a round began")
+
+    class Entering(First):
+        taps = {"logits": "last", "features": "net.1:in"}
+
+    for method in (First(), Entering()):
+        with pytest.raises(UserError, match=r"taps\['features'\] = 'net.* in place"):
+            left(Rectified, method)
+    left(Rectified, Watching())
+
+    class Subtracts(FederatedCallback):
+        taps = {"logits": "last"}
+
+        def local_output(self, clients: Any, name: str, value: Tensor, batch: Any) -> Tensor:
+            return value.sub_(1)
+
+        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
+            return loss
+
+    with pytest.raises(UserError, match="or by a local_output"):
+        left(Lit, Subtracts())
+
+
 @pytest.mark.fast
 def test_stacked_refuses_by_name_and_auto_never_chooses_it() -> None:
     for method in (Watching(), c.NotTrueDistillation(), c.ModelContrast(), c.LogitCalibration()):
