@@ -31,6 +31,9 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedALS": lambda **given: c.PartialAveraging(
         **(given or {"periods": {"first.*": 2, "head.bias": "never"}})
     ),
+    "FedLESAM, last": lambda **given: c.LocallyEstimatedPerturbation(**{"source": "last", **given}),
+    "FedSpeed as printed": lambda: c.MixedAscent(0.2, 0.5, 0.1, False, "participants"),
+    "IFCA, three": lambda **given: c.ClusteredModels(**{"k": 3, **given}),
     "FedDyn, scheduled": lambda: c.DynamicRegularization(Exponential(0.9)),
     "FedCM, scheduled": lambda **given: c.ClientMomentum(**{"alpha": Exponential(0.5), **given}),
     "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(
