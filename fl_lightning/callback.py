@@ -218,8 +218,10 @@ class FederatedCallback(pl.Callback):
     """Modules of the learner to look at: ``{"logits": "last", "features": "last:in"}``.
 
     A name, and a module's path in the learner: its output, or with ``:in`` its first positional
-    input. ``"last"`` is the last layer, as for PartialAveraging, ``""`` the learner's forward. Of a
-    module that a step calls several times, the last call counts. It may be set in ``__init__``."""
+    input. ``"last"`` is the last module with parameters of its own (norms aside), ``""`` the
+    learner. Of a module that a step calls several times, the last call counts. It may be set in
+    ``__init__``.
+    """
 
     needs_classes: ClassVar[bool] = False
     """Whether ``batch[1]`` has to be class indices, one integer a sample."""

@@ -172,6 +172,30 @@ def layers_of(learner: nn.Module) -> dict[str, list[str]]:
     return layers or {"": early}
 
 
+def last_of(learner: nn.Module) -> str:
+    """The path of the last module with parameters of its own that is no normalisation layer.
+
+    A layer counts as one module.
+    """
+    last = ""
+    inside = "\0"
+    for name, module in learner.named_modules():
+        if name.startswith(inside) or is_norm(module):
+            continue
+        if next(module.parameters(recurse=False), None) is not None:
+            last = name
+        if isinstance(module, LAYERS):
+            last = name
+            inside = f"{name}." if name else "\0"
+    return last
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether it is one of torch's normalisation layers, or of a class called …Norm."""
+    is_torch_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return is_torch_norm or re.search(r"Norm(\dd)?$", type(module).__name__) is not None
+
+
 def norms_of(learner: nn.Module) -> list[str]:
     """Names of the parameters of normalisation layers.
 
@@ -179,8 +203,7 @@ def norms_of(learner: nn.Module) -> list[str]:
     """
     names: list[str] = []
     for path, module in learner.named_modules():
-        is_torch_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if is_torch_norm or re.search(r"Norm(\dd)?$", type(module).__name__):
+        if is_norm(module):
             prefix = f"{path}." if path else ""
             names += [prefix + name for name, _ in module.named_parameters(recurse=False)]
     return names

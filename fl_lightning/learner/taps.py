@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.learner.layout import layers_of
+from fl_lightning.learner.layout import last_of
 
 LAST = "last"
 ENTERING = ":in"
@@ -54,7 +54,7 @@ class Tap:
 
 
 def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> list[Tap]:
-    """A method's taps, ``"last"`` as the path of the last layer.
+    """A method's taps, ``"last"`` as the path of the last module with parameters of its own.
 
     Raises:
         UserError: they are no names with paths.
@@ -69,7 +69,7 @@ def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> lis
             )
         place = path.removesuffix(ENTERING)
         if place == LAST:
-            place = list(layers_of(learner))[-1]
+            place = last_of(learner)
         found.append(Tap(method, name, place, path.endswith(ENTERING)))
     return found
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fl_lightning import ClientState, FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
+from fl_lightning.learner.layout import last_of
 from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
 from tests.helpers.replays import assert_same, ran, replayed
@@ -262,6 +263,33 @@ def test_what_is_changed_in_place_afterwards_is_refused_before_round_0() -> None
 
     with pytest.raises(UserError, match="or by a local_output"):
         left(Lit, Subtracts())
+
+
+class Scaled(nn.Module):
+    """A head of one's own, with a parameter that is no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    "parts, last",
+    [
+        ([nn.Linear(8, 4)], "net.1"),
+        ([nn.Linear(8, 4), nn.LayerNorm(4)], "net.1"),
+        ([nn.Linear(8, 8), Scaled(), nn.Softmax(1)], "net.2"),
+        ([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), nn.BatchNorm1d(4)], "net.1.1"),
+        ([nn.MultiheadAttention(8, 2)], "net.1"),
+    ],
+)
+def test_the_last_module_is_the_last_with_parameters_of_its_own(parts: Any, last: str) -> None:
+    learner = Lit()
+    learner.net = nn.Sequential(nn.Linear(20, 8), *parts)
+    assert last_of(learner) == last
 
 
 @pytest.mark.fast
