@@ -84,6 +84,25 @@ def test_a_look_leaves_no_trace(learner: type[Lit], training: bool) -> None:
     assert_same(looked, left(learner, clip_norm=0.5))
 
 
+class Convolving(Lit):
+    """Convolutions, whose backward reads the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 20)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 4, 3)
+        )
+        self.net.extend([nn.Tanh(), nn.Flatten(), nn.Linear(64, 4)])
+
+
+def test_the_gradient_of_a_perturbed_point_is_taken_there_after_a_look() -> None:
+    sharp = c.SharpnessAwareMinimization
+    method = Watching()
+    looked = left(Convolving, method, sharp(0.5))
+    assert len(method.seen) > 10
+    assert_same(looked, left(Convolving, sharp(0.5)))
+
+
 @pytest.mark.parametrize("learner", [Lit, Dropping, Normed])
 def test_the_same_batch_and_random_numbers_in_either_mode(learner: type[Lit]) -> None:
     plain = Watching(training=True)
@@ -417,7 +436,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.mark.fast
 @pytest.mark.parametrize("buffers", ["average", "own"])
-@pytest.mark.parametrize("learner", [Lit, Normed])
+@pytest.mark.parametrize("learner", [Normed, Convolving])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_captured_step_has_the_same_bits(name: str, learner: type[Lit], buffers: str) -> None:
     given = {"buffers": buffers}
