@@ -15,7 +15,12 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
-from fl_lightning.callbacks import CommunicationLogger, PartialAveraging
+from fl_lightning.callbacks import (
+    ClusteredModels,
+    CommunicationLogger,
+    ExtrapolatedStep,
+    PartialAveraging,
+)
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.errors import Diverged
 from fl_lightning.sampling import generator
@@ -152,6 +157,19 @@ def test_what_is_evaluated_is_exported_and_training_goes_on_from_w(tmp_path: Pat
         resumed = fit([Smoothed()], 5, folder=str(tmp_path), resume=True)
         whole = fit([Smoothed()], 5)
     require_same(outcome(whole), outcome(resumed), 0.0, "resumed", "")
+
+
+@pytest.mark.parametrize("method", [Delta, Smoothed, ExtrapolatedStep, ClusteredModels])
+def test_where_nobody_takes_part_states_and_w_stay(method: Any) -> None:
+    """Rounds 0 and 3 are empty."""
+    options: dict[str, Any] = {"sampling": "poisson", "participation": 0.15}
+    runs = [tiny_run(method(), rounds=t, **options) for t in (1, 3, 4)]
+    assert [len(runs[-1].participants(t)) for t in range(4)] == [0, 1, 2, 0]
+    assert not runs[0].server_states
+    before, after = runs[1:]
+    assert torch.equal(before.global_vector, after.global_vector)
+    for name, value in before.server_states.items():
+        assert torch.equal(value, after.server_states[name]), name
 
 
 @pytest.mark.parametrize("method", [Delta, Smoothed])
