@@ -197,6 +197,7 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
         "tests/aggregation/test_contributions.py",
         "tests/test_module.py",
     ],
+    "fl_lightning/learner/taps.py": [LOOKS],
     "fl_lightning/engines/looks.py": [LOOKS, LOOKING, ORACLE],
     "fl_lightning/engines/learner_copy.py": [LOOKS, LOOKING, ORACLE],
     "fl_lightning/methods.py": [LOOKS, ORACLE],

@@ -8,6 +8,7 @@ MOON, FEDNTD, FEDLC = (
     f"callbacks/{name}.py"
     for name in ("model_contrast", "not_true_distillation", "logit_calibration")
 )
+TAPS = "fl_lightning/learner/taps.py"
 LOOKS, COPY = (f"fl_lightning/engines/{name}.py" for name in ("looks", "learner_copy"))
 
 LOOKING_FAULTS = [
@@ -93,12 +94,12 @@ LOOKING_FAULTS = [
     ),
     Fault("a look is not counted", [(LOOKS, "        group.passed(method)\n", "")]),
     Fault(
-        "seen_at has the changed output",
+        "what is seen is the changed output",
         [
             (
-                LOOKS,
-                "tapped(copy.learner, taps) as seen",
-                "tapped(copy.learner, taps, lambda tap, v: v / 2) as seen",
+                TAPS,
+                "                output = change(tap, output)\n",
+                "                output = seen[tap] = change(tap, output)\n",
             )
         ],
     ),
