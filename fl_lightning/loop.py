@@ -50,6 +50,7 @@ class FederatedLoop:
         plan: of a run on simulated devices: who delivers when; None: everybody takes part at once.
         present: the latest round that began, and who takes part in it.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
+        rows_elsewhere: whether clients' rows stay where the clients are, at sites.
     """
 
     settings: Settings
@@ -71,6 +72,7 @@ class FederatedLoop:
     plan: Plan | None = None
     present: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
+    rows_elsewhere: bool = False
 
     def run_round(self, t: int) -> RoundMetrics:
         """Run round t, which is committed when this returns, and return its metrics."""
@@ -86,7 +88,7 @@ class FederatedLoop:
             ledger.broadcast = self.broadcast(before)
 
         ledger.total, diverged = self.train(ledger.for_clients, ledger)
-        ledger.finished = self.finished(round, diverged)
+        ledger.finished = self.finished(round, diverged, ledger.dropped)
 
         server = Server(round, ledger)
         # The optimizer changes w and its own state in place, so both are copied before.
@@ -131,6 +133,7 @@ class FederatedLoop:
         """The ledger of round t, with its facts and those who take part, sampled or chosen."""
         # A method that chooses reads server states, so the facts it may read come first.
         ledger = Ledger(self.round_at(t))
+        ledger.rows_elsewhere = self.rows_elsewhere
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
@@ -269,15 +272,16 @@ class FederatedLoop:
             kept[ledger.t] = server.w_before, ledger.round.buffers
         return kept
 
-    def finished(self, round: Round, diverged: list[int]) -> list[int]:
-        """The clients that finished: all but those whose update is not finite."""
+    def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
+        """The clients that finished: all but those that dropped, or whose update is not finite."""
         if diverged and self.settings.on_nonfinite == "stop":
             raise Diverged(diverged_text(round.t, f"the update of client {diverged[0]}"))
         if diverged:
             self.note(
                 f"round {round.t}: clients {diverged} were left out, their updates are not finite"
             )
-        return [i for i in round.ids if i not in set(diverged)]
+        out = {*diverged, *dropped}
+        return [i for i in round.ids if i not in out]
 
     def update(self, ledger: Ledger, server: Server) -> None:
         """Set ``server.update``: aggregated, and changed by methods; zero without a step."""

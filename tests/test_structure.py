@@ -43,6 +43,7 @@ WORKBENCH = """
 cli
 report
 sweep analysis
+deploy
 __main__ __init__
 """
 LAYERS = CORE + PARTS + WORKBENCH

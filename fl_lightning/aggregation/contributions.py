@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,36 @@ from fl_lightning.round.state import Upload
 
 # In runs with personal models a client's latest round is a row of it, under this name.
 FINISHED = "personal.round"
+
+
+@dataclass
+class Brought:
+    """What one client brings home of a round.
+
+    Args:
+        counts: of its traffic; None: it never answered, and counts as dropped.
+        finished: whether all that it brings is finite; where not, only its counts are there.
+        update: ``(D,)``, as transmitted; ``lent``: a method may still hold it.
+        trained: ``(D,)``, before it was transmitted, where parts are not averaged; None.
+        uploads, logs: by name, a row each and a number each.
+        buffers: changes of those that are averaged, and values of which the maximum is taken.
+        rows: of states, by name.
+        kept: how many numbers the client keeps until its next round; None: its rows tell.
+    """
+
+    client: int
+    counts: list[int] | None
+    finished: bool = False
+    update: Tensor | None = None
+    lent: bool = False
+    trained: Tensor | None = None
+    uploads: dict[str, Tensor] = field(default_factory=dict)
+    logs: dict[str, Tensor] = field(default_factory=dict)
+    buffers: Leaf = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    metrics: Any = None
+    mean_gradient_read: str = ""
+    kept: int | None = None
 
 
 class Contributions:
@@ -53,39 +84,33 @@ class Contributions:
         self._sum = TreeSum(leaves)
         self._lock = threading.Lock()
 
-    def add(self, leaf: int, group: ClientGroup) -> None:
-        """Add what one client contributes, a group of one, and stage its rows."""
-        (client,) = group.ids
-        round = self.ledger.round
-        counts = traffic.of_client(group, round.buffers)
-        # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
-        given = group.round.w if self.ledger.base is None else self.ledger.base
-        update = group.x - given
+    def add(self, leaf: int, group: ClientGroup | Brought) -> None:
+        """Add what one client contributes, a group of one or what it brought; stage its rows."""
+        home = group if isinstance(group, Brought) else self.brought(group)
+        client = home.client
         values: Leaf = {}
         lent: set[str] = set()
-        rows: dict[str, Tensor] = {}
-        buffers: Leaf | None = None
-        # A client counts only if all it would bring is finite: its update, then its buffers.
-        if all_finite(update):
-            buffers = self._buffers(group, round.weights[client])
-        finished = buffers is not None
-        if buffers is not None:
-            lent = self._finish(values, group, client, update, counts)
-            values.update(buffers)
-            rows = {key: value[0] for key, value in group.written()}
-            rows |= {**group.optimizer_rows, **group.kept_parts(), **self._own(group)}
-            rows = to_host(rows)
-        transmitted = values.pop("update") if self.gathers and finished else None
+        if home.finished:
+            weight = self.ledger.round.weights[client]
+            lent = self._finish(values, home, weight)
+            for key, value in home.buffers.items():
+                values[key] = value * weight if key.startswith("buffer:") else value
+        transmitted = values.pop("update") if self.gathers and home.finished else None
         # A client that diverged has communicated all the same, so its traffic is summed.
-        values["traffic"] = torch.tensor(counts)
+        if home.counts is not None:
+            values["traffic"] = torch.tensor(home.counts)
         # All above works on this client's own tensors, from here on threads share the ledger.
         with self._lock:
-            if not finished:
+            if home.counts is None:
+                self.ledger.dropped.append(client)
+            elif not home.finished:
                 self.diverged.append(client)
-            elif group.metrics is not None:
-                self.ledger.metrics[client] = group.metrics
+            elif home.metrics is not None:
+                self.ledger.metrics[client] = home.metrics
+            if home.kept is not None:
+                self.ledger.kept[client] = home.kept
             # Of several readers the largest name is told, whichever thread comes first.
-            readers = (self.ledger.mean_gradient_read, group.mean_gradient_read)
+            readers = (self.ledger.mean_gradient_read, home.mean_gradient_read)
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
                 # The method may still hold what it returned from `transmit`.
@@ -93,9 +118,50 @@ class Contributions:
                     self.ledger.updates[client] = transmitted.clone()
                 else:
                     self.ledger.updates[client] = transmitted
-            for key, row in rows.items():
+            for key, row in home.rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
-            self._sum.add(leaf, values, lent)
+            self._sum.add(leaf, values or None, lent)
+
+    def brought(self, group: ClientGroup) -> Brought:
+        """What a client, a group of one after ``on_local_end``, brings home."""
+        (client,) = group.ids
+        round = self.ledger.round
+        counts = traffic.of_client(group, round.buffers)
+        home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
+        # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
+        given = group.round.w if self.ledger.base is None else self.ledger.base
+        update = group.x - given
+        # A client counts only if all it would bring is finite: its update, then its buffers.
+        buffers = self._buffers(group) if all_finite(update) else None
+        if buffers is None:
+            return home
+        home.finished = True
+        home.buffers = buffers
+        # What clients keep of parts that are not averaged is evaluated as trained, not as sent:
+        # so it is kept before `transmit` may compress or perturb the update.
+        if round.parts is not None:
+            home.trained = update[0].to(round.wide, copy=True)
+        sent = self.transmitted(group, update)
+        home.lent = self.methods.owner("transmit") is not None
+        # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
+        group.drop_scratch()
+        home.update = sent[0]
+        home.uploads = {key: value[0] for key, value in group.uploads.items()}
+        traffic.add_upload(counts, group, self.methods.sent_by_clients())
+        home.logs = {name: per_client[0] for name, per_client in group.logs.items()}
+        home.metrics = group.metrics
+        rows = {key: value[0] for key, value in group.written()}
+        rows |= {**group.optimizer_rows, **group.kept_parts(), **self._own(group)}
+        home.rows = to_host(rows)
+        return home
+
+    def transmitted(self, group: ClientGroup, update: Tensor) -> Tensor:
+        """What a client sends as its update ``(1, D)``, by a method or as it is."""
+        transmit = self.methods.owner("transmit")
+        if transmit is None:
+            return update
+        sent = self.methods.call(transmit, Clients(group), update)
+        return checked_rows(transmit, sent, update)
 
     def total(self) -> tuple[Leaf, list[int]]:
         """The sum over the clients of all processes that finished, and who diverged."""
@@ -110,40 +176,28 @@ class Contributions:
         self.changed = changed
         return sum_over_processes(self._sum.total) or {}, sorted(diverged)
 
-    def _finish(
-        self, values: Leaf, group: ClientGroup, client: int, update: Tensor, counts: list[int]
-    ) -> set[str]:
+    def _finish(self, values: Leaf, home: Brought, weight: float) -> set[str]:
         """Put the values of a client that finished into ``values``.
 
         Returns:
             the names of those that a method may still hold.
         """
-        round = self.ledger.round
-        weight = self.ledger.round.weights[client]
-        lent: set[str] = set()
+        wide = self.ledger.round.wide
+        update = home.update
+        assert update is not None
+        lent = {"update", "weighted"} if home.lent else set[str]()
         values["weight"] = torch.tensor(float(weight), dtype=torch.float64)
-        # What clients keep of parts that are not averaged is evaluated as trained, not as sent:
-        # so it is added before `transmit` may compress or perturb the update.
-        if round.parts is not None:
-            values["copies"] = update[0].to(round.wide) * weight
-        transmit = self.methods.owner("transmit")
-        if transmit is not None:
-            update = checked_rows(
-                transmit, self.methods.call(transmit, Clients(group), update), update
-            )
-            lent |= {"update", "weighted"}
-        # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
-        group.drop_scratch()
-        self._add_row(values, "", update[0].to(round.wide), weight)
-        for key, value in group.uploads.items():
+        if home.trained is not None:
+            values["copies"] = home.trained * weight
+        self._add_row(values, "", update.to(wide), weight)
+        for key, value in home.uploads.items():
             declared = self.methods.declared[key]
             assert isinstance(declared, Upload)
-            self._add_row(values, key, value[0].to(declared.summed_as(update.dtype)), weight)
+            self._add_row(values, key, value.to(declared.summed_as(update.dtype)), weight)
             lent.add("sum:" + key)
-        traffic.add_upload(counts, group, self.methods.sent_by_clients())
-        for name, per_client in group.logs.items():
-            values["log:" + name] = per_client[0].to(torch.float64, copy=True)
-            values["num:" + name] = torch.ones((), dtype=torch.float64, device=per_client.device)
+        for name, value in home.logs.items():
+            values["log:" + name] = value.to(torch.float64, copy=True)
+            values["num:" + name] = torch.ones((), dtype=torch.float64, device=value.device)
         return lent
 
     def _own(self, group: ClientGroup) -> dict[str, Tensor]:
@@ -157,7 +211,7 @@ class Contributions:
                 rows[BUFFER + name] = value.clone()
         return rows
 
-    def _buffers(self, group: ClientGroup, weight: float) -> Leaf | None:
+    def _buffers(self, group: ClientGroup) -> Leaf | None:
         """Changes of floating-point and complex buffers since the client was given them.
 
         Of other ones it is their values.
@@ -190,7 +244,7 @@ class Contributions:
                 change = torch.where(same, 0, buffer.to(wide) - at_server.to(wide))
                 if not bool(change.isfinite().all()):
                     return None
-                values["buffer:" + name] = change * weight
+                values["buffer:" + name] = change
             else:
                 # Gloo knows no bool, so that maxima over processes are taken of bytes.
                 dtype = torch.uint8 if at_server.dtype == torch.bool else at_server.dtype

@@ -184,6 +184,9 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     round = ledger.round
     if server.averaged is None or bool(server.averaged.all()):
         return None
+    # Parts that stay at sites are not here: w is evaluated.
+    if ledger.rows_elsewhere:
+        return None
     if not server.n:
         return torch.where(server.averaged, server.w.detach(), round.evaluated)
     mean_change = ledger.total["copies"] / ledger.total["weight"].to(round.wide)

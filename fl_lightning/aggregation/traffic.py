@@ -69,13 +69,21 @@ def kept_vectors(ledger: Ledger, methods: Methods) -> float:
     callbacks keep which only measure are no part of the method, and do not count.
     """
     for client in ledger.finished:
-        sizes = {key: rows[client].numel() for key, rows in ledger.rows.items() if client in rows}
-        if sizes:
-            numbers = sum(
-                size for key, size in sizes.items() if key.split(".")[0] not in methods.measuring
-            )
+        numbers = ledger.kept.get(client)
+        if not ledger.rows_elsewhere:
+            rows = {key: rows[client] for key, rows in ledger.rows.items() if client in rows}
+            numbers = kept_numbers(rows, methods)
+        if numbers is not None:
             return numbers / ledger.round.w.numel()
     return 0.0
+
+
+def kept_numbers(rows: Mapping[str, Tensor], methods: Methods) -> int | None:
+    """How many numbers a client keeps in these rows for its methods; None: it keeps no row."""
+    if not rows:
+        return None
+    counted = [key for key in rows if key.split(".")[0] not in methods.measuring]
+    return sum(rows[key].numel() for key in counted)
 
 
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:

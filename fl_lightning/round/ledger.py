@@ -27,6 +27,8 @@ class Ledger:
     participant is sent, in parameters and bytes, None: D numbers.
     ``planned``: of the round, beforehand; None: the server waits for all that take part.
     ``base``: ``(D,)``: updates are measured from it, not from what each client was given; None.
+    ``dropped``: participants of whom nothing came; ``kept``: how many numbers each keeps, where
+    its rows are not here; ``rows_elsewhere``: whether that is so.
     ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
     empty where none did.
     """
@@ -39,6 +41,9 @@ class Ledger:
         self.planned: Planned | None = None
         self.base: Tensor | None = None
         self.finished: list[int] = []
+        self.dropped: list[int] = []
+        self.kept: dict[int, int] = {}
+        self.rows_elsewhere = False
         self.mean_gradient_read = ""
         self.metrics: dict[int, Any] = {}
         self.logs: dict[str, Tensor | float] = {}

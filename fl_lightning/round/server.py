@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.processes import gathered, world_size
 from fl_lightning.round.context import Round
@@ -148,6 +149,16 @@ class Server:
         content = onto.detach().cpu().contiguous().numpy().tobytes()
         return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
 
+    def _guard_rows(self, key: str) -> None:
+        """Refuse clients' rows to a server that does not have them."""
+        self._guard(f"the rows of {key} at the server")
+        if self._ledger.rows_elsewhere:
+            raise UserError(
+                f"method: {self._caller} reads the rows of {key} at the server, and they stay at "
+                "the sites. At sites a method may read uploads (Upload) there; leave it out, or "
+                "simulate."
+            )
+
     def _guard(self, what: str) -> None:
         if self._round.noise is not None:
             refuse_outsiders(what, self._caller)
@@ -174,7 +185,7 @@ class Server:
 
     def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
         """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""
-        self._guard(f"the rows of {key} at the server")
+        self._guard_rows(key)
         clients = [int(i) for i in ids]
         # Each client's rows live with one process, which hands them to all others.
         home = self._round.home or self._round.read
@@ -189,7 +200,7 @@ class Server:
 
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows written this round, ascending by client, brought to every process."""
-        self._guard(f"the rows of {key} at the server")
+        self._guard_rows(key)
         rows_here = self._ledger.rows.get(key, {})
         world = world_size()
         for j, client in enumerate(self._round.ids):

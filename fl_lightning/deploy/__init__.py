@@ -1,0 +1,1 @@
+"""Runs whose clients train where their data are."""

@@ -1,0 +1,140 @@
+"""A site's rows of its clients on its disk, before and after its last round.
+
+What a round writes is staged, and on the disk before the server hears of the round. It becomes the
+clients' state when the server's next message says that the round counted; until then both versions
+are kept, and either may be gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
+from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.segments import Index
+from fl_lightning.storage.store import ClientStore
+
+JOURNAL = "site.json"
+STAGED = "staged."
+
+
+class SiteRows:
+    """The rows in a site's folder, which this process holds.
+
+    Args:
+        store: in which the clients' state is read.
+
+    Raises:
+        UserError: another process holds the folder, or its journal is damaged.
+    """
+
+    def __init__(self, folder: Path, store: ClientStore) -> None:
+        self.folder = folder
+        self.store = store
+        self.run: int | None = None
+        self.committed: dict[int, int] = {}  # client → the round of its state
+        self.staged: dict[int, tuple[int, list[str]]] = {}  # client → round, names of its rows
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock.hold(folder)
+        self.lock.use()
+        if (folder / JOURNAL).exists():
+            self._load()
+
+    def _load(self) -> None:
+        path = self.folder / JOURNAL
+        try:
+            held = json.loads(path.read_text("utf-8"))
+            index: Index = {}
+            for name, entry in held["rows"].items():
+                index[name] = {key: torch.tensor(entry[key]) for key in ("clients", "segments")}
+            self.run = int(held["run"])
+            self.committed = {int(i): int(t) for i, t in held["committed"].items()}
+            self.staged = {int(i): (int(t), list(names)) for i, (t, names) in held["staged"]}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"site folder {self.folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the "
+                "state of its clients cannot be read. Put it back from a copy, or begin another "
+                "run with another folder."
+            ) from error
+        self.store.load(index, self.folder)
+
+    def begin(self, run: int) -> None:
+        """Serve this run from here on.
+
+        Raises:
+            UserError: the folder holds another run's rows.
+        """
+        if self.run is not None and self.run != run:
+            raise UserError(
+                f"site folder {self.folder}: it holds the clients' rows of another run "
+                f"({self.run:x}), and the server runs {run:x}. Give the site another folder."
+            )
+        self.run = run
+
+    def settle(self, counted: dict[int, int]) -> None:
+        """Make what was staged the clients' state, where their round counted, or drop it.
+
+        Args:
+            counted: by client the last of its rounds that counted at the server; -1: none did.
+
+        Raises:
+            UserError: neither version is that round's.
+        """
+        for client, t in counted.items():
+            here, names = self.staged.get(client, (-2, []))
+            if here == t:
+                self._adopt(client, t, names)
+            elif self.committed.get(client, -1) == t:
+                self.staged.pop(client, None)
+            else:
+                raise UserError(
+                    f"site folder {self.folder}: the server goes on from round {t} of client "
+                    f"{client}, and the site has its rows of rounds "
+                    f"{sorted({self.committed.get(client, -1), here} - {-2})} alone (-1: none "
+                    "yet). The server's checkpoint and the folder have to be of the same run, "
+                    "the checkpoint its last; or begin another run."
+                )
+
+    def _adopt(self, client: int, t: int, names: list[str]) -> None:
+        rows: dict[str, dict[int, Tensor]] = {}
+        for name in names:
+            row = self.store.read(STAGED + name, client)
+            assert row is not None  # the journal names only rows that were flushed before
+            rows[name] = {client: row.clone()}
+        self.store.commit(rows)
+        self.committed[client] = t
+        del self.staged[client]
+
+    def stage(self, t: int, rows: dict[str, dict[int, Tensor]], finished: list[int]) -> None:
+        """Keep what round t wrote beside the clients' state; on the disk when this returns."""
+        names: dict[int, list[str]] = {client: [] for client in finished}
+        for name, by_client in rows.items():
+            for client in by_client:
+                names[client].append(name)
+        self.store.commit({STAGED + name: by_client for name, by_client in rows.items()})
+        self.staged |= {client: (t, of) for client, of in names.items()}
+        self.store.flush(self.folder)
+        self._write()
+
+    def _write(self) -> None:
+        index = self.store.index()
+        rows: dict[str, Any] = {}
+        for name, entry in index.items():
+            rows[name] = {key: values.tolist() for key, values in entry.items()}
+        held = {
+            "run": self.run,
+            "committed": self.committed,
+            "staged": [[client, staged] for client, staged in self.staged.items()],
+            "rows": rows,
+        }
+        # The journal names segments that are on the disk already; those it no longer names go
+        # after it.
+        with written_aside(self.folder / JOURNAL) as file:
+            file.write(json.dumps(held).encode())
+        self.store.collect(self.folder, [index])

@@ -1,0 +1,270 @@
+"""A site: it trains its clients as the simulation does, round by round, as the server asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fl_lightning.aggregation import traffic
+from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.tree_sum import visiting_order
+from fl_lightning.deploy import travel
+from fl_lightning.deploy.rows import SiteRows
+from fl_lightning.deploy.transport import Array, Message, Post
+from fl_lightning.errors import UserError
+from fl_lightning.lightning import pl
+from fl_lightning.loop import FederatedLoop, RoundMetrics
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.context import Round
+from fl_lightning.round.group import ClientGroup
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.state import ServerState
+from fl_lightning.run import FederatedRun
+from fl_lightning.schedules import decay_factor
+
+
+class Ended(Exception):
+    """The server has no more messages."""
+
+
+class AtSite(pl.Callback):
+    """Makes a fit a site: its first epoch serves a server until that ends, and raises Ended.
+
+    Args:
+        clients: their numbers, of the data's.
+        folder: where their rows are kept.
+    """
+
+    def __init__(self, post: Post, clients: Sequence[int], folder: Path) -> None:
+        self.post = post
+        self.clients = list(clients)
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        m = int(trainer.datamodule.num_clients)
+        for client in self.clients:
+            if not 0 <= client < m:
+                raise UserError(
+                    f"clients={self.clients}: there is no client {client}; the data have {m}, "
+                    f"0 to {m - 1}."
+                )
+        run: FederatedRun = pl_module.run
+        assert run.loop is not None
+        rows = SiteRows(self.folder, run.state.rows.store)
+        run.loop = Site(run, run.loop, self.post, self.clients, rows)
+
+
+class Site(FederatedLoop):
+    """In place of a run's rounds: a site's share of a server's."""
+
+    def __init__(
+        self,
+        run: FederatedRun,
+        loop: FederatedLoop,
+        post: Post,
+        clients: list[int],
+        rows: SiteRows,
+    ) -> None:
+        vars(self).update(vars(loop))
+        self.of = run
+        self.post = post
+        self.clients = clients
+        self.rows = rows
+        self.given: Tensor | None = None  # w as it came last, whole
+        self.own: dict[str, Tensor] = {}  # buffers that clients keep, as the run began
+        self.w0: Tensor | None = None
+
+    def run_round(self, t: int) -> RoundMetrics:
+        """Answer the server until it ends.
+
+        Raises:
+            Ended: there are no more messages.
+        """
+        try:
+            while (message := self.post.take()) is not None:
+                self.post.give(self.answer(message))
+        finally:
+            self.rows.lock.release()
+        raise Ended
+
+    def answer(self, message: Message) -> Message:
+        """What the site has to say to a message."""
+        try:
+            if message.what == "hello":
+                return self.here(message)
+            if message.what == "round":
+                return self.trained(message)
+            raise UserError(f"the message {message.what!r} is not known; are both versions equal?")
+        except Exception as error:
+            failed = Message("failed", message.site, numbers=dict(message.numbers))
+            failed.numbers["user"] = int(isinstance(error, UserError))
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            failed.arrays["text"] = travel.words(f"{kind}{error}{notes}")
+            return failed
+
+    def here(self, message: Message) -> Message:
+        """The site's clients, with their samples and the batches of an epoch."""
+        self.rows.begin(int(message.numbers["run"]))
+        sizes = self.cohort.data.client_sizes()
+        arrays = {
+            "clients": np.asarray(self.clients, np.int64),
+            "sizes": np.asarray([sizes[i] for i in self.clients], np.int64),
+            "batches": np.asarray(
+                [self.cohort.data.batches_per_epoch(i) for i in self.clients], np.int64
+            ),
+            "parameters": np.asarray([self.model.layout.size], np.int64),
+        }
+        return Message("here", message.site, dict(message.numbers), arrays)
+
+    def trained(self, message: Message) -> Message:
+        """Train the clients that are asked for, and keep their rows beside those they had."""
+        numbers = message.numbers
+        t = int(numbers["round"])
+        self.rows.begin(int(numbers["run"]))
+        if not numbers["whole"] and self.given is None:
+            return Message("whole", message.site, dict(numbers))
+        mine = [int(i) for i in message.arrays["mine"]]
+        counted = [int(c) for c in message.arrays["counted"]]
+        self.rows.settle(dict(zip(mine, counted, strict=True)))
+        round = self.round_of(t, message, mine)
+        ledger = AtSiteLedger(round)
+        self.methods.bind(ledger)
+        contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
+        answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
+        finished: list[int] = []
+        lock = threading.Lock()
+
+        def collect(leaf: int, group: ClientGroup) -> None:
+            home = contributions.brought(group)
+            # Engines may train clients side by side.
+            with lock:
+                if home.finished:
+                    finished.append(home.client)
+                    home.kept = traffic.kept_numbers(home.rows, self.methods)
+                for key, row in home.rows.items():
+                    ledger.rows.setdefault(key, {})[home.client] = row
+                code = contributions.codes.pop(home.client, None)
+                # By value, before the engine uses the client's memory again.
+                travel.packed_client(answer, home, round.averaged, code)
+
+        leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
+        self.engine.train(round, leaves, collect, lambda: None)
+        for name in contributions.changed:
+            answer.numbers["changed/" + name] = 1
+        self.rows.stage(t, ledger.settled_rows(self.methods.declared), finished)
+        return answer
+
+    def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
+        """The facts of round t as the message has them, with this site's clients alone to train."""
+        self._take_model(message)
+        states = travel.under(message.arrays, "state/")
+        device = self.model.w.device
+        self.state.server = {key: value.to(device) for key, value in states.items()}
+        if self.methods.start_from_w0:
+            self.state.initial_vector = self.w0
+        round = self.round_at(t)
+        ids = [int(i) for i in message.arrays["ids"]]
+        weights = dict.fromkeys(ids, 1.0)
+        if "weights" in message.arrays:
+            weights = dict(zip(ids, message.arrays["weights"].tolist(), strict=True))
+        steps = self.cohort.steps_in(t, mine)
+        factor = decay_factor(self.settings.lr_decay, t)
+        return replace(
+            round,
+            ids=ids,
+            steps=steps,
+            sizes=self.cohort.sizes(mine),
+            weights=weights,
+            optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
+            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
+        )
+
+    def _take_model(self, message: Message) -> None:
+        """Set the model and its buffers to what came.
+
+        Raises:
+            UserError: it has another number of parameters.
+        """
+        size = self.model.layout.size
+        came = travel.got(message.arrays, "w")
+        if self.given is None or message.numbers["whole"]:
+            expected = size
+            self.given = came
+        else:
+            # What the site's clients have a valid copy of did not travel, nor did it change.
+            where = self.parts_sent(message)
+            expected = int(where.sum())
+            self.given = self.given.clone()
+            if came.numel() == expected:
+                self.given[where] = came
+        if came.numel() != expected or self.given.numel() != size:
+            raise UserError(
+                f"the server's model has {came.numel()} parameters in this message, and the site's "
+                f"{expected}: learner and data have to be those of the server's config."
+            )
+        self.own |= travel.under(message.arrays, "own/")
+        if "w0" in message.arrays:
+            self.w0 = travel.got(message.arrays, "w0").to(self.model.w.device)
+        buffers = {**self.own, **travel.under(message.arrays, "buffer/")}
+        self.model.move_to(self.given.to(self.model.w), None, buffers)
+
+    def parts_sent(self, message: Message) -> Tensor:
+        """``(D,)`` bool: the coordinates of w that are in the message."""
+        assert self.parts is not None
+        where = ~self.parts.kept
+        sent = message.arrays["parts"]
+        for mask, there in zip(self.parts.masks, sent, strict=True):
+            if there:
+                where = where | mask
+        return where.cpu()
+
+
+class AtSiteLedger(Ledger):
+    """A round as a site knows it: server states are those that are sent to clients."""
+
+    def server_state(self, key: str, declaration: ServerState) -> Tensor:
+        if key not in self.round.server_states:
+            raise UserError(
+                f"method: {key} is read in a hook that takes clients and is not sent to them, so "
+                "sites do not have it. Declare it as ServerState(sent=True)."
+            )
+        return super().server_state(key, declaration)
+
+
+class AtSiteContributions(Contributions):
+    """What clients bring home, with the messages of those methods that can write them smaller."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.codes: dict[int, dict[str, Array]] = {}
+
+    def transmitted(self, group: ClientGroup, update: Tensor) -> Tensor:
+        sent = super().transmitted(group, update)
+        owner = self.methods.owner("transmit")
+        callback: Any = getattr(owner, "__self__", None)
+        if callback is not None and callback.has("encode"):
+            code = callback.encode(Clients(group), update)
+            self.codes[group.ids[0]] = {name: np.array(array) for name, array in code.items()}
+        return sent
+
+
+def numbers_of(text: str) -> Iterator[int]:
+    """Client numbers from ``"0,3,5"``.
+
+    Raises:
+        UserError: it is something else.
+    """
+    for word in text.replace(" ", "").split(","):
+        if not word.isdecimal():
+            raise UserError(
+                f"clients={text!r}: accepted are clients' numbers with commas between them, "
+                "such as '0,3,5'."
+            )
+        yield int(word)

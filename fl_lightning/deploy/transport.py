@@ -1,0 +1,218 @@
+"""Messages between a server and its sites: arrays and numbers alone, and who carries them.
+
+A message as bytes is self-describing: 8 bytes with the length of a header in JSON, the header, and
+the arrays one behind the other. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.errors import UserError
+
+Array = NDArray[Any]
+Number = int | float
+MAGIC = b"fl-site1"
+# An object's bytes would be pointers, and a text's need no array.
+KINDS = "biufc"
+
+
+@dataclass
+class Message:
+    """What a server and a site tell each other.
+
+    Args:
+        what: is told, a word; see :mod:`fl_lightning.deploy.travel`.
+        site: to whom or from whom, as the transport calls it.
+    """
+
+    what: str
+    site: str = ""
+    numbers: dict[str, Number] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def array_bytes(self) -> int:
+        """What its arrays take."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class Transport(Protocol):
+    """Carries messages between the server and its sites; here, the server's end."""
+
+    def sites(self) -> list[str]:
+        """The sites that are there at present; one that was started again may have another name."""
+
+    def send(self, messages: list[Message]) -> None:
+        """Send each message to its site; does not wait for an answer."""
+
+    def receive(self, timeout: float) -> list[Message]:
+        """Answers that have come since the last call, waiting for one at most so many seconds.
+
+        A message that was lost on the way comes back as one with ``what="lost"`` of its site.
+        """
+
+
+class Post(Protocol):
+    """A site's end of a transport."""
+
+    def take(self) -> Message | None:
+        """The next message of the server; None: there will be no more."""
+
+    def give(self, answer: Message) -> None:
+        """Answer the message that was taken last."""
+
+
+def packed(message: Message) -> bytes:
+    """A message as bytes."""
+    places = {}
+    payload = []
+    for name, array in message.arrays.items():
+        if array.dtype.kind not in KINDS:
+            raise TypeError(f"{name} has the dtype {array.dtype}; messages hold numbers alone")
+        little = np.asarray(array, order="C").astype(array.dtype.newbyteorder("<"), copy=False)
+        places[name] = [little.dtype.str, list(array.shape)]
+        payload.append(little.tobytes())
+    header = {"what": message.what, "numbers": message.numbers, "arrays": places}
+    text = json.dumps(header).encode()
+    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *payload])
+
+
+def unpacked(data: bytes, site: str) -> Message:
+    """The message that :func:`packed` made.
+
+    Raises:
+        UserError: naming the site, where it is none.
+    """
+    try:
+        if data[:8] != MAGIC:
+            raise ValueError("it does not begin as a message does")
+        start = 16 + int.from_bytes(data[8:16], "little")
+        header = json.loads(data[16:start])
+        numbers = header["numbers"]
+        if not all(type(number) in (int, float) for number in numbers.values()):
+            raise ValueError("what stands as a number is none")
+        arrays = {}
+        for name, (kind, shape) in header["arrays"].items():
+            dtype = np.dtype(str(kind))
+            if dtype.kind not in KINDS or min(shape, default=0) < 0:
+                raise ValueError(f"{name} is no array of numbers")
+            count = math.prod(shape)
+            values = np.frombuffer(data, dtype, count, start)
+            arrays[name] = values.reshape(shape).astype(dtype.newbyteorder("="))
+            start += count * dtype.itemsize
+        if start != len(data):
+            raise ValueError(f"it has {len(data)} bytes, and its header says {start}")
+        return Message(str(header["what"]), site, numbers, arrays)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"site {site}: what came is no message of fl-lightning ({str(error)[:100]}). Both ends "
+            "need the same version of fl-lightning."
+        ) from error
+
+
+class InMemoryTransport:
+    """Sites in threads of this process, for tests and tries; one computes at a time.
+
+    Messages pass through bytes, as they do elsewhere.
+
+    Args:
+        sites: by name, what a site does: a function that serves a :class:`Post` until its end.
+
+    ``swallows``: tells of a message whether it never arrives.
+    ``array_bytes``: of the arrays of each message so far: (way, site, what, bytes).
+    """
+
+    def __init__(self, sites: Mapping[str, Callable[[Post], None]]) -> None:
+        self._serve = dict(sites)
+        self._posts: dict[str, _MemoryPost] = {}
+        self._waiting: list[tuple[str, bytes]] = []
+        self._busy: str | None = None  # the site that computes
+        self.swallows: Callable[[Message], bool] = lambda message: False
+        self.array_bytes: list[tuple[str, str, str, int]] = []
+
+    def sites(self) -> list[str]:
+        return sorted(self._serve)
+
+    def send(self, messages: list[Message]) -> None:
+        for message in messages:
+            self.array_bytes.append(("down", message.site, message.what, message.array_bytes))
+            if not self.swallows(message):
+                self._waiting.append((message.site, packed(message)))
+
+    def receive(self, timeout: float) -> list[Message]:
+        # A site takes its message only when the one before has answered.
+        if self._busy is None and self._waiting:
+            site, data = self._waiting.pop(0)
+            self._post(site).inbox.put(data)
+            self._busy = site
+        if self._busy is None:
+            time.sleep(min(timeout, 0.01))
+            return []
+        site = self._busy
+        try:
+            answer = self._posts[site].outbox.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            return []
+        self._busy = None
+        if isinstance(answer, BaseException):
+            del self._posts[site]
+            # A site that was killed is started again by its next message.
+            if isinstance(answer, Killed):
+                return [Message("lost", site)]
+            raise answer
+        came = unpacked(answer, site)
+        self.array_bytes.append(("up", site, came.what, came.array_bytes))
+        return [came]
+
+    def close(self) -> None:
+        """Let the sites end, and wait for them."""
+        for post in self._posts.values():
+            post.inbox.put(None)
+            assert post.thread is not None
+            post.thread.join()
+        self._posts = {}
+
+    def _post(self, site: str) -> _MemoryPost:
+        if site not in self._posts:
+            post = _MemoryPost(site)
+            serve = self._serve[site]
+            post.thread = threading.Thread(target=post.run, args=(serve,), daemon=True)
+            post.thread.start()
+            self._posts[site] = post
+        return self._posts[site]
+
+
+class Killed(Exception):
+    """A site is killed, as a test has it."""
+
+
+class _MemoryPost:
+    def __init__(self, site: str) -> None:
+        self.site = site
+        self.inbox: queue.Queue[bytes | None] = queue.Queue()
+        self.outbox: queue.Queue[bytes | BaseException] = queue.Queue()
+        self.thread: threading.Thread | None = None
+
+    def run(self, serve: Callable[[Post], None]) -> None:
+        try:
+            serve(self)
+        except BaseException as error:
+            self.outbox.put(error)
+
+    def take(self) -> Message | None:
+        data = self.inbox.get()
+        return None if data is None else unpacked(data, self.site)
+
+    def give(self, answer: Message) -> None:
+        self.outbox.put(packed(answer))

@@ -1,0 +1,195 @@
+"""What travels in a round: down the model and its states, up what each client brings home.
+
+Words: "hello" asks a site for its clients, "here" tells them; "round" asks for a round, "trained"
+brings it; "whole" asks for all of the model; "failed" says why a site cannot go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.deploy.transport import Array, Message
+from fl_lightning.round.context import Round
+
+# The row in which the server keeps the last round of each client that counted.
+COUNTED = "sites.round"
+BFLOAT = ":bfloat16"  # behind the name of an array whose bits are of that dtype
+
+
+def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
+    """Put a tensor among the arrays, by value; NumPy has no bfloat16, whose bits go instead."""
+    values = values.detach().cpu().contiguous()
+    if values.dtype == torch.bfloat16:
+        arrays[name + BFLOAT] = values.view(torch.int16).numpy().copy()
+    else:
+        arrays[name] = values.numpy().copy()
+
+
+def got(arrays: Mapping[str, Array], name: str) -> Tensor:
+    """The tensor that was put there; its memory is its own."""
+    if name + BFLOAT in arrays:
+        return torch.from_numpy(arrays[name + BFLOAT].copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(arrays[name], order="C"))
+
+
+def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    names = [name.removesuffix(BFLOAT) for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): got(arrays, name) for name in names}
+
+
+def words(text: str) -> NDArray[np.uint8]:
+    """A text for people as numbers."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def said(array: Array) -> str:
+    return array.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def packed_client(
+    message: Message, home: Brought, averaged: Tensor | None, encoded: dict[str, Array] | None
+) -> None:
+    """Put what a client brings home into the message.
+
+    Args:
+        averaged: ``(D,)`` bool, coordinates that travel; None: all.
+        encoded: its update in fewer numbers; None: it travels as it is.
+    """
+    arrays = message.arrays
+    at = f"{home.client}/"
+    assert home.counts is not None
+    arrays[at + "counts"] = np.asarray(home.counts, np.int64)
+    numbers = message.numbers
+    numbers[at + "finished"] = int(home.finished)
+    if home.mean_gradient_read:
+        numbers[at + "reads/" + home.mean_gradient_read] = 1
+    if not home.finished:
+        return
+    assert home.update is not None
+    if encoded is not None:
+        arrays |= {at + "code/" + name: array for name, array in encoded.items()}
+    else:
+        part = home.update if averaged is None else home.update[averaged]
+        put(arrays, at + "update", part)
+    for name, value in home.uploads.items():
+        by_coordinate = averaged is not None and value.shape == averaged.shape
+        put(arrays, at + "upload/" + name, value[averaged] if by_coordinate else value)
+    for name, value in home.buffers.items():
+        put(arrays, at + "buffer/" + name, value)
+    # Logs are summed in float64, which holds every float of theirs.
+    for name, value in home.logs.items():
+        numbers[at + "log/" + name] = float(value)
+    if home.kept is not None:
+        numbers[at + "kept"] = home.kept
+    if home.metrics is not None:
+        _put_metrics(message, at, home.metrics)
+
+
+def unpacked_client(
+    message: Message,
+    client: int,
+    round: Round,
+    whole: Callable[[str], tuple[tuple[int, ...], torch.dtype]],
+    decode: Callable[[dict[str, Array], int, int], Tensor] | None,
+) -> Brought:
+    """What a client brought home, as :func:`packed_client` put it in.
+
+    Args:
+        whole: an upload's shape and dtype at the server.
+        decode: of the method that owns ``transmit``, if it has one.
+
+    Raises:
+        KeyError, ValueError, RuntimeError: something is missing or has another shape.
+    """
+    at = f"{client}/"
+    arrays = {k.removeprefix(at): v for k, v in message.arrays.items() if k.startswith(at)}
+    numbers = {k.removeprefix(at): v for k, v in message.numbers.items() if k.startswith(at)}
+    home = Brought(client, [int(count) for count in arrays["counts"]])
+    home.finished = bool(numbers["finished"])
+    for name in numbers:
+        if name.startswith("reads/"):
+            home.mean_gradient_read = name.removeprefix("reads/")
+    if not home.finished:
+        return home
+    codes = {k.removeprefix("code/"): v for k, v in arrays.items() if k.startswith("code/")}
+    size = (round.layout.size,)
+    device = round.w.device
+    if codes and decode is not None:
+        home.update = decode(codes, round.t, client).to(device)
+    else:
+        home.update = _spread(got(arrays, "update"), size, round.averaged).to(device)
+    home.update = home.update.reshape(size)
+    for name, value in under(arrays, "upload/").items():
+        shape, dtype = whole(name)
+        home.uploads[name] = _spread(value, shape, round.averaged).to(device, dtype)
+    home.buffers = {k: v.to(device) for k, v in under(arrays, "buffer/").items()}
+    for name, number in numbers.items():
+        if name.startswith("log/"):
+            value = torch.tensor(float(number), dtype=torch.float64, device=device)
+            home.logs[name.removeprefix("log/")] = value
+    if "kept" in numbers:
+        home.kept = int(numbers["kept"])
+    home.metrics = _got_metrics(arrays, numbers)
+    return home
+
+
+def _spread(values: Tensor, shape: tuple[int, ...], averaged: Tensor | None) -> Tensor:
+    """Values as they were before only those of averaged coordinates travelled; zeros elsewhere."""
+    if values.shape == shape:
+        return values
+    if averaged is None or shape != averaged.shape:
+        raise ValueError(f"shape {tuple(values.shape)} in place of {shape}")
+    spread = values.new_zeros(shape)
+    spread[averaged.cpu()] = values
+    return spread
+
+
+def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:
+    """The states of a learner's metrics; those of a list have the place behind a #."""
+    message.numbers[at + "metrics"] = 1
+    for j, (count, states) in metrics.states.items():
+        message.numbers[f"{at}updates/{j}"] = count
+        for name, value in states.items():
+            if isinstance(value, list):
+                message.numbers[f"{at}items/{j}/{name}"] = len(value)
+                for place, item in enumerate(value):
+                    put(message.arrays, f"{at}state/{j}/{name}#{place}", item)
+            else:
+                put(message.arrays, f"{at}state/{j}/{name}", value)
+    for name, j in metrics.names.items():
+        message.numbers[f"{at}name/{name}"] = j
+    for name, value in metrics.alone.items():
+        put(message.arrays, f"{at}alone/{name}", value)
+
+
+def _got_metrics(arrays: dict[str, Array], numbers: dict[str, Any]) -> MetricStates | None:
+    if "metrics" not in numbers:
+        return None
+    metrics = MetricStates()
+    states = under(arrays, "state/")
+    for key, number in numbers.items():
+        kind, _, name = key.partition("/")
+        if kind == "updates":
+            metrics.states[int(name)] = (int(number), {})
+        if kind == "name":
+            metrics.names[name] = int(number)
+    for key, number in numbers.items():
+        kind, _, name = key.partition("/")
+        if kind == "items":
+            j, _, state = name.partition("/")
+            items = [states.pop(f"{name}#{place}") for place in range(int(number))]
+            metrics.states[int(j)][1][state] = items
+    for name, value in states.items():
+        j, _, state = name.partition("/")
+        metrics.states[int(j)][1][state] = value
+    metrics.alone = under(arrays, "alone/")
+    return metrics

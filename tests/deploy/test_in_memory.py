@@ -1,0 +1,349 @@
+"""Runs over sites in threads leave the bits of the simulation."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning.callbacks import (
+    CommunicationLogger,
+    ControlVariates,
+    DriftLogger,
+    DynamicRegularization,
+    GlobalLossLogger,
+    GlobalSharpnessAwareMinimization,
+    PartialAveraging,
+    RelaxedInitialization,
+    RobustAggregation,
+    TopKCompression,
+)
+from fl_lightning.deploy.rows import SiteRows
+from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.site import AtSite, Ended
+from fl_lightning.deploy.transport import InMemoryTransport, Killed, Message, Post
+from fl_lightning.storage.store import ClientStore
+
+SIZES = [10, 6, 12, 4, 7, 20, 3, 8, 6]
+SHARES = {"north": [0, 3, 8], "south": [1, 2, 7], "west": [4, 5, 6]}
+ROUNDS = 5
+pytestmark = pytest.mark.slow
+
+
+class Learner(pl.LightningModule):
+    """With batch statistics and a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        for parameter in self.parameters():
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
+        self.seen = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.net(x)
+        self.seen(logits, y)
+        self.log("train/acc", self.seen)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/loss", nn.functional.cross_entropy(self.net(x), y))
+
+
+def data() -> InMemoryDataModule:
+    rng = np.random.default_rng(3)
+    x = torch.from_numpy(rng.normal(size=(sum(SIZES), 3))).float()
+    y = torch.from_numpy(rng.integers(0, 3, sum(SIZES)))
+    ends = np.cumsum(SIZES)
+    clients = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    return InMemoryDataModule((x, y), val=(x[:20], y[:20]), clients=clients, batch_size=4)
+
+
+class Wide(Learner):
+    """A million parameters, and buffers that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 112_000), nn.BatchNorm1d(112_000))
+        self.head = nn.Linear(112_000, 3)
+        self.net.append(self.head)
+
+
+def trained(
+    callbacks: Sequence[Any], rounds: int, metrics: list[dict[str, float]], **options: Any
+) -> FederatedModule:
+    """Fit with these callbacks; the metrics of each round are added to ``metrics``."""
+
+    class Heard(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            seen = trainer.callback_metrics.items()
+            metrics.append({k: float(v) for k, v in seen if not k.startswith("time/")})
+
+    torch.set_num_threads(1)
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    resume = options.pop("resume", None)
+    save = options.pop("save", None)
+    learner = options.pop("learner", Learner)
+    settings = {"participation": 7, "local_epochs": 2, "engine": "sequential", **options}
+    rate = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
+    module = FederatedModule(learner(), seed=1, client_optimizer=rate, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            max_epochs=rounds,
+            callbacks=[*callbacks, Heard()],
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, data(), ckpt_path=resume)
+        if save is not None:
+            trainer.save_checkpoint(save)
+    return module
+
+
+def site(
+    clients: list[int], folder: Path, methods: Callable[[], list[Any]], options: Any, post: Post
+) -> None:
+    """What a site's process does: the same fit, whose first epoch serves the server."""
+    with suppress(Ended):
+        trained([*methods(), AtSite(post, clients, folder)], 1, [], **options)
+
+
+def over_sites(
+    methods: Callable[[], list[Any]],
+    folder: Path,
+    shares: dict[str, list[int]] | None = None,
+    timeout: float = 600,
+    wrap: Callable[[str, Post], Post] = lambda name, post: post,
+    rounds: int = ROUNDS,
+    **options: Any,
+) -> tuple[FederatedModule, list[dict[str, float]], InMemoryTransport]:
+    """A run over sites, each with a folder of its own below ``folder``."""
+    shares = SHARES if shares is None else shares
+    server_alone = ("resume", "save")
+    own = {name: value for name, value in options.items() if name not in server_alone}
+
+    def serve(name: str, post: Post) -> None:
+        site(shares[name], folder / name, methods, own, wrap(name, post))
+
+    transport = InMemoryTransport({name: partial(serve, name) for name in shares})
+    metrics: list[dict[str, float]] = []
+    at = AtServer(transport, run=7, timeout=timeout, min_sites=len(shares))
+    try:
+        module = trained([*methods(), at], rounds, metrics, **options)
+    finally:
+        transport.close()
+    return module, metrics, transport
+
+
+def rows_at(folder: Path) -> dict[tuple[str, int], Tensor]:
+    """The rows that sites hold after the last round, which nobody has committed yet."""
+    rows = {}
+    for place in sorted(folder.iterdir()):
+        held = SiteRows(place, ClientStore())
+        held.settle({client: t for client, (t, _) in held.staged.items()})
+        for name in held.store.names():
+            for client in map(int, held.store.clients(name)):
+                if not name.startswith("staged."):
+                    row = held.store.read(name, client)
+                    assert row is not None
+                    rows[name, client] = row
+        held.lock.release()
+    return rows
+
+
+def same(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    assert not different
+
+
+def check_same(
+    simulated: FederatedModule, over: FederatedModule, folder: Path, whole: bool = True
+) -> None:
+    """w, buffers, server states and client rows are the same bits."""
+    same({"w": simulated.global_vector}, {"w": over.global_vector})
+    if whole:
+        same({"w": simulated.evaluated_vector}, {"w": over.evaluated_vector})
+    same(dict(simulated.learner.named_buffers()), dict(over.learner.named_buffers()))
+    same(simulated.server_states, over.server_states)
+    store = simulated.client_rows.store
+    rows = {}
+    for name in store.names():
+        for client in map(int, store.clients(name)):
+            row = store.read(name, client)
+            assert row is not None
+            rows[name, client] = row
+    same(rows, rows_at(folder))
+
+
+def federated_als() -> list[Any]:
+    return [PartialAveraging(periods={"net.3.*": "never", "net.0.*": 2}), CommunicationLogger()]
+
+
+METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
+    "fedavg": (lambda: [CommunicationLogger(), DriftLogger()], {}),
+    "scaffold": (lambda: [ControlVariates(), CommunicationLogger()], {}),
+    "fedinit": (lambda: [RelaxedInitialization(beta=0.1), CommunicationLogger()], {}),
+    "fedsmoo": (
+        lambda: [DynamicRegularization(0.1), GlobalSharpnessAwareMinimization(0.1)],
+        {},
+    ),
+    "fedals": (federated_als, {}),
+    "top-k": (lambda: [TopKCompression(0.25), CommunicationLogger()], {}),
+    "median": (lambda: [RobustAggregation("median")], {}),
+    "samples": (lambda: [ControlVariates()], {"weighting": "samples"}),
+    "kept optimizer": (lambda: [], {"keep_optimizer_state": True}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sites_leave_the_bits_of_the_simulation(name: str, tmp_path: Path) -> None:
+    methods, options = METHODS[name]
+    metrics: list[dict[str, float]] = []
+    simulated = trained(methods(), ROUNDS, metrics, **options)
+    over, seen, _ = over_sites(methods, tmp_path, **options)
+    check_same(simulated, over, tmp_path, whole=name != "fedals")
+    for ours, theirs in zip(metrics, seen, strict=True):
+        if name == "fedals":
+            ours = {k: v for k, v in ours.items() if not k.startswith("val/")}
+            theirs = {k: v for k, v in theirs.items() if not k.startswith("val/")}
+        assert ours == theirs
+
+
+class Broken:
+    """The post of a site that is killed before its reply of a round."""
+
+    def __init__(self, post: Post, at: int) -> None:
+        self.post = post
+        self.at = at
+
+    def take(self) -> Message | None:
+        return self.post.take()
+
+    def give(self, answer: Message) -> None:
+        # The rows of the round are staged by now.
+        if answer.what == "trained" and answer.numbers["round"] == self.at:
+            raise Killed
+        self.post.give(answer)
+
+
+def test_a_site_that_is_killed_between_its_rows_and_its_reply_is_asked_again(
+    tmp_path: Path,
+) -> None:
+    methods, options = METHODS["scaffold"]
+    killed = []
+
+    def wrap(name: str, post: Post) -> Post:
+        if name == "south" and not killed:
+            killed.append(name)
+            return Broken(post, at=2)
+        return post
+
+    simulated = trained(methods(), ROUNDS, [], **options)
+    over, _, carried = over_sites(methods, tmp_path, wrap=wrap, **options)
+    check_same(simulated, over, tmp_path)
+    asked = [what for way, site, what, _ in carried.array_bytes if (way, site) == ("down", "south")]
+    assert killed == ["south"] and asked.count("hello") == 2
+
+
+@pytest.mark.parametrize("back", [0, 1])
+def test_a_server_that_is_started_again_goes_on_from_its_last_checkpoint(
+    back: int, tmp_path: Path
+) -> None:
+    """``back``: rounds that the sites are ahead of the checkpoint."""
+    methods, options = METHODS["scaffold"]
+    simulated = trained(methods(), 4, [], **options)
+    sites = tmp_path / "sites"
+    path = tmp_path / "last.ckpt"
+    over_sites(methods, sites, rounds=3 - back, save=path, **options)
+    if back:
+        over_sites(methods, sites, rounds=3, resume=path, **options)
+    over, _, _ = over_sites(methods, sites, rounds=4, resume=path, **options)
+    check_same(simulated, over, sites)
+
+
+def test_a_checkpoint_that_is_older_than_both_versions_is_refused(tmp_path: Path) -> None:
+    methods, _ = METHODS["scaffold"]
+    options = {"participation": "all"}
+    path = tmp_path / "last.ckpt"
+    over_sites(methods, tmp_path / "sites", rounds=1, save=path, **options)
+    over_sites(methods, tmp_path / "sites", rounds=4, resume=path, **options)
+    with pytest.raises(UserError, match="goes on from round 0 of client"):
+        over_sites(methods, tmp_path / "sites", rounds=4, resume=path, **options)
+
+
+def test_a_site_that_does_not_answer_counts_as_dropped(tmp_path: Path) -> None:
+    """Without the others' clients the round is that of a run in which they diverge."""
+    shares = {"here": [0, 1, 2, 3, 4, 5, 6, 8], "away": [7]}
+    metrics: list[dict[str, float]] = []
+
+    def serve(name: str, post: Post) -> None:
+        site(shares[name], tmp_path / name, lambda: [], {"participation": "all"}, post)
+
+    transport = InMemoryTransport({name: partial(serve, name) for name in shares})
+    transport.swallows = lambda m: m.site == "away" and m.what == "round"
+    at = AtServer(transport, run=7, timeout=20, min_sites=2)
+    module = trained([at], 1, metrics, participation="all")
+    transport.close()
+    assert any("clients [7] dropped" in note for note in module.notes)
+    store = module.client_rows.store
+    assert store.clients("sites.round").tolist() == shares["here"]
+    assert bool(torch.isfinite(module.global_vector).all())
+
+
+def test_a_client_of_two_sites_is_refused_and_so_is_a_folder_of_another_run(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match="client 3 is held by two sites, east and west"):
+        over_sites(lambda: [], tmp_path, shares={"east": [0, 3], "west": [3, 4]}, rounds=1)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "site.json").write_text(
+        '{"run": 9, "committed": {}, "staged": [], "rows": {}}', "utf-8"
+    )
+    with pytest.raises(UserError, match="rows of another run"):
+        over_sites(lambda: [], tmp_path, shares={"other": [0]}, rounds=1)
+
+
+def test_what_needs_clients_at_the_server_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="GlobalLossLogger needs the clients' samples"):
+        over_sites(lambda: [GlobalLossLogger()], tmp_path, rounds=1)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "top-k"])
+def test_the_arrays_of_a_round_take_what_the_logger_counts(name: str, tmp_path: Path) -> None:
+    # What a logger sends beside is no method's, and counted nowhere.
+    methods = METHODS[name][0] if name != "fedavg" else lambda: [CommunicationLogger()]
+    options = {"participation": 2, "local_epochs": 1, "learner": Wide}
+    _, metrics, carried = over_sites(
+        methods, tmp_path, shares={str(i): [i] for i in range(9)}, rounds=1, **options
+    )
+    for way in ("down", "up"):
+        sent = sum(
+            size
+            for where, _, what, size in carried.array_bytes
+            if where == way and what in ("round", "trained")
+        )
+        counted = metrics[-1][f"communication/{way}_bytes"]
+        counted += metrics[-1]["communication/buffers_bytes"] / 2
+        assert sent == pytest.approx(counted, rel=0.02)
