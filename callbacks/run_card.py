@@ -171,6 +171,9 @@ def _card(trainer: pl.Trainer) -> str:
             methods.append((name, arguments(callback)))
             for label, fact in callback.facts().items():
                 methods.append((f"{name}: {label}", fact))
+    settings = getattr(module, "settings", None)
+    if settings is not None and settings.asynchronous is not None:
+        methods.append(("asynchronous", arguments(settings.asynchronous)))
     learner = description.of_learner(getattr(module, "learner", module))
     network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
     named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"

@@ -18,6 +18,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from fl_lightning.callbacks import RelaxedInitialization, RunCard
 from fl_lightning.description import as_paths
 from fl_lightning.schedules import Exponential
+from fl_lightning.systems import Buffered, Constant, Devices, Polynomial
 from tests.helpers.learners import Lit, blobs, federated, momentum, trainer
 from tests.helpers.zygote import Cli
 
@@ -28,6 +29,28 @@ def of_tensorboard(folder: Path) -> dict[str, Any]:
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     found = HParamsPluginData.FromString(content).session_start_info.hparams
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "title", "rule"),
+    [
+        ({"size": 2}, "FedBuff", "size=2, concurrency=4, staleness='inverse_sqrt', mixing=None"),
+        (
+            {"mixing": 0.6, "staleness": Polynomial(0.5)},
+            "FedAsync",
+            "size=1, concurrency=4, staleness=Polynomial(a=0.5), mixing=0.6",
+        ),
+    ],
+)
+def test_the_card_of_an_asynchronous_run_names_it_with_its_coefficients(
+    tmp_path: Path, given: dict[str, Any], title: str, rule: str
+) -> None:
+    rounds = Buffered(Devices(Constant(0.1)), concurrency=4, **given)
+    run = trainer(1, [RunCard()], default_root_dir=tmp_path)
+    run.fit(federated(asynchronous=rounds), blobs())
+    card = (tmp_path / "card.md").read_text()
+    assert card.startswith(f"# {title} (Lit) · ")
+    assert re.search(rf"\| asynchronous \| devices=.*Constant.*, {re.escape(rule)}, ", card)
 
 
 def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:

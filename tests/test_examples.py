@@ -78,6 +78,11 @@ def test_an_own_method_moves_its_bound(example: Example) -> None:
     assert bound < 1 and abs(below - wanted) <= 0.1
 
 
+def test_four_methods_of_thirty_lines_serve_clients(example: Example) -> None:
+    _, (babu, apfl, proto, _, average) = example("methods_in_thirty_lines")
+    assert min(babu, apfl, proto) > average + 0.05
+
+
 def test_drift_is_seen_and_taken_out(example: Example) -> None:
     _, (*_, fedavg, scaffold) = example("drift_pictured")
     assert fedavg > 0.3 and scaffold < 0.02

@@ -24,6 +24,7 @@ NAMES = [
     "first_run",
     "own_learner",
     "own_method",
+    "methods_in_thirty_lines",
     "scaffold_by_hand",
     "splits_pictured",
     "clients_from_csv",
