@@ -13,6 +13,7 @@ import torch
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.transport import Message, Transport
+from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop
@@ -158,6 +159,13 @@ class Sites:
             self.failed(answer)
         if answer.what != "here" or answer.numbers.get("run") != self.run:
             return
+        ours = version_of("fl-lightning") or "not installed"
+        theirs = travel.said(answer.arrays.get("version", travel.words("older")))
+        if theirs != ours:
+            raise UserError(
+                f"site {site}: it has fl-lightning {theirs}, and the server {ours}. Install the "
+                "same version at both."
+            )
         parameters = int(answer.arrays["parameters"][0])
         if parameters != self.loop.model.layout.size:
             raise UserError(

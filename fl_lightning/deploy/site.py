@@ -17,6 +17,7 @@ from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post
+from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop, RoundMetrics
@@ -119,6 +120,7 @@ class Site(FederatedLoop):
             "batches": np.asarray(
                 [self.cohort.data.batches_per_epoch(i) for i in self.clients], np.int64
             ),
+            "version": travel.words(version_of("fl-lightning") or "not installed"),
             "parameters": np.asarray([self.model.layout.size], np.int64),
         }
         return Message("here", message.site, dict(message.numbers), arrays)

@@ -18,6 +18,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import (
     CommunicationLogger,
     ControlVariates,
@@ -30,6 +31,7 @@ from fl_lightning.callbacks import (
     RobustAggregation,
     TopKCompression,
 )
+from fl_lightning.deploy import site as at_site
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
@@ -229,6 +231,69 @@ def test_sites_leave_the_bits_of_the_simulation(name: str, tmp_path: Path) -> No
             ours = {k: v for k, v in ours.items() if not k.startswith("val/")}
             theirs = {k: v for k, v in theirs.items() if not k.startswith("val/")}
         assert ours == theirs
+
+
+class Reads(FederatedCallback):
+    """Reads what is of all participants, and loses one client to infinity."""
+
+    def on_local_end(self, clients: Clients) -> None:
+        clients.log("share", clients.weights)
+        clients.log("evaluated", clients.evaluated.norm().expand(len(clients.ids)))
+
+    def on_local_step_end(self, clients: Clients) -> None:
+        if clients.client_ids[0] == 5:
+            clients.x *= torch.inf
+
+
+def test_weights_of_all_participants_are_known_and_a_client_that_diverged_is_left_out(
+    tmp_path: Path,
+) -> None:
+    options = {"weighting": "samples", "on_nonfinite": "skip"}
+    metrics: list[dict[str, float]] = []
+    simulated = trained([Reads()], ROUNDS, metrics, **options)
+    over, seen, _ = over_sites(lambda: [Reads()], tmp_path, **options)
+    check_same(simulated, over, tmp_path)
+    assert metrics == seen
+    told = [note for note in simulated.notes if "were left out" in note]
+    assert told and told == [note for note in over.notes if "were left out" in note]
+
+
+@pytest.mark.parametrize("name", ["scaffold", "top-k"])
+def test_one_client_a_site_is_the_simulation_too(name: str, tmp_path: Path) -> None:
+    methods, _ = METHODS[name]
+    simulated = trained(methods(), ROUNDS, [])
+    shares = {f"site{i}": [i] for i in range(len(SIZES))}
+    over, _, _ = over_sites(methods, tmp_path, shares=shares)
+    check_same(simulated, over, tmp_path)
+
+
+def test_engines_of_sites_may_train_their_clients_side_by_side(tmp_path: Path) -> None:
+    methods, _ = METHODS["scaffold"]
+    simulated = trained(methods(), 2, [])
+    options = {"engine": "concurrent", "workers": 2, "capture": False}
+    over, _, _ = over_sites(methods, tmp_path, rounds=2, **options)
+    check_same(simulated, over, tmp_path)
+
+
+class Smaller(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Linear(6, 3, bias=False)
+
+
+def test_other_models_and_other_versions_are_told_with_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(name: str, post: Post) -> None:
+        site([0], tmp_path / name, lambda: [], {"learner": Smaller}, post)
+
+    transport = InMemoryTransport({"odd": partial(other, "odd")})
+    with pytest.raises(UserError, match="site odd: its model has 54 parameters, and the server's"):
+        trained([AtServer(transport, run=7)], 1, [])
+    transport.close()
+    monkeypatch.setattr(at_site, "version_of", lambda package: "0.0.7")
+    with pytest.raises(UserError, match=r"site a: it has fl-lightning 0\.0\.7, and the server"):
+        over_sites(lambda: [], tmp_path, shares={"a": [0]}, rounds=1)
 
 
 class Broken:
