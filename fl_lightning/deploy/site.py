@@ -114,7 +114,7 @@ class Site(FederatedLoop):
         """The site's clients, with their samples and the batches of an epoch."""
         self.rows.begin(int(message.numbers["run"]))
         sizes = self.cohort.data.client_sizes()
-        arrays = {
+        arrays: dict[str, Array] = {
             "clients": np.asarray(self.clients, np.int64),
             "sizes": np.asarray([sizes[i] for i in self.clients], np.int64),
             "batches": np.asarray(
