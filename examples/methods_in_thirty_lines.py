@@ -210,7 +210,8 @@ found = {
 
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
 for name, values in found.items():
-    axes.plot(range(1, 21), values, ".-", label=f"{name}: mean {values.mean():.1%}")
+    style = "k--" if name == "FedAvg" else ".-"
+    axes.plot(range(1, 21), values, style, label=f"{name}: mean {values.mean():.1%}")
 axes.set(title="Clients served by four methods", ylabel="accuracy on own test samples")
 axes.set_xlabel("clients, from the worst served to the best")
 axes.set_xticks(range(2, 21, 2))
