@@ -9,7 +9,7 @@ from typing import Any
 from sphinx.util.inspect import signature as signature_of
 from sphinx.util.inspect import stringify_signature
 
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, systems
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +42,10 @@ PAGES = {
         "fl_lightning.optim",
         [f"fl_lightning.optim.{name}" for name in ("FedAdam", "FedYogi", "FedAdagrad")],
     ),
+    "systems": (
+        "fl_lightning.systems",
+        [f"fl_lightning.systems.{name}" for name in systems.__all__],
+    ),
     "tools": (
         "Finished runs, tests, measuring",
         [
@@ -59,6 +63,7 @@ PAGES = {
 
 GROUPS = {
     "": "What a run or a sweep begins with.",
+    "system": "Simulated devices: after a method.",
     "method": "Methods: after a data config; each sets every key that belongs to methods.",
     "data": "Data, each with a small network that fits.",
     "model": "Networks, for any data.",
