@@ -32,7 +32,7 @@ def _another_checkout() -> bool:
 def main() -> None:
     folder, server_name, *argv = sys.argv[1:]
     where = f"{folder}/{'bare' if _another_checkout() else server_name}"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not os.path.exists(where) and time.monotonic() < deadline:
         time.sleep(0.01)  # it still imports
     server = socket.socket(socket.AF_UNIX)

@@ -130,7 +130,7 @@ class Zygote:
 
     def start(self, argv: list[str], cwd: Path, env: Mapping[str, str], files: Path) -> Process:
         command = {"argv": argv, "cwd": str(cwd), "env": dict(env), "files": str(files)}
-        _appears(self.folder / "commands", 120)
+        _appears(self.folder / "commands", 600)
         with socket.socket(socket.AF_UNIX) as server:
             server.connect(str(self.folder / "commands"))
             server.sendall(json.dumps(command).encode())
