@@ -34,11 +34,11 @@ from fl_lightning.callback import (
 
 
 class QuantizedUpdate(FederatedCallback):
-    """S q_j/s is sent for v_j, v = x_{i,K} - w; q_j = ±⌊|v_j| s/S⌋ or the next, v_j in the mean.
+    """S q_j/s is sent for v_j, v = x_{i,K} - w; q_j = ±⌊r_j⌋ or ±⌈r_j⌉, v_j in the mean.
 
-    S is the norm of v's block, as a float32 that is not smaller; q_j is rounded up with probability
-    |v_j| s/S - ⌊|v_j| s/S⌋, by a draw keyed by (seed, round, client). Refused together with partial
-    averaging: a scale would be of coordinates that are not averaged.
+    r_j is the size of v_j times s/S, S the norm of v's block, as a float32 that is not smaller; q_j
+    is rounded up with probability r_j - ⌊r_j⌋, by a draw keyed by (seed, round, client). Refused
+    together with partial averaging: a scale would be of coordinates that are not averaged.
     Sent: ⌈log2(2 s + 1)⌉ bits a number and 32 a block, in place of D numbers. Kept: nothing.
 
     Args:

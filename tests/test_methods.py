@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import FederatedCallback, UserError
+from fl_lightning import ClientState, FederatedCallback, Upload, UserError
 from fl_lightning.callbacks import (
     ControlVariates,
     DivergenceLogger,
@@ -45,6 +45,33 @@ def test_what_hooks_log_is_read_and_not_changed(engine: str) -> None:
         run.fit(module, blobs())
         found.append(module.global_vector.detach())
     assert torch.equal(*found) and float(run.callback_metrics["lr"]) == pytest.approx(0.1, abs=1e-7)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_what_is_logged_and_sent_is_what_it_was_then(engine: str) -> None:
+    """A row that is changed in place afterwards changes neither."""
+
+    class Counting(FederatedCallback):
+        rounds = ClientState(shape=(), synchronised=False)
+        path = ClientState(synchronised=False)
+        before = Upload(shape=())
+        there = Upload()
+
+        def on_local_end(self, clients: Any) -> None:
+            clients.log("before", self.rounds[clients])
+            self.before[clients] = self.rounds[clients]
+            self.there[clients] = self.path[clients]
+            self.rounds[clients] += 1
+            self.path[clients].add_(clients.x)
+
+        def on_round_end(self, server: Any) -> None:
+            server.log("sent", self.before.mean())
+            server.log("path", self.there.mean().abs().sum())
+
+    run = trainer(1, [Counting()])
+    run.fit(federated(engine=engine, participation="all"), blobs())
+    logged = run.callback_metrics
+    assert [float(logged[name]) for name in ("before", "sent", "path")] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])

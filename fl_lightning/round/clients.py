@@ -285,7 +285,8 @@ class Clients:
 
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""
-        self._group.logs[name] = values.detach().reshape(len(self._group.ids))
+        # What is logged is what it is now: rows of states may be changed in place afterwards.
+        self._group.logs[name] = values.detach().reshape(len(self._group.ids)).clone()
 
     def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
         """Say how much each client sends by ``transmit``, in place of D parameters."""

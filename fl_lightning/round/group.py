@@ -219,7 +219,13 @@ class ClientGroup:
         """Take what the clients send under this name, one row each."""
         shape = declaration.sized(self.x.shape[1])
         dtype = declaration.dtype or self.x.dtype
-        self.uploads[key] = torch.as_tensor(value).to(dtype).expand(len(self.ids), *shape)
+        given = torch.as_tensor(value).to(dtype).expand(len(self.ids), *shape)
+        # What is sent is what it is now: x and rows of states may be changed in place afterwards.
+        memory = given.untyped_storage()._cdata
+        changing = (self.x, *self.rows.values())
+        if any(memory == rows.untyped_storage()._cdata for rows in changing):
+            given = given.clone()
+        self.uploads[key] = given
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Rows of states that outlive the round, where they were assigned or changed in place."""

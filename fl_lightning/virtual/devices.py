@@ -164,7 +164,7 @@ def _read(path: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class HalfNormal:
-    """A factor |z| for each job, z ~ N(0, 1) (Nguyen et al., AISTATS 2022)."""
+    """A factor for each job: the size of z ~ N(0, 1) (Nguyen et al., AISTATS 2022)."""
 
     def factor(self, z: float) -> float:
         return abs(z)

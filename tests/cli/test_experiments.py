@@ -15,7 +15,8 @@ from tests.helpers.zygote import Cli
 PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
 
 
-UNSAID = {  # how a run is made, not what it computes
+UNSAID = {  # how a run is made, not what it computes; of simulated systems no paper has a table
+    "asynchronous",
     "engine",
     "clients_at_once",
     "workers",
@@ -35,6 +36,10 @@ UNSAID = {  # how a run is made, not what it computes
     "test_clients",
     "samples",
 }
+
+
+# Simulated devices are compared for our own pages.
+OURS = "experiment/systems/"
 
 
 def plain(node: Any) -> Any:
@@ -76,7 +81,7 @@ def printed(cli: Cli, *names: str) -> Any:
 
 def packaged_experiments() -> list[str]:
     """All that lie in experiment/, fragments and sweeps aside."""
-    names = [name for name in packaged() if name.startswith("experiment/")]
+    names = [name for name in packaged() if name.startswith("experiment/") and OURS not in name]
     return [
         name for name in names if "/method/" not in name and not name.endswith(("-small", "-full"))
     ]
@@ -85,7 +90,9 @@ def packaged_experiments() -> list[str]:
 def test_the_tables_name_every_experiment_and_every_fragment() -> None:
     assert set(packaged_experiments()) == set(EXPERIMENTS)
     fragments = {
-        name for name in packaged() if name.startswith("experiment/") and "/method/" in name
+        name
+        for name in packaged()
+        if name.startswith("experiment/") and "/method/" in name and OURS not in name
     }
     assert fragments == {f"experiment/{paper}/method/{name}" for paper, name in PAIRS}
 

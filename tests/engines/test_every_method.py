@@ -60,8 +60,15 @@ def composition(name: str) -> Case:
     }
 
 
-# need norms, held-out samples, nothing clipped: in tests of their own
-ELSEWHERE = ("method/fedbn", "PerClientEvaluation", "method/scaffnew", "RandomSkips")
+# need norms, held-out samples, nothing clipped, devices: in tests of their own
+ELSEWHERE = (
+    "method/fedbuff",
+    "method/fedasync",
+    "method/fedbn",
+    "PerClientEvaluation",
+    "method/scaffnew",
+    "RandomSkips",
+)
 PACKAGED = [name for name in packaged() if name.startswith("method/") and name not in ELSEWHERE]
 IN_CONFIGS = {type(method).__name__ for name in PACKAGED for method in config(name)[0]}
 OTHERS = [
