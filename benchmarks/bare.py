@@ -100,7 +100,7 @@ class Bare:
             for start in range(0, len(x), self.batch_size):
                 chosen = order[start : start + self.batch_size]
                 optimizer.zero_grad()
-                loss = cross_entropy(model(x[chosen]), y[chosen])
+                loss = self.loss(model, x[chosen], y[chosen])
                 loss.backward()
                 if self.scaffold:
                     for p, add in zip(model.parameters(), correction, strict=True):
@@ -110,3 +110,7 @@ class Bare:
                 losses.append(loss.detach())
                 steps += 1
         return steps
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """What a step minimises."""
+        return cross_entropy(model(x), y)

@@ -143,8 +143,9 @@ class FederatedLoop:
             ids = list(ledger.planned.ids)
         # From here on the participants' rows are known here, whichever process owns them.
         self.state.rows.fetch(ids)
-        steps = self.cohort.steps_in(t, ids)
-        if ledger.planned is not None:
+        if ledger.planned is None:
+            steps = self.cohort.steps_in(t, ids)
+        else:
             steps = {i: self.cohort.steps(i, v) for i, v in ledger.planned.versions.items()}
         sizes = self.cohort.sizes(ids)
         weights = dict.fromkeys(ids, 1.0)

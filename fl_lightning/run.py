@@ -137,7 +137,7 @@ class FederatedRun:
         cohort.own_steps = methods.steps
         if cohort.own_steps is not None:
             cohort.steps_by = methods.name_of_owner("steps")
-        systems.describe(cohort, self.settings.asynchronous, methods.callbacks)
+        systems.set_conditions(cohort, self.settings.asynchronous, methods.callbacks)
         return cohort
 
     def scheduled(

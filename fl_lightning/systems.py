@@ -163,7 +163,7 @@ class VirtualClock(FederatedCallback):
         return Deadline(ticks, self.over_selection)
 
 
-def describe(
+def set_conditions(
     cohort: Cohort, asynchronous: Buffered | None, callbacks: Sequence[FederatedCallback]
 ) -> None:
     """Tell a cohort who is there, how many are drawn, and how many train at a time."""

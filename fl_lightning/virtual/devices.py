@@ -7,6 +7,7 @@ known before training, in every process alike.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -24,12 +25,12 @@ Speeds = NDArray[np.float64]  # (m,), of every client
 TICKS = 1_000_000  # a second
 
 
-class Distribution:
+class Distribution(ABC):
     """A positive number for each client."""
 
+    @abstractmethod
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
         """The numbers ``(m,)``; ``purpose``: "" for computing, "up", "down"."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
