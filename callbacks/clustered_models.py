@@ -108,6 +108,7 @@ class ClusteredModels(FederatedCallback):
             self.declare("centres", ServerState(**_CENTRES))
             self.moves_start = False  # type: ignore[misc]
         else:
+            self.gives_models = True
             self.use("broadcast", self.centres_alone)
             self.use("personal", self.best_centre)
             owners = ("transmit", "on_updates", "aggregate", "evaluated", "parts")

@@ -37,7 +37,8 @@ class ExtrapolatedStep(FederatedCallback):
 
     Raises:
         UserError: epsilon is not above 0; a server optimizer other than SGD without momentum;
-            another callback that aggregates, or that says what is evaluated.
+            another callback that aggregates, or that says what is evaluated; a run that averages
+            parts of the model.
 
     Example:
         one client's update is its own mean, so nothing is extrapolated.
@@ -53,6 +54,7 @@ class ExtrapolatedStep(FederatedCallback):
 
     title = "FedExP"
     neutral = {"epsilon": float("inf"), "average": False}
+    cannot_run_with = {"parts": "its rate would be of coordinates that are not averaged, too"}
     notes = (
         Refusal(
             "its step is along the update, so the server optimizer is SGD without momentum and "

@@ -82,6 +82,7 @@ class LowRankUpdate(FederatedCallback):
     """
 
     title = "PowerSGD"
+    tolerates_staleness = True
     draws_by_client = True
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
     error = ClientState(synchronised=False)

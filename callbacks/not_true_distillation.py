@@ -67,7 +67,7 @@ class NotTrueDistillation(FederatedCallback):
         apart = kl_div(
             log_softmax(student, 1), log_softmax(known, 1), log_target=True, reduction="batchmean"
         )
-        return loss.add(apart, alpha=self.strength * self.temperature**2)
+        return loss.add(apart, alpha=self.strength * (self.temperature * self.temperature))
 
 
 def not_true(logits: Tensor, labels: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class QuantizedUpdate(FederatedCallback):
     """
 
     title = "QSGD"
+    tolerates_staleness = True
     neutral = {"levels": None}
     draws_by_client = True
     cannot_run_with = {"parts": "its scale would be of coordinates that are not averaged, too"}

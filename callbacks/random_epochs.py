@@ -35,6 +35,7 @@ class RandomEpochs(FederatedCallback):
     """
 
     title = "random epochs"
+    tolerates_staleness = True
     draws_by_client = True
 
     def __init__(self, low: int = 2, high: int = 5) -> None:

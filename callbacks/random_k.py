@@ -55,6 +55,7 @@ class RandomK(FederatedCallback):
     """
 
     title = "rand-k"
+    tolerates_staleness = True
     neutral = {"fraction": 1.0}
     draws_by_client = True
     cannot_run_with = {"parts": "what is drawn of a part that is not averaged would be lost"}

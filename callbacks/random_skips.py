@@ -21,6 +21,11 @@ from fl_lightning.callback import (
     number,
 )
 
+_OF_THE_MEAN = (
+    "its control variates add up to 0 only where the clients' mean is the next model, and what "
+    "they get"
+)
+
 
 class RandomSkips(FederatedCallback):
     """x ← x - η (g - h_i), K^t ~ Geometric(p) times; h_i ← h_i + (p/η) (w^{t+1} - x_{i,K}).
@@ -37,7 +42,8 @@ class RandomSkips(FederatedCallback):
 
     Raises:
         UserError: another probability; partial participation, other weights or optimizers,
-            clipping, rates that change within a round.
+            clipping, rates that change within a round; callbacks that decide what is sent either
+            way or how it is combined, FedDyn and FedSpeed: the next model would not be the mean.
 
     Example:
         the control variates add up to 0, after every round.
@@ -55,6 +61,8 @@ class RandomSkips(FederatedCallback):
     requires = {"participation": "all"}
     cannot_run_with = {
         "parts": "its control variates add up to 0 only where all is averaged",
+        **dict.fromkeys(("broadcast", "transmit", "on_updates", "aggregate"), _OF_THE_MEAN),
+        **dict.fromkeys(("DynamicRegularization", "MixedAscent"), _OF_THE_MEAN),
         "SystemHeterogeneity": "all clients take the same number of steps, and all of them finish",
     }
     notes = (

@@ -59,6 +59,7 @@ class SignUpdate(FederatedCallback):
     """
 
     title = "EF-signSGD"
+    tolerates_staleness = True
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
     contraction = True  # EF21 may compress with it
     error = ClientState(synchronised=False)

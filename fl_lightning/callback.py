@@ -214,6 +214,10 @@ class FederatedCallback(pl.Callback):
     reads_loss: ClassVar[bool] = False
     """Whether the method reads ``clients.loss``."""
 
+    gives_models: bool = False
+    """Whether its clients train from models of its own, and w means nothing to them: other methods
+    that read ``clients.w`` are refused."""
+
     taps: dict[str, str] = {}
     """Modules of the learner to look at: ``{"logits": "last", "features": "last:in"}``.
 
@@ -264,6 +268,9 @@ class FederatedCallback(pl.Callback):
     """Whether it only measures: it is left out of a run's title, and what it keeps is none of the
     method's."""
 
+    simulates: ClassVar[bool] = False
+    """Whether it only says on what system a run trains: it is left out of a run's title."""
+
     cannot_run_with: dict[str, str] = {}
     """``{hook or class name: reason}``: another callback of the run must not override that hook,
     or be of that class."""
@@ -289,6 +296,11 @@ class FederatedCallback(pl.Callback):
         self = super().__new__(cls)
         self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)
         return self
+
+    @classmethod
+    def is_method(cls) -> bool:
+        """Tell whether a run is named after it: it neither only measures nor only simulates."""
+        return not (cls.measures or cls.simulates)
 
     def declare(self, name: str, declaration: Declaration) -> None:
         """Declare state in ``__init__``, where it depends on arguments."""

@@ -301,6 +301,12 @@ class Methods:
         return {type(c).__name__ for c in self.callbacks if c.measures}
 
     @property
+    def gives_models(self) -> str:
+        """The callback by whose own models clients train; empty: they train from w."""
+        names = [type(c).__name__ for c in self.callbacks if c.gives_models]
+        return names[0] if names else ""
+
+    @property
     def reads_loss(self) -> bool:
         """Tell whether a callback asks for the mean loss of a client's local steps."""
         return any(c.reads_loss for c in self.callbacks)
@@ -347,8 +353,8 @@ class Methods:
         return ", ".join(sorted(texts)) or "none"
 
     def title(self) -> str:
-        """The methods' names, without those that only measure."""
-        names = [c.title or type(c).__name__ for c in self.callbacks if not c.measures]
+        """The methods' names, without those that only measure or simulate."""
+        names = [c.title or type(c).__name__ for c in self.callbacks if c.is_method()]
         return " + ".join(names) or "FedAvg"
 
 

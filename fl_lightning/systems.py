@@ -78,7 +78,8 @@ class SystemHeterogeneity(FederatedCallback):
 
     neutral: ClassVar[dict[str, Any]] = {"dropout": 0.0, "min_work": 1.0}
     # It decides who takes part and how much is done, which no method's state depends on.
-    measures = True
+    simulates = True
+    tolerates_staleness = True
     shapes_rounds = True
 
     def __init__(
@@ -137,7 +138,7 @@ class VirtualClock(FederatedCallback):
         UserError: an argument that cannot work, sampling that is not uniform.
     """
 
-    measures = True
+    simulates = True
     shapes_rounds = True
     cannot_run_with = {"select": "the clock has to know beforehand who is drawn"}
 

@@ -18,6 +18,7 @@ from fl_lightning.callbacks import (
     RelaxedInitialization,
     SharpnessAwareMinimization,
 )
+from fl_lightning.systems import SystemHeterogeneity
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -176,6 +177,7 @@ def test_a_gradient_may_be_changed_in_place_or_returned() -> None:
     [
         ([], "FedAvg"),
         ([DivergenceLogger()], "FedAvg"),
+        ([SystemHeterogeneity(), ControlVariates()], "SCAFFOLD"),
         ([ControlVariates(), DivergenceLogger(), RelaxedInitialization()], "SCAFFOLD + FedInit"),
     ],
 )

@@ -129,8 +129,11 @@ class Contributions:
         counts = traffic.of_client(group, round.buffers)
         home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
         # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
-        given = group.round.w if self.ledger.base is None else self.ledger.base
-        update = group.x - given
+        given = group.round.w
+        present = self.ledger.base
+        transmits = self.methods.owner("transmit") is not None
+        # FedAsync mixes with the present model, which a client that compresses does not know.
+        update = group.x - (given if present is None or transmits else present)
         # A client counts only if all it would bring is finite: its update, then its buffers.
         buffers = self._buffers(group) if all_finite(update) else None
         if buffers is None:
@@ -142,7 +145,9 @@ class Contributions:
         if round.parts is not None:
             home.trained = update[0].to(round.wide, copy=True)
         sent = self.transmitted(group, update)
-        home.lent = self.methods.owner("transmit") is not None
+        home.lent = transmits
+        if transmits and present is not None:
+            sent = sent + (given - present)
         # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
         group.drop_scratch()
         home.update = sent[0]

@@ -45,7 +45,9 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     if aggregate is None:
         return server.update
     update: Tensor = methods.call(aggregate, server)
-    return update.to(round.w.dtype)
+    # The method may still hold what it returned (a state, say), and others change the update in
+    # place.
+    return update.to(round.w.dtype, copy=True)
 
 
 def masked(server: Server) -> Tensor:

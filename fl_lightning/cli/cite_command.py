@@ -69,6 +69,11 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "TextClassification": ("williams2018multinli",),
     "Dirichlet": ("hsu2019measuring",),
 }
+# Classes that are a method of its own together → its paper.
+TOGETHER: dict[tuple[str, str], str] = {
+    ("ControlVariates", "DynamicRegularization"): "gao2022feddc",
+    ("ControlVariates", "SharpnessAwareMinimization"): "dai2023fedgamma",
+}
 # Class → an argument, whose value says which.
 BY_ARGUMENT: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "RobustAggregation": (
@@ -130,6 +135,12 @@ def cited(config: Mapping[str, Any]) -> str:
         keys += found
         if not found and class_name(part) not in _PLAIN:
             unknown.append(f"% {class_name(part)}: no reference is known here")
+    methods = {class_name(method) for method in as_list(config.get("method"))}
+    keys += [paper for classes, paper in TOGETHER.items() if methods.issuperset(classes)]
+    asynchronous = (config.get("model") or {}).get("asynchronous")
+    if asynchronous:
+        mixing = (asynchronous.get("init_args") or asynchronous).get("mixing")
+        keys.append("nguyen2022fedbuff" if mixing is None else "xie2019fedasync")
     entries = references()
     blocks = [entries[key] for key in dict.fromkeys(keys)]
     lines = "\n".join(dict.fromkeys(unknown))
@@ -148,7 +159,7 @@ def references() -> dict[str, str]:
 def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     """The classes, with their arguments, that a paper may have been written about."""
     for method in as_list(config.get("method")):
-        if _keys(method) or not _measures(method):
+        if _keys(method) or _is_method(method):
             yield method
     model = config.get("model") or {}
     data = config.get("data") or {}
@@ -158,15 +169,15 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
             yield part
 
 
-def _measures(method: Any) -> bool:
-    """Whether a callback is no method, which its class says."""
+def _is_method(method: Any) -> bool:
+    """Whether a run is named after a callback, which its class says."""
     # It imports torch, so only what has no reference is asked.
     from fl_lightning.cli.method_options import method_class
 
     try:
-        return method_class(method).measures
+        return method_class(method).is_method()
     except UserError:
-        return False
+        return True
 
 
 def _keys(part: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -77,6 +78,20 @@ _TRAINER_DEFAULTS = {
     "enable_model_summary": False,
 }
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
+
+
+def as_text(config: dict[str, Any]) -> str:
+    """A config as JSON that reads as YAML, too, which spells infinity otherwise.
+
+    >>> as_text({"epsilon": float("inf"), "name": "Infinity"})
+    '{"epsilon": .inf, "name": "Infinity"}'
+    """
+    text_or_infinity = r'"(?:\\.|[^"\\])*"|Infinity'
+    return re.sub(
+        text_or_infinity,
+        lambda found: ".inf" if found[0] == "Infinity" else found[0],
+        json.dumps(config),
+    )
 
 
 def _name_enums(node: Any) -> None:
@@ -195,7 +210,7 @@ class CommandCLI(LightningCLI):
         if self.command == "partition":
             keys = ("seed_everything", "data")
             config = {key: value for key, value in config.items() if key in keys}
-        self.config = parser.parse_args(["--config", json.dumps(config), *self.prepared.options])
+        self.config = parser.parse_args(["--config", as_text(config), *self.prepared.options])
         seed = self.config.seed_everything
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             raise UserError(
@@ -290,8 +305,8 @@ class CommandCLI(LightningCLI):
         methods = [name.removeprefix("method/") for name in configs]
         if not methods:
             paths = [item.class_path for item in self.config.method]
-            # What only measures is no part of the method.
-            whole_paths = [path for path in paths if not method_class(path).measures]
+            # What only measures or simulates is no part of the method.
+            whole_paths = [path for path in paths if method_class(path).is_method()]
             methods = [class_name(path).lower() for path in whole_paths] or ["fedavg"]
         # The name is of the last whole method, and of what was added to it.
         whole = [place for place, method in enumerate(methods) if method not in ("ri", "sam")]

@@ -80,8 +80,8 @@ def method_class(item: Any) -> type[FederatedCallback]:
     # Plugins are imported by it, so that their methods are known too.
     names_of_ours()
     known = subclasses(FederatedCallback)
-    # What only measures is no method, though the list takes it.
-    names = listed(sorted(name for name in known if not getattr(known[name], "measures", False)))
+    # What only measures or simulates is no method, though the list takes it.
+    names = listed(sorted(name for name, cls in known.items() if cls.is_method()))  # type: ignore[attr-defined]
     accepted = f"Accepted: {names}, or my_module.MyClass of a file my_module.py here."
     if not isinstance(path, str):
         raise UserError(f"method: {item!r} names no class. {accepted}")

@@ -80,6 +80,7 @@ class Worker:
         group = ClientGroup(round, [client], copy.x, self.full_gradient, work.evaluate)
         group.label_counts = work.label_counts
         group.measuring = work.methods.measuring
+        group.models_of = work.methods.gives_models
         clients = Clients(group)
         steps = round.steps[client]
         batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)

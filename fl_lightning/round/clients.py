@@ -56,6 +56,12 @@ class Clients:
     @property
     def w(self) -> Tensor:
         """The server's model w^t ``(D,)``."""
+        models = self._group.models_of
+        if models and self._caller != models and self._caller not in self._group.measuring:
+            raise UserError(
+                f"method: {models} and {self._caller} cannot run together: {self._caller} goes by "
+                f"clients.w, and {models}'s clients train from models of its own. Keep one of them."
+            )
         return self._group.round.w
 
     @property

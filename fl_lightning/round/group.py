@@ -46,6 +46,7 @@ class ClientGroup:
         # (method, x, training) -> what its taps give there; (client) -> samples by class.
         self.seen_at: Callable[[str, Tensor, bool], dict[str, Any]] | None = None
         self.measuring: Collection[str] = ()  # callbacks whose passes are no method's
+        self.models_of = ""  # the callback by whose own models they train; empty: from w
         self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
         # What hooks read. A local step may read any of these tensors besides x.

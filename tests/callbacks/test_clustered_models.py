@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning import UserError
+from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.sampling import generator
@@ -115,6 +115,35 @@ def test_drawn_centres_follow_from_the_seed() -> None:
 def test_what_goes_by_one_model_is_refused(beside: Any, options: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         run(c.ClusteredModels(2), *beside, rounds=1, **options)
+
+
+class GoesByW(FederatedCallback):
+    """A method of a user's own."""
+
+    def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> torch.Tensor:
+        pulled: torch.Tensor = gradient + 0.1 * (clients.x - clients.w)
+        return pulled
+
+
+class Distance(GoesByW):
+    """A logger of a user's own, which may look at w."""
+
+    measures = True
+
+    def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> None:
+        clients.w.norm()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_who_reads_w_is_refused_by_name_where_it_means_nothing(engine: str) -> None:
+    estimated = [c.ControlVariates("gradient")] if engine == "sequential" else []
+    for method in (GoesByW(), *estimated):
+        name = type(method).__name__
+        says = f"ClusteredModels and {name} cannot run together: {name} goes by clients.w"
+        with pytest.raises(UserError, match=says):
+            run(c.ClusteredModels(2), method, rounds=1, engine=engine)
+        run(c.ClusteredModels(1), method, rounds=1, engine=engine)
+    run(c.ClusteredModels(2), c.ControlVariates(), Distance(), rounds=1, engine=engine)
 
 
 def test_a_resumed_run_keeps_its_centres(tmp_path: Path) -> None:

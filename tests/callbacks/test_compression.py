@@ -417,6 +417,14 @@ def test_ef21s_compressor_keeps_nothing_and_its_mean_is_that_of_all_clients() ->
     assert np.abs(record.server[-1]["ErrorFeedback21.mean"] - mean).max() < 1e-15
 
 
+def test_what_others_add_to_the_update_is_no_part_of_ef21s_mean() -> None:
+    """FedDyn changes the update in place, and the server's mean of all is what EF21 returned."""
+    method = c.ErrorFeedback21(c.TopKCompression(0.2), "all")
+    record = network([method, c.DynamicRegularization(0.1)], 6).record
+    mean = sum(record.rows[-1]["ErrorFeedback21.h"].values()) / 8
+    assert np.abs(record.server[-1]["ErrorFeedback21.mean"] - mean).max() < 1e-15
+
+
 def test_small_tensors_of_powersgd_travel_as_they_are() -> None:
     """Biases, and matrices of which two factors would be no fewer numbers."""
     counted = "communication/up_parameters"

@@ -148,6 +148,12 @@ def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
         ({"on_nonfinite": "skip"}, "every client to finish"),
         ({"beside": SystemHeterogeneity(min_work=0.5)}, "SystemHeterogeneity cannot run together"),
         ({"beside": VirtualClock(Devices(Constant(1.0)), deadline=9.0)}, "no deadline"),
+        ({"beside": c.QuantizedUpdate()}, "QuantizedUpdate cannot run together.*the clients' mean"),
+        ({"beside": c.QuantizedBroadcast()}, "QuantizedBroadcast cannot run together"),
+        ({"beside": c.ByzantineClients("sign_flip", 0.2)}, "ByzantineClients cannot run together"),
+        ({"beside": c.ExtrapolatedStep()}, "ExtrapolatedStep cannot run together"),
+        ({"beside": c.DynamicRegularization()}, "DynamicRegularization cannot run together"),
+        ({"beside": c.MixedAscent()}, "MixedAscent cannot run together"),
     ],
 )
 def test_scaffnew_is_refused_where_its_rule_is_not_defined(
@@ -181,15 +187,16 @@ def test_fedexp_goes_further_where_updates_differ() -> None:
         ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.9)}, "momentum"),
         ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, weight_decay=0.1)}, "decay"),
         ([], {"server_optimizer": lambda w: torch.optim.Adam(w, 0.1)}, "given is Adam"),
-        ([c.PartialAveraging({"net.0.*": 2})], {}, "PartialAveraging both decide what is eval"),
+        ([c.PartialAveraging({"net.0.*": 2})], {}, "PartialAveraging cannot run together"),
         ([c.RobustAggregation("median")], {}, "both decide how updates are combined"),
     ],
 )
 def test_fedexp_is_refused_where_its_rule_is_not_defined(
     beside: Any, options: Any, says: str
 ) -> None:
-    with pytest.raises(UserError, match=f"ExtrapolatedStep.*{says}"):
-        run(c.ExtrapolatedStep(), *beside, rounds=1, **options)
+    for average in (True, False):
+        with pytest.raises(UserError, match=f"ExtrapolatedStep.*{says}"):
+            run(c.ExtrapolatedStep(average=average), *beside, rounds=1, **options)
 
 
 def feddc(of: Run, alpha: float) -> list[Vector]:

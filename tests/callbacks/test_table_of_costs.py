@@ -50,6 +50,8 @@ def papers(configs: list[str]) -> str:
         cell = f"{venue} {entry['year']}"
         if "eprint" in entry:
             cell = f"[{cell}](https://arxiv.org/abs/{entry['eprint']})"
+        elif "doi" in entry:
+            cell = f"[{cell}](https://doi.org/{entry['doi']})"
         cells.append(cell)
     return ", ".join(cells)
 

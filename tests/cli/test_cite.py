@@ -12,7 +12,7 @@ import fl_lightning.callbacks
 import fl_lightning.datamodules
 from fl_lightning import FederatedCallback
 from fl_lightning.__main__ import main
-from fl_lightning.cli.cite_command import BY_ARGUMENT, PAPERS, cited, references
+from fl_lightning.cli.cite_command import BY_ARGUMENT, PAPERS, TOGETHER, cited, references
 from fl_lightning.cli.compose import packaged, read
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +42,11 @@ def of_method(name: str) -> list[str]:
         ("fedper", ["arivazhagan2019fedper"]),
         ("fedbn", ["li2021fedbn"]),
         ("fedals", ["gholami2024fedals"]),
+        ("feddc", ["karimireddy2020scaffold", "acar2021feddyn", "gao2022feddc"]),
+        ("fedgamma", ["karimireddy2020scaffold", "qu2022fedsam", "dai2023fedgamma"]),
+        ("fedlesam_s", ["karimireddy2020scaffold", "fan2024fedlesam"]),
+        ("fedbuff", ["nguyen2022fedbuff"]),
+        ("fedasync", ["li2020fedprox", "xie2019fedasync"]),
         ("median", ["yin2018byzantine"]),
         ("multi_krum", ["blanchard2017krum"]),
         ("geometric_median", ["pillutla2022rfa"]),
@@ -61,6 +66,7 @@ def test_every_method_and_data_set_of_ours_has_a_reference_that_its_file_names()
     used = {key for papers in PAPERS.values() for key in papers}
     for _, by_value in BY_ARGUMENT.values():
         used |= {key for papers in by_value.values() for key in papers}
+    used |= set(TOGETHER.values())
     assert used <= entries.keys()
     # The number of each preprint stands in the file of its method, where it has one.
     sources = " ".join(path.read_text() for path in (ROOT / "callbacks").glob("*.py"))
@@ -77,11 +83,12 @@ def test_a_data_config_cites_its_data() -> None:
             assert "no reference" not in cited(read(name)), name
 
 
-@pytest.mark.parametrize("name", ["DivergenceLogger", "PerClientEvaluation"])
-def test_what_only_measures_needs_no_reference(name: str) -> None:
-    assert "no reference" not in cited(
-        {"method": [{"class_path": f"fl_lightning.callbacks.{name}"}]}
-    )
+@pytest.mark.parametrize(
+    "name",
+    ["callbacks.DivergenceLogger", "callbacks.PerClientEvaluation", "systems.SystemHeterogeneity"],
+)
+def test_what_only_measures_or_simulates_needs_no_reference(name: str) -> None:
+    assert "no reference" not in cited({"method": [{"class_path": f"fl_lightning.{name}"}]})
 
 
 def test_a_method_is_one_whatever_its_name_ends_in() -> None:

@@ -212,6 +212,8 @@ def test_method_options(cli: Cli) -> None:
     beta = methods(printed(cli, *two, "--method.beta", "Exponential", "--method.beta.gamma", 0.9))
     schedule = beta["RelaxedInitialization"]["beta"]
     assert "Exponential" in schedule["class_path"] and schedule["init_args"]["gamma"] == 0.9
+    infinite = ("-c", "base", "-c", "method/fedexp", "--method.epsilon", ".inf")
+    assert methods(printed(cli, *infinite))["ExtrapolatedStep"]["epsilon"] == float("inf")
     named = methods(printed(cli, *two, "--method.RelaxedInitialization.beta=0.3"))
     assert named["RelaxedInitialization"]["beta"] == 0.3
 

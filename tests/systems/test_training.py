@@ -9,15 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from fl_lightning import UserError
+from fl_lightning import FederatedCallback, UserError
 from fl_lightning.callbacks import (
     CommunicationLogger,
     ControlVariates,
     DynamicRegularization,
+    ErrorFeedback21,
+    LowRankUpdate,
     PowerOfChoice,
     ProximalTerm,
+    QuantizedUpdate,
+    RandomEpochs,
+    RandomK,
     RelaxedInitialization,
+    SignUpdate,
+    TopKCompression,
 )
 from fl_lightning.contracts.federation import fit, in_processes, outcome, quiet, require_same
 from fl_lightning.systems import (
@@ -188,6 +196,71 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, method: Any) -> None:
         resumed = fit(callbacks(), rounds=7, resume=True, **options)
     assert resumed.run.state.versions
     require_same(outcome(resumed), outcome(whole), 0.0, "resumed", "")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: QuantizedUpdate(7),
+        lambda: SignUpdate(),
+        lambda: RandomK(0.3, memory=True),
+        lambda: LowRankUpdate(1),
+        lambda: TopKCompression(0.2),
+        lambda: ErrorFeedback21(TopKCompression(0.2)),
+        lambda: RandomEpochs(1, 3),
+    ],
+    ids=["QSGD", "sign", "rand-k", "PowerSGD", "top-k", "EF21", "epochs"],
+)
+@pytest.mark.parametrize(
+    "options", [{"size": 2}, {"mixing": 0.6}], ids=["FedBuff", "FedAsync"]
+)
+def test_what_is_sent_is_complete_in_itself(
+    tmp_path: Path, method: Any, options: dict[str, Any]
+) -> None:
+    """An old update is decoded by what its client has alone, whatever delivered meanwhile: the
+    server moves by the discounted mean of what was transmitted, and a resumed run goes on so."""
+    sent: dict[tuple[int, int], Tensor] = {}
+    given: list[Tensor] = []
+
+    class Watch(FederatedCallback):
+        measures = True
+
+        def on_round_start(self, server: Any) -> None:
+            given.append(server.w.clone())
+
+    def watched() -> Any:
+        made = method()
+        if not made.has("transmit"):
+            return made
+        cls = type(made)
+
+        def transmit(self: Any, clients: Any, update: Tensor) -> Tensor:
+            result: Tensor = cls.transmit(self, clients, update)
+            sent[clients.round, clients.client_ids[0]] = result[0].clone()
+            return result
+
+        made.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
+        return made
+
+    system: dict[str, Any] = {"asynchronous": Buffered(UNEQUAL, concurrency=4, **options)}
+    with quiet():
+        whole = fit([watched(), Watch()], rounds=7, folder=str(tmp_path / "whole"), **system)
+        given.append(whole.global_vector.detach().clone())
+        # The schedule follows from the seed.
+        plan = whole.run.loop.plan
+        jobs = [plan.planned(t).versions for t in range(7)]
+        fit([method()], rounds=4, folder=str(tmp_path), **system)
+        resumed = fit([method()], rounds=7, folder=str(tmp_path), resume=True, **system)
+    require_same(outcome(resumed), outcome(whole), 0.0, "resumed", "")
+    assert any(min(versions.values()) < t for t, versions in enumerate(jobs))
+    rule = system["asynchronous"].weight
+    for t, versions in enumerate(jobs if sent else []):
+        d = torch.zeros_like(given[0])
+        for client, version in versions.items():
+            # FedAsync mixes with the present model, FedBuff adds what changed since the old one.
+            base = given[version] - given[t] if "mixing" in options else 0.0
+            d += rule(t - version) * (sent[version, client] + base) / len(versions)
+        assert (given[t + 1] - given[t] - d).abs().max() < 1e-12, f"round {t}"
 
 
 def test_another_system_is_another_run(tmp_path: Path) -> None:
