@@ -128,25 +128,30 @@ def cited(config: Mapping[str, Any]) -> str:
     >>> print(cited({"data": {"class_path": "mine.Data"}}).splitlines()[0])
     % Data: no reference is known here
     """
-    keys = ["mcmahan2017fedavg"]
+    keys = ["mcmahan2017fedavg", *_of_the_whole(config)]
     unknown = []
     for part in _parts(config):
         found = _keys(part)
         keys += found
         if not found and class_name(part) not in _PLAIN:
             unknown.append(f"% {class_name(part)}: no reference is known here")
-    methods = {class_name(method) for method in as_list(config.get("method"))}
-    keys += [paper for classes, paper in TOGETHER.items() if methods.issuperset(classes)]
-    asynchronous = (config.get("model") or {}).get("asynchronous")
-    if asynchronous:
-        mixing = (asynchronous.get("init_args") or asynchronous).get("mixing")
-        keys.append("nguyen2022fedbuff" if mixing is None else "xie2019fedasync")
     entries = references()
     blocks = [entries[key] for key in dict.fromkeys(keys)]
     lines = "\n".join(dict.fromkeys(unknown))
     return "\n\n".join(
         filter(None, [lines, *blocks, _OURS.format(version=version("fl-lightning"))])
     )
+
+
+def _of_the_whole(config: Mapping[str, Any]) -> list[str]:
+    """The papers of what several parts are together, and of how the server waits for clients."""
+    methods = {class_name(method) for method in as_list(config.get("method"))}
+    keys = [paper for classes, paper in TOGETHER.items() if methods.issuperset(classes)]
+    asynchronous = (config.get("model") or {}).get("asynchronous")
+    if asynchronous:
+        mixing = (asynchronous.get("init_args") or asynchronous).get("mixing")
+        keys.append("nguyen2022fedbuff" if mixing is None else "xie2019fedasync")
+    return keys
 
 
 def references() -> dict[str, str]:

@@ -211,9 +211,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, method: Any) -> None:
     ],
     ids=["QSGD", "sign", "rand-k", "PowerSGD", "top-k", "EF21", "epochs"],
 )
-@pytest.mark.parametrize(
-    "options", [{"size": 2}, {"mixing": 0.6}], ids=["FedBuff", "FedAsync"]
-)
+@pytest.mark.parametrize("options", [{"size": 2}, {"mixing": 0.6}], ids=["FedBuff", "FedAsync"])
 def test_what_is_sent_is_complete_in_itself(
     tmp_path: Path, method: Any, options: dict[str, Any]
 ) -> None:
