@@ -81,7 +81,8 @@ def method_class(item: Any) -> type[FederatedCallback]:
     names_of_ours()
     known = subclasses(FederatedCallback)
     # What only measures or simulates is no method, though the list takes it.
-    names = listed(sorted(name for name, cls in known.items() if cls.is_method()))  # type: ignore[attr-defined]
+    methods = [c for c in known.values() if issubclass(c, FederatedCallback) and c.is_method()]
+    names = listed(sorted(c.__name__ for c in methods))
     accepted = f"Accepted: {names}, or my_module.MyClass of a file my_module.py here."
     if not isinstance(path, str):
         raise UserError(f"method: {item!r} names no class. {accepted}")
