@@ -31,7 +31,7 @@ LOOKING_FAULTS = [
             )
         ],
     ),
-    Fault("FedNTD: without τ²", [(FEDNTD, "self.strength * self.temperature**2", "self.strength")]),
+    Fault("FedNTD: without τ²", [(FEDNTD, "self.strength * (self.temperature * self.temperature)", "self.strength")]),
     Fault(
         "FedNTD: the teacher is the client's start",
         [(FEDNTD, "clients.seen_at(clients.w)", "clients.seen_at(clients.start)")],
