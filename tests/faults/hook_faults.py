@@ -102,10 +102,39 @@ HOOK_FAULTS = [
         [
             (
                 "fl_lightning/aggregation/contributions.py",
-                "given = group.round.w if self.ledger.base is None else self.ledger.base",
-                "given = round.w if self.ledger.base is None else self.ledger.base",
+                "        given = group.round.w\n",
+                "        given = round.w\n",
             )
         ],
+    ),
+    Fault(
+        "a method's state that it returned from aggregate is changed by others",
+        [
+            (
+                "fl_lightning/aggregation/server_update.py",
+                "update.to(round.w.dtype, copy=True)",
+                "update.to(round.w.dtype)",
+            )
+        ],
+    ),
+    Fault(
+        "FedAsync: a client compresses its distance from a model that it does not know",
+        [
+            (
+                "fl_lightning/aggregation/contributions.py",
+                "group.x - (given if present is None or transmits else present)",
+                "group.x - (given if present is None else present)",
+            ),
+            (
+                "fl_lightning/aggregation/contributions.py",
+                "if transmits and present is not None:",
+                "if False:",
+            ),
+        ],
+    ),
+    Fault(
+        "IFCA: others read a w that means nothing",
+        [("fl_lightning/round/clients.py", "if models and self", "if False and self")],
     ),
     Fault(
         "broadcast: what is said of it is not counted",

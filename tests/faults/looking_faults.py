@@ -31,7 +31,10 @@ LOOKING_FAULTS = [
             )
         ],
     ),
-    Fault("FedNTD: without τ²", [(FEDNTD, "self.strength * (self.temperature * self.temperature)", "self.strength")]),
+    Fault(
+        "FedNTD: without τ²",
+        [(FEDNTD, "self.strength * (self.temperature * self.temperature)", "self.strength")],
+    ),
     Fault(
         "FedNTD: the teacher is the client's start",
         [(FEDNTD, "clients.seen_at(clients.w)", "clients.seen_at(clients.start)")],
