@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
+.PHONY: help demo test test-flower test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -58,6 +58,17 @@ SIDE_BY_SIDE := --numprocesses logical --dist worksteal
 
 test: .venv/installed-test  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# flwr's pins are narrow: what it needs in other versions lies here, in front of .venv's packages. Python >= 3.11
+.venv-flower/installed: .venv/installed-test
+	$(BIN)/python -m venv --clear .venv-flower
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(.venv-flower/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+	.venv-flower/bin/python -m pip install --quiet --disable-pip-version-check -e '.[flower]'
+	@touch $@
+
+test-flower: .venv-flower/installed  ## apps over sites, by Flower's own processes, in an environment of their own
+	OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower.py
 
 test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
 	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from fl_lightning.errors import UserError, debugging, in_own_code, out_of_memory, suggest
 
@@ -28,7 +29,21 @@ COMMANDS = {
     "analyse": "look at a run's model: analyse hessian RUN, analyse landscape RUN [RUN2]",
     "new": "write a package with a method of your own, to be changed: new own-anchor",
     "cite": "print BibTeX of the methods and the data of a run: cite RUN",
+    "deploy": "write an app for sites that keep their data: deploy flower base data/digits",
+    "site": "a site's process, which such an app starts itself",
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
+}
+
+# Commands with a parser of their own.
+_MODULES = {
+    "check": "fl_lightning.cli.check_command",
+    "new": "fl_lightning.cli.new_command",
+    "cite": "fl_lightning.cli.cite_command",
+    "report": "fl_lightning.report.command",
+    "analyse": "fl_lightning.analysis.command",
+    "sweep": "fl_lightning.sweep.command",
+    "deploy": "fl_lightning.deploy.flower.command",
+    "site": "fl_lightning.deploy.flower.resident",
 }
 
 
@@ -102,31 +117,10 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         else:
             _show(_configs(rest))
         return 0
-    if command == "check":
-        from fl_lightning.cli import check_command
-
-        return check_command.main(rest)
-    if command == "new":
-        from fl_lightning.cli import new_command
-
-        return new_command.main(rest)
-    if command == "cite":
-        from fl_lightning.cli import cite_command
-
-        return cite_command.main(rest)
-    if command == "report":
-        from fl_lightning.report import command as report
-
-        return report.main(rest)
-    if command == "analyse":
-        from fl_lightning.analysis import command as analyse
-
-        sys.path.insert(0, os.getcwd())
-        return analyse.main(rest)
-    if command == "sweep":
-        from fl_lightning.sweep import command as sweep
-
-        return sweep.main(rest)
+    if command in _MODULES:
+        if command in ("analyse", "deploy"):
+            sys.path.insert(0, os.getcwd())
+        return int(import_module(_MODULES[command]).main(rest))
     from fl_lightning.cli.compose import prepare
     from fl_lightning.cli.help import asked
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,9 +130,17 @@ class CommandCLI(LightningCLI):
     Args:
         command: fit, validate, test, predict, export or partition.
         prepared: its arguments, as :func:`~fl_lightning.cli.compose.prepare` sorts them.
+        added: callbacks of a fit, beside those of its config.
+        without: names of callbacks that every fit has, and this one has not.
     """
 
-    def __init__(self, command: str, prepared: Command) -> None:
+    def __init__(
+        self,
+        command: str,
+        prepared: Command,
+        added: Sequence[pl.Callback] = (),
+        without: Sequence[str] = (),
+    ) -> None:
         prepared.config = full_paths(prepared.config)
         prepared.options = full_options(prepared.options)
         _merge_loggers(prepared)
@@ -142,6 +151,8 @@ class CommandCLI(LightningCLI):
             print(note, file=sys.stderr)
         self.command = command
         self.prepared = prepared
+        self.added = added
+        self.without = without
         self.stop = GracefulStop()
         # The file to start from.
         self.checkpoint: str | None = None
@@ -334,7 +345,7 @@ class CommandCLI(LightningCLI):
             return
         check_goes_on(self.config_init.trainer.logger, ids, self.folder)
         self.model = self.config_init.model
-        learner = yaml.safe_load(self._config_text())["model"]["learner"]
+        learner = yaml.safe_load(self.config_text())["model"]["learner"]
         written = learner_config(learner, self.config.model.learner, type(self.model.learner))
         self.model.global_model.config = written
         self.trainer = self._trainer()
@@ -343,7 +354,7 @@ class CommandCLI(LightningCLI):
         """The checkpoint to start from and how to read it, as arguments of fit, test, …"""
         return {"ckpt_path": self.checkpoint, "weights_only": self.config.weights_only}
 
-    def _config_text(self) -> str:
+    def config_text(self) -> str:
         saved = self.config.clone()
         saved.pop("config", None)
         saved.pop("weights_only", None)
@@ -369,10 +380,10 @@ class CommandCLI(LightningCLI):
 
     def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:
         """The method's, the user's and the run's own callbacks, in the order of their hooks."""
-        callbacks = [*self.config_init.method, *as_list(settings["callbacks"])]
+        callbacks = [*self.added, *self.config_init.method, *as_list(settings["callbacks"])]
         names = {type(callback).__name__ for callback in callbacks}
         for name in _STANDING:
-            wanted = writes
+            wanted = writes and name not in self.without
             if name == "FederatedProgressBar":
                 wanted = settings["enable_progress_bar"] is not False
             if name not in names and wanted:
@@ -381,7 +392,7 @@ class CommandCLI(LightningCLI):
             own = _own(settings["logger"])
             tensorboard = settings["logger"] in (None, True)
             tensorboard = tensorboard or any(isinstance(each, RunEvents) for each in own)
-            config = self._config_text()
+            config = self.config_text()
             run = RunFolder(self.folder, self.stem, config, tensorboard)
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:

@@ -168,12 +168,16 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def run(command: str, prepared: Command, debug: bool = False) -> int:
-    """Run ``command`` and give its exit status; the caller prints a :class:`UserError`."""
+def run(command: str, prepared: Command, debug: bool = False, **options: Any) -> int:
+    """Run ``command`` and give its exit status; the caller prints a :class:`UserError`.
+
+    Args:
+        options: of :class:`CommandCLI`.
+    """
     quiet()
     cli: CommandCLI | None = None
     try:
-        cli = CommandCLI(command, prepared)
+        cli = CommandCLI(command, prepared, **options)
         return _execute(cli)
     except Diverged as error:
         print(f"fl-lightning: {error}", file=sys.stderr)

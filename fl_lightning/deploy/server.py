@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.deploy import travel
-from fl_lightning.deploy.transport import Message, Transport
+from fl_lightning.deploy.transport import Message, Transport, said, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
@@ -21,7 +24,9 @@ from fl_lightning.machine.processes import world_size
 from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.state import Upload
+from fl_lightning.storage.files import written_aside
 
+NUMBER = "sites.json"
 ASK_AGAIN = 1.0  # seconds, where a client's site is not there
 
 
@@ -29,13 +34,13 @@ class AtServer(pl.Callback):
     """Makes a fit the server of its clients' sites: they train, and their rows stay there.
 
     Args:
-        run: a number by which sites know the run, in all its fits.
+        run: a number by which sites know the run, in all its fits; None: the folder's.
         timeout: seconds that a round waits for its sites; then their clients count as dropped.
         min_sites: waited for before the first round.
     """
 
     def __init__(
-        self, transport: Transport, run: int, timeout: float = 600.0, min_sites: int = 1
+        self, transport: Transport, run: int | None, timeout: float = 600.0, min_sites: int = 1
     ) -> None:
         self.transport = transport
         self.run = run
@@ -46,10 +51,39 @@ class AtServer(pl.Callback):
         loop = pl_module.run.loop
         assert loop is not None
         refuse(loop, trainer.callbacks)
-        sites = Sites(self.transport, loop, self.run, self.timeout)
+        run = self.run
+        if run is None:
+            run = number_in(Path(trainer.default_root_dir), trainer.current_epoch)
+        sites = Sites(self.transport, loop, run, self.timeout)
         sites.wait_for(self.min_sites)
         loop.engine = sites
         loop.rows_elsewhere = True
+
+
+def number_in(folder: Path, begins: int) -> int:
+    """The number by which sites know the run in a folder; drawn for one that begins.
+
+    Raises:
+        UserError: the run there has trained without sites.
+    """
+    path = folder / NUMBER
+    try:
+        return int(json.loads(path.read_text("utf-8"))["run"])
+    except FileNotFoundError:
+        if begins:
+            raise UserError(
+                f"--run-config folder={str(folder)!r}: the run in it trained {begins} rounds "
+                "without sites, which have no rows of its clients. Give another folder."
+            ) from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(
+            f"--run-config folder={str(folder)!r}: {NUMBER} in it is damaged ({str(error)[:100]}). "
+            "Put it back from a copy, or give another folder."
+        ) from error
+    run = secrets.randbelow(2**53)
+    with written_aside(path) as file:
+        file.write(json.dumps({"run": run}).encode())
+    return run
 
 
 # What they compute needs the clients' samples or rows where the server is.
@@ -64,11 +98,11 @@ _NEED_CLIENTS = {
 }
 
 
-def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
-    """Refuse what cannot be done while clients are at sites, before round 0.
+def refuse_methods(callbacks: list[Any]) -> None:
+    """Refuse callbacks that cannot work while clients are at sites.
 
     Raises:
-        UserError: naming it.
+        UserError: naming one.
     """
     names = set[str]()
     for callback in callbacks:
@@ -79,6 +113,15 @@ def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
                 f"method: {name} needs {what} at the server, and they stay at the sites. Leave it "
                 "out, or simulate with `fl-lightning fit`."
             )
+
+
+def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
+    """Refuse what cannot be done while clients are at sites, before round 0.
+
+    Raises:
+        UserError: naming it.
+    """
+    refuse_methods(callbacks)
     if loop.settings.asynchronous is not None:
         raise UserError(
             "asynchronous: sites train when the server asks them to, round by round; a simulated "
@@ -160,7 +203,7 @@ class Sites:
         if answer.what != "here" or answer.numbers.get("run") != self.run:
             return
         ours = version_of("fl-lightning") or "not installed"
-        theirs = travel.said(answer.arrays.get("version", travel.words("older")))
+        theirs = said(answer.arrays.get("version", words("older")))
         if theirs != ours:
             raise UserError(
                 f"site {site}: it has fl-lightning {theirs}, and the server {ours}. Install the "
@@ -207,7 +250,7 @@ class Sites:
             UserError: it is to be mended.
             RuntimeError: it is an error of the site's code.
         """
-        text = f"site {answer.site}: {travel.said(answer.arrays['text'])}"
+        text = f"site {answer.site}: {said(answer.arrays['text'])}"
         raise UserError(text) if answer.numbers.get("user") else RuntimeError(text)
 
     def train(

@@ -16,7 +16,7 @@ from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.rows import SiteRows
-from fl_lightning.deploy.transport import Array, Message, Post
+from fl_lightning.deploy.transport import Array, Message, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
@@ -107,7 +107,7 @@ class Site(FederatedLoop):
             failed.numbers["user"] = int(isinstance(error, UserError))
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            failed.arrays["text"] = travel.words(f"{kind}{error}{notes}")
+            failed.arrays["text"] = words(f"{kind}{error}{notes}")
             return failed
 
     def here(self, message: Message) -> Message:
@@ -120,7 +120,7 @@ class Site(FederatedLoop):
             "batches": np.asarray(
                 [self.cohort.data.batches_per_epoch(i) for i in self.clients], np.int64
             ),
-            "version": travel.words(version_of("fl-lightning") or "not installed"),
+            "version": words(version_of("fl-lightning") or "not installed"),
             "parameters": np.asarray([self.model.layout.size], np.int64),
         }
         return Message("here", message.site, dict(message.numbers), arrays)

@@ -27,6 +27,16 @@ MAGIC = b"fl-site1"
 KINDS = "biufc"
 
 
+def words(text: str) -> NDArray[np.uint8]:
+    """A text for people as numbers."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def said(array: Array) -> str:
+    """The text of such numbers."""
+    return array.astype(np.uint8).tobytes().decode(errors="replace")
+
+
 @dataclass
 class Message:
     """What a server and a site tell each other.

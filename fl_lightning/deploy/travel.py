@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Brought
@@ -44,15 +43,6 @@ def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin so, by the rest of their names."""
     names = [name.removesuffix(BFLOAT) for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): got(arrays, name) for name in names}
-
-
-def words(text: str) -> NDArray[np.uint8]:
-    """A text for people as numbers."""
-    return np.frombuffer(text.encode(), np.uint8)
-
-
-def said(array: Array) -> str:
-    return array.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 def packed_client(

@@ -165,7 +165,7 @@ def configurations(runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, A
 def _build(run: PlannedRun) -> dict[str, Any] | str:
     """The configuration of a run, or the error that keeps it from being built."""
     try:
-        config = parse_yaml(_built(run)._config_text())
+        config = parse_yaml(_built(run).config_text())
     except UserError as error:
         return str(error)
     except Exception:

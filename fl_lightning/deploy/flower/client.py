@@ -1,0 +1,126 @@
+"""A message's process at a site: it hands the message on to the site's resident process."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.deploy.flower import envelope, link
+from fl_lightning.deploy.flower.settings import NodeSettings
+from fl_lightning.deploy.transport import Message, packed, words
+from fl_lightning.errors import UserError
+
+LOG = "site.log"
+_PAUSE = 0.05
+_STARTS = 4
+
+
+def answer(message: Any, context: Any, file: str) -> Any:
+    """The site's answer to a message of the server.
+
+    Args:
+        file: ``__file__`` of the app's client_app.py.
+    """
+    from flwr.app import Message as FlowerMessage
+
+    try:
+        site = Resident(Path(file).resolve().parents[1], NodeSettings(context.node_config))
+        data = site.ask(envelope.bytes_in(message.content, str(context.node_id)))
+    except (UserError, OSError) as error:
+        failed = Message("failed", numbers={"user": 1})
+        failed.arrays["text"] = np.array(words(str(error)))
+        data = packed(failed)
+    return FlowerMessage(envelope.content(data), reply_to=message)
+
+
+class Resident:
+    """The process that holds a site's learner, data and rows; started where there is none.
+
+    Args:
+        app: the app's folder.
+    """
+
+    def __init__(self, app: Path, settings: NodeSettings) -> None:
+        self.folder = Path(settings.folder).absolute()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--node-config folder={settings.folder!r}: it cannot be written to "
+                f"({error.strerror or error}). Give another folder."
+            ) from error
+        self.command = [sys.executable, "-m", "fl_lightning", "site", str(app)]
+        self.command += ["--folder", str(self.folder), "--parent", str(os.getppid())]
+        if settings.site:
+            self.command += ["--site", str(Path(settings.site).absolute())]
+        else:
+            self.command += ["--clients", settings.clients]
+        self.key = self._key(app, settings)
+
+    def _key(self, app: Path, settings: NodeSettings) -> bytes:
+        """By what a resident of this app and these settings is known."""
+        digest = hashlib.sha256(repr(self.command).encode())
+        paths = sorted(path for path in app.rglob("*") if path.suffix in (".py", ".yaml"))
+        if settings.site:
+            paths.append(Path(settings.site).absolute())
+        for path in paths:
+            if path.is_file():
+                digest.update(path.read_bytes())
+        return digest.digest()
+
+    def ask(self, data: bytes) -> bytes:
+        """What the resident answers, which is started where it has to be.
+
+        Raises:
+            UserError: it does not start, or ends before it answers.
+        """
+        # Messages of the same site come one after the other; who starts it is alone in doing so.
+        with open(self.folder / "site.start", "w") as alone:
+            fcntl.flock(alone, fcntl.LOCK_EX)
+            starts = 0
+            status: int | None = -1
+            while not (answered := self._asked(data)):
+                # One that was killed is started again, one that gave up is not.
+                if status is not None and (status >= 0 or starts == _STARTS):
+                    raise UserError(self._why())
+                if status is not None:
+                    process = self._start()
+                    starts += 1
+                time.sleep(_PAUSE)
+                status = process.poll()
+            return answered
+
+    def _asked(self, data: bytes) -> bytes:
+        """The answer; nothing where no resident of this key is there."""
+        try:
+            with link.connect(self.folder) as connection:
+                connection.sendall(self.key)
+                link.write(connection, data)
+                return link.read(connection)
+        except OSError:
+            return b""
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self.folder / LOG, "wb") as log:
+            return subprocess.Popen(
+                [*self.command, "--key", self.key.hex()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # What ends the message's process is not to end it.
+                start_new_session=True,
+            )
+
+    def _why(self) -> str:
+        """Why it has ended, by the last of its lines."""
+        text = (self.folder / LOG).read_text("utf-8", errors="replace").strip()
+        last = text.split("\n")[-1].removeprefix("fl-lightning: ") if text else "it said nothing"
+        return f"{last[:1000]} (the site's process has ended; {self.folder / LOG})"

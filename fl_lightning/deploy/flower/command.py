@@ -1,0 +1,135 @@
+"""``fl-lightning deploy flower CONFIG…``: an app's folder, for ``flwr run``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.cli.compose import Command, is_file, prepare
+from fl_lightning.errors import UserError, suggest
+
+USAGE = """usage: fl-lightning deploy flower CONFIG [CONFIG ...] [--out DIR] [--key value ...]
+
+Write a Flower app: the run of these configs over sites that keep their data. Its README.md says how
+to start it and what leaves a site.
+
+  CONFIG       packaged configs, YAML files, or a run's folder; several merge, left to right
+  --out DIR    the app's folder (default: flower-app), which is not there yet
+  --key value  over the configs, as of `fl-lightning fit`: --trainer.max_epochs 100
+
+Example: fl-lightning deploy flower base data/digits method/scaffold --out app"""
+
+PACKAGE = "sites_app"
+# In the app's folder, beside config.yaml.
+_FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "site.yaml": "site.yaml",
+    "server_app.py": f"{PACKAGE}/server_app.py",
+    "client_app.py": f"{PACKAGE}/client_app.py",
+}
+_MOST = 8 * 2**20  # bytes of a config; Flower takes apps of 10 MB
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the app that ``argv`` asks for.
+
+    Raises:
+        UserError: the configs are to be mended, cannot be run over sites, or the folder is there.
+    """
+    if not argv or argv[0] in ("-h", "--help") or "--help" in argv:
+        print(USAGE)
+        return 0
+    if argv[0] != "flower":
+        raise UserError(
+            f"deploy {argv[0][:100]}: not an engine for sites.{suggest(argv[0], ['flower'])} "
+            "Accepted: flower."
+        )
+    folder, rest = _out(list(argv[1:]))
+    arguments: list[str] = []
+    while rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+        run = Path(name) / "config.yaml"
+        arguments += ["-c", str(run) if is_file(run) else name]
+    if not arguments and "-c" not in rest:
+        raise UserError(
+            "deploy flower: which configs? Such as fl-lightning deploy flower base data/digits."
+        )
+    prepared = prepare("deploy", [*arguments, *rest])
+    _of_a_run(prepared)
+    write(folder, prepared)
+    return 0
+
+
+def _out(argv: list[str]) -> tuple[Path, list[str]]:
+    """The app's folder, and the other arguments.
+
+    Raises:
+        UserError: it is there, or has no name that Flower takes.
+    """
+    folder = Path("flower-app")
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag != "--out":
+            rest.append(argument)
+            continue
+        folder = Path(value if equals else next(arguments, ""))
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", folder.name):
+        raise UserError(
+            f"deploy flower --out {str(folder)[:100]!r}: an app's name is letters and digits, with "
+            "single hyphens between them, such as app or heart-study."
+        )
+    if folder.exists():
+        raise UserError(
+            f"deploy flower --out {folder}: it exists already, and is left as it is. Give another "
+            "folder, or remove it."
+        )
+    return folder, rest
+
+
+def _of_a_run(prepared: Command) -> None:
+    """Leave out what a run's config says of that run's own place."""
+    prepared.config.pop("ckpt_path", None)
+    if isinstance(prepared.config.get("trainer"), dict):
+        prepared.config["trainer"] = {**prepared.config["trainer"], "default_root_dir": None}
+
+
+def write(folder: Path, prepared: Command) -> None:
+    """Write the app's files, once its config is known to be one."""
+    # They bring torch, which a mistyped name need not wait for.
+    from fl_lightning.cli.cli import CommandCLI
+    from fl_lightning.cli.commands import quiet
+    from fl_lightning.deploy.server import refuse_methods
+
+    quiet()
+    cli = CommandCLI("deploy", prepared)
+    trainer: Any = cli.trainer
+    refuse_methods(trainer.callbacks)
+    config = cli.config_text()
+    if len(config) > _MOST:
+        raise UserError(f"deploy flower: the config has {len(config)} bytes; Flower takes 10 MB.")
+    words = {
+        "NAME": folder.name.lower().replace("_", "-"),
+        "PACKAGE": PACKAGE,
+        "APP": str(folder),
+        "ROUNDS": str(trainer.max_epochs),
+        "CLIENTS": str(cli.datamodule.num_clients),
+    }
+    templates = files("fl_lightning.deploy.flower") / "templates"
+    _put(folder / "config.yaml", config)
+    _put(folder / PACKAGE / "__init__.py", '"""The two ends of the app."""\n')
+    for name, place in _FILES.items():
+        text = (templates / f"{name}.txt").read_text("utf-8")
+        _put(folder / place, re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], text))
+    print(f"→ {folder}: {folder / 'README.md'} says how to start it, and what leaves a site")
+
+
+def _put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"  {path}")

@@ -1,0 +1,45 @@
+"""Our messages in Flower's: one array of bytes, which nobody unpickles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.deploy.transport import Message, packed, unpacked
+from fl_lightning.errors import UserError
+
+KEY = "fl_lightning"
+
+
+def content(data: bytes) -> Any:
+    """Flower's record that holds a message's bytes."""
+    from flwr.app import Array, ArrayRecord, RecordDict
+
+    return RecordDict({KEY: ArrayRecord({KEY: Array(np.frombuffer(data, np.uint8))})})
+
+
+def enclosed(message: Message) -> Any:
+    """The record of a message."""
+    return content(packed(message))
+
+
+def bytes_in(record: Any, site: str) -> bytes:
+    """A message's bytes.
+
+    Raises:
+        UserError: it is another app's record.
+    """
+    try:
+        # Flower reads the array by NumPy, which is told to unpickle nothing.
+        return bytes(record[KEY][KEY].numpy().astype(np.uint8, copy=False))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"site {site}: what came is no message of fl-lightning ({str(error)[:100]}). The app "
+            "that runs has to be the one that `fl-lightning deploy flower` wrote."
+        ) from error
+
+
+def opened(record: Any, site: str) -> Message:
+    """The message in a record."""
+    return unpacked(bytes_in(record, site), site)

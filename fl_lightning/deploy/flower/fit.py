@@ -1,0 +1,37 @@
+"""``fl-lightning fit`` of an app's config, over its sites."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fl_lightning.cli import commands
+from fl_lightning.cli.compose import prepare
+from fl_lightning.deploy.flower.settings import Settings
+from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.transport import Transport
+
+
+def fit(app: Path, transport: Transport, settings: Settings) -> int:
+    """Fit what is in the app's folder; the exit status of ``fl-lightning fit``.
+
+    Raises:
+        UserError: something is to be mended.
+    """
+    if str(app) not in sys.path:
+        sys.path.insert(0, str(app))
+    options = {
+        "--trainer.default_root_dir": settings.folder,
+        "--trainer.max_epochs": settings.rounds,
+        # It goes on where the folder has a run.
+        "--ckpt_path": "last",
+    }
+    arguments = ["-c", str(app / "config.yaml")]
+    for name, value in options.items():
+        arguments += [name, str(value)]
+    at = AtServer(transport, None, settings.timeout, settings.min_sites)
+    return commands.run("fit", prepare("fit", arguments), added=[at], without=STAYS_AWAY)
+
+
+# What a run has in any case, and needs the clients' layers.
+STAYS_AWAY = ("DivergenceLogger",)

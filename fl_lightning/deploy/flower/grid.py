@@ -1,0 +1,102 @@
+"""The server of a Flower app: a fit whose messages travel by Flower's grid."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.deploy.flower import envelope
+from fl_lightning.deploy.flower.parent import end_with
+from fl_lightning.deploy.flower.settings import Settings
+from fl_lightning.deploy.transport import Message, words
+
+# Flower's codes of errors in an app: it cannot be loaded, it raised, its bundle is not accepted.
+# The others tell of nodes, processes and messages that are gone.
+_OF_THE_APP = (1, 2, 7)
+_SOON, _LATER = 0.1, 1.0  # seconds between questions for answers
+
+
+class GridTransport:
+    """Messages by Flower's ``Grid``; a site's name is its node's number."""
+
+    def __init__(self, grid: Any) -> None:
+        self.grid = grid
+        self._site_of: dict[str, str] = {}  # number of a message without an answer → site
+
+    def sites(self) -> list[str]:
+        return sorted(str(node) for node in self.grid.get_node_ids())
+
+    def send(self, messages: list[Message]) -> None:
+        from flwr.app import Message as FlowerMessage
+        from flwr.app import MessageType
+
+        for message in messages:
+            # An answer to what a site was asked before is of no use any more.
+            self._site_of = {k: site for k, site in self._site_of.items() if site != message.site}
+            of_flower = FlowerMessage(
+                envelope.enclosed(message),
+                dst_node_id=int(message.site),
+                message_type=MessageType.TRAIN,
+                group_id=str(message.numbers.get("round", message.what)),
+            )
+            # One by one: a request has a largest size.
+            for number in self.grid.push_messages([of_flower]):
+                self._site_of[number or f"lost {message.site}"] = message.site
+
+    def receive(self, timeout: float) -> list[Message]:
+        until = time.monotonic() + timeout
+        pause = _SOON
+        while True:
+            came = self._answers()
+            left = until - time.monotonic()
+            if came or left <= 0:
+                return came
+            time.sleep(min(pause, left))
+            pause = min(1.5 * pause, _LATER)
+
+    def _answers(self) -> list[Message]:
+        lost = [number for number in self._site_of if number.startswith("lost ")]
+        came = [Message("lost", self._site_of.pop(number)) for number in lost]
+        if self._site_of:
+            for reply in self.grid.pull_messages(list(self._site_of)):
+                site = self._site_of.pop(reply.metadata.reply_to_message_id, None)
+                if site is not None:
+                    came.append(_opened(reply, site))
+        return came
+
+
+def _opened(reply: Any, site: str) -> Message:
+    """What a site answered; ``lost`` where Flower tells that nobody will."""
+    if not reply.has_error():
+        return envelope.opened(reply.content, site)
+    if reply.error.code not in _OF_THE_APP:
+        return Message("lost", site)
+    text = (
+        f"Flower could not run the app there ({str(reply.error.reason)[:300]}). fl-lightning, "
+        "and what the app's own modules import, have to be installed at every site."
+    )
+    return Message("failed", site, {"user": 1}, {"text": np.array(words(text))})
+
+
+def serve(grid: Any, context: Any, file: str) -> None:
+    """Run the app's config as the server of its sites, in an ordinary run's folder.
+
+    Args:
+        file: ``__file__`` of the app's server_app.py.
+
+    Raises:
+        UserError: something is to be mended, here or at a site.
+        RuntimeError: the run diverged, or was stopped.
+    """
+    # Without its link it would wait for answers that nobody can bring.
+    end_with(os.getppid())
+    settings = Settings(context.run_config)
+    from fl_lightning.deploy.flower.fit import fit
+
+    status = fit(Path(file).resolve().parents[1], GridTransport(grid), settings)
+    if status:
+        raise RuntimeError(f"the run ended with status {status}; its reason stands above")

@@ -1,0 +1,123 @@
+"""A SuperLink, SuperNodes and ``flwr run`` as processes on loopback, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens on at present."""
+    held = [socket.socket() for _ in range(number)]
+    for each in held:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+class Federation:
+    """What a user starts, started; all of it ends with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "flwr-home"
+        self.home.mkdir(parents=True)
+        (self.port,) = free_ports(1)
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\n'
+            f'address = "127.0.0.1:{self.port}"\ninsecure = true\n',
+            "utf-8",
+        )
+        self.environment = {
+            **os.environ,
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes[name] = process
+        return process
+
+    def link(self) -> None:
+        self.start(
+            "link",
+            str(BIN / "flower-superlink"),
+            "--insecure",
+            "--disable-runtime-dependency-installation",
+            f"--port={self.port}",
+        )
+        self.wait("the link's port", self._listens)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def node(self, name: str, config: str) -> None:
+        """A site's SuperNode, whose rows are in the folder ``name``."""
+        (port,) = free_ports(1)
+        self.start(
+            name,
+            str(BIN / "flower-supernode"),
+            "--insecure",
+            f"--superlink=127.0.0.1:{self.port}",
+            f"--port={port}",
+            "--node-config",
+            f'{config} folder="{name}"',
+        )
+
+    def run(self, app: Path, name: str = "run", **config: Any) -> subprocess.Popen[bytes]:
+        pairs = [f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in config.items()]
+        settings = " ".join(pairs).replace("min_sites", "min-sites")
+        command = ["run", str(app), "sites", "--stream", "--run-config", settings]
+        return self.start(name, str(BIN / "flwr"), *command)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text("utf-8", errors="replace")
+
+    def wait(self, what: str, there: Callable[[], bool], seconds: float = 240) -> None:
+        until = time.monotonic() + seconds
+        while not there():
+            if time.monotonic() > until:
+                logs = {path.name: path.read_text("utf-8") for path in self.folder.glob("*.log")}
+                raise AssertionError(f"{what} did not come: {logs}")
+            time.sleep(0.05)
+
+    def end(self, name: str, number: int = signal.SIGKILL) -> None:
+        """End what was started under this name, with all that it started in its session."""
+        process = self.processes.pop(name)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        process.wait()
+
+    def close(self) -> None:
+        for name in list(self.processes):
+            self.end(name)

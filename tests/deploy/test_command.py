@@ -1,0 +1,99 @@
+"""``fl-lightning deploy flower`` writes an app; what is mistyped is one paragraph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_lightning.__main__ import main
+from fl_lightning.cli.compose import parse_yaml
+from fl_lightning.deploy.flower.settings import NodeSettings, Settings
+from fl_lightning.errors import UserError
+
+
+def test_an_app_has_the_composed_config_and_two_files_of_five_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--trainer.max_epochs", "3", "--method.beta", "0.2"]
+    given = ["base", "data/digits", "method/fedinit", *options]
+    assert main(["deploy", "flower", *given, "--out", "my-app"]) == 0
+    folder = tmp_path / "my-app"
+    config = parse_yaml((folder / "config.yaml").read_text("utf-8"))
+    assert config["trainer"]["max_epochs"] == 3
+    assert config["method"][0]["init_args"]["beta"] == 0.2
+    assert "rounds = 3" in (folder / "pyproject.toml").read_text("utf-8")
+    assert parse_yaml((folder / "site.yaml").read_text("utf-8"))["data"]
+    for name, end in (("server_app", "serve"), ("client_app", "answer")):
+        text = (folder / "sites_app" / f"{name}.py").read_text("utf-8")
+        statements = [line for line in text.split("\n")[1:] if line]
+        assert f"from fl_lightning.deploy.flower import {end}" in statements
+        assert len(statements) == 6
+    assert "@" not in (folder / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["flowr", "base"], "deploy flowr: not an engine for sites. Did you mean 'flower'?"),
+        (["flower"], "deploy flower: which configs?"),
+        (["flower", "data/digit"], "-c data/digit: this is neither a file nor a packaged config."),
+        (["flower", "base", "--out", "a b"], "--out 'a b': an app's name is letters"),
+        (["flower", "base", "--out", "."], "--out '.': an app's name is letters"),
+        (["flower", "base", "--out", "there"], "--out there: it exists already"),
+        (["flower", "base", "--method", "HessianLogger"], "HessianLogger needs the clients'"),
+        (["flower", "base", "--model.paticipation", "1"], "--model.paticipation"),
+    ],
+)
+def test_what_is_mistyped_is_one_paragraph_and_writes_nothing(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert main(["deploy", *arguments]) == 2
+    text = capsys.readouterr().err.strip()
+    assert said in text
+    assert "\n" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"folder": "a"}, "give one of clients="),
+        ({"clients": "0", "site": "s.yaml", "folder": "a"}, "given are clients='0' and site="),
+        ({"clients": "0,3"}, "folder=.* is missing"),
+        ({"clients": True, "folder": "a"}, "clients=True: give text"),
+    ],
+)
+def test_settings_of_a_node_are_checked(given: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        NodeSettings(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeout": 0}, "timeout=0: give seconds above 0"),
+        ({"min-sites": 0}, "min-sites=0: give at least 1"),
+        ({"rounds": "3"}, "rounds='3': accepted is a whole number"),
+        ({"folder": 3}, "folder=3: accepted is a folder's name"),
+    ],
+)
+def test_settings_of_a_run_are_checked(given: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Settings(given)
+
+
+@pytest.mark.slow
+def test_the_process_of_a_message_does_not_import_torch() -> None:
+    code = "import sys, fl_lightning.deploy.flower; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
