@@ -265,6 +265,8 @@ def copy(path: Path, target: Path) -> None:
 def page(results: Path, target: Path) -> int:
     """``docs/results.md``: the findings in words, the report over what is kept, and what has no
     runs yet."""
+    from PIL import Image
+
     folders = sweeps(results)
     text = "# The papers, re-made on a small machine\n\n"
     text += (
@@ -287,7 +289,10 @@ def page(results: Path, target: Path) -> int:
             shutil.rmtree(results / "figures", ignore_errors=True)
             (results / "figures").mkdir(parents=True)
             for figure in (out / "figures").glob("*.png"):
-                shutil.copy(figure, results / "figures")
+                # A picture of lines needs few colours, and takes a third of the place with them.
+                with Image.open(figure) as drawn:
+                    few = drawn.convert("RGB").quantize(96)
+                few.save(results / "figures" / figure.name, optimize=True)
         findings = results / "findings.md"
         if findings.is_file():
             text += "\n" + filled(findings.read_text("utf-8"), said)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from fl_lightning.report import evidence
@@ -15,6 +16,7 @@ from fl_lightning.report.charts import looks
 from fl_lightning.report.drawing import (
     INK,
     Drawing,
+    beside,
     figure,
     legend,
     logarithmic,
@@ -47,39 +49,65 @@ MEASUREMENTS = {
 
 @styled
 def curves(summary: Summary) -> list[Drawing]:
-    """Draw the smoothed metric against each thing that can be spent, where it was measured."""
+    """Draw the smoothed metric against each thing that can be spent, where it was measured.
+
+    Several sweeps have a panel each, one below the other.
+    """
     drawings = []
-    shown = unit_of(summary)
     for axis, title in AXES.items():
-        if not any(_has(run, summary.metric, axis) for run in summary.found.runs):
-            continue
         if axis == "seconds" and not summary.timed:
             continue
-        drawn = figure(9.2, 4.2)
-        axes = drawn.add_subplot()
-        handles: dict[str, Any] = {}
-        for arm, look in looks(summary):
-            having = [run for run in arm.runs if _has(run, summary.metric, axis)]
-            handles |= _arm(axes, having, summary.metric, axis, look, shown)
+        parts = {}
+        longest = 0
+        for name, part in summary.by_sweep.items():
+            having = [run for run in part.found.runs if _has(run, part.metric, axis)]
+            rounds = max((len(measured(run, part.metric)[0]) for run in having), default=0)
+            longest = max(longest, rounds)
+            # One round makes no curve.
+            if rounds > 1:
+                parts[name] = part
+        if not longest:
+            continue
+        parts = parts or {"": summary}
+        several = len(parts) > 1
+        drawn = figure(9.2, 2.6 * len(parts) if several else 4.2)
+        for place, (name, part) in enumerate(parts.items(), start=1):
+            axes = drawn.add_subplot(len(parts), 1, place)
+            handles = _panel(axes, part, axis)
+            if several:
+                axes.set_title(name, fontsize=points(9.5))
+                beside(axes, handles)
+            else:
+                # Targets are lines without a name: the caption tells of them.
+                legend(drawn, handles)
         axes.set_xlabel(title)
-        axes.set_ylabel(metric_title(summary))
-        dots = (0, (1, 3))
-        for target in summary.targets:
-            height = float(target) * shown.factor
-            axes.axhline(height, color=INK, linewidth=0.9, linestyle=dots)
-        if axis == "rounds":
-            whole_rounds(axes)
-        if axis == "bytes":
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
-        plain(axes)
-        # Targets are lines without a name: the caption tells of them.
-        legend(drawn, handles)
         caption = "The same curves against the mean of what was spent."
         if axis == "rounds":
             caption = _caption(summary)
-        name = title.capitalize()
-        drawings.append(Drawing(f"curves-{axis}", name, caption, drawn, group="curves"))
+        drawings.append(
+            Drawing(f"curves-{axis}", title.capitalize(), caption, drawn, group="curves")
+        )
     return drawings
+
+
+def _panel(axes: Axes, summary: Summary, axis: str) -> dict[str, Any]:
+    """Draw the arms' curves over what was spent, and give each arm's line for the legend."""
+    shown = unit_of(summary)
+    handles: dict[str, Any] = {}
+    for arm, look in looks(summary):
+        having = [run for run in arm.runs if _has(run, summary.metric, axis)]
+        handles |= _arm(axes, having, summary.metric, axis, look, shown)
+    axes.set_ylabel(metric_title(summary))
+    dots = (0, (1, 3))
+    for target in summary.targets:
+        height = float(target) * shown.factor
+        axes.axhline(height, color=INK, linewidth=0.9, linestyle=dots)
+    if axis == "rounds":
+        whole_rounds(axes)
+    if axis == "bytes":
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if x > 0 else "0"))
+    plain(axes)
+    return handles
 
 
 def _caption(summary: Summary) -> str:
@@ -122,6 +150,7 @@ def _arm(
         chosen, rounds, mean, sd = _over_seeds(done, metric, smoothed)
         x = np.mean([_at(run, rounds, spending(run, axis)) for run in chosen], axis=0)
         every = marked(len(x))
+        look = _seen(look, len(x))
         (handles[done[0].arm],) = axes.plot(x, mean * shown.factor, markevery=every, **look)
         if len(done) > 1:
             low = (mean - sd) * shown.factor
@@ -142,6 +171,11 @@ def _arm(
         if not handles:
             handles[f"{run.arm} ({run.status})"] = line
     return handles
+
+
+def _seen(look: Mapping[str, Any], points: int) -> dict[str, Any]:
+    """The looks of a curve of so many points: one point makes no line, and needs a marker."""
+    return {**look, "marker": look.get("marker") or "o"} if points == 1 else dict(look)
 
 
 def marked(points: int) -> list[int]:
@@ -176,13 +210,33 @@ def _over_seeds(
 
 @styled
 def measurements(summary: Summary) -> list[Drawing]:
-    """Draw small panels of what else the runs logged, round by round, unsmoothed."""
-    logged = []
-    for name in MEASUREMENTS:
-        if name != summary.metric and evidence.logged(summary.found, name):
-            logged.append(name)
-    if not logged:
-        return []
+    """Draw small panels of what else the runs logged, round by round, unsmoothed.
+
+    Several sweeps have a drawing each.
+    """
+    parts = summary.by_sweep
+    drawings = []
+    for name, part in parts.items():
+        logged = [metric for metric in MEASUREMENTS if _is_drawn(part, metric)]
+        if not logged:
+            continue
+        drawn = _measurements(part, logged)
+        caption = "Means over seeds, ± one sample deviation, unsmoothed; "
+        caption += "logarithmic where all values are positive."
+        title = "What else was measured"
+        if len(parts) == 1:
+            drawings.append(Drawing("measurements", title, caption, drawn))
+        else:
+            key = f"measurements-{len(drawings) + 1}"
+            drawings.append(Drawing(key, f"{title}: {name}", caption, drawn, group="measurements"))
+    return drawings
+
+
+def _is_drawn(summary: Summary, metric: str) -> bool:
+    return metric != summary.metric and evidence.logged(summary.found, metric)
+
+
+def _measurements(summary: Summary, logged: list[str]) -> Figure:
     # Four panels make a square; three in a row fit the page.
     columns = 2 if len(logged) in (2, 4) else min(3, len(logged))
     rows = -(-len(logged) // columns)
@@ -198,9 +252,7 @@ def measurements(summary: Summary) -> list[Drawing]:
             axes.set_xlabel("rounds")
         plain(axes)
     legend(drawn, handles)
-    caption = "Means over seeds, ± one sample deviation, unsmoothed; "
-    caption += "logarithmic where all values are positive."
-    return [Drawing("measurements", "What else was measured", caption, drawn)]
+    return drawn
 
 
 def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
@@ -213,6 +265,7 @@ def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
         if runs:
             _, rounds, mean, sd = _over_seeds(runs, name, lambda run: measured(run, name)[1])
             positive = positive and bool((mean > 0).all())
+            look = _seen(look, len(mean))
             (handles[arm.name],) = axes.plot(rounds + 1, mean, markevery=marked(len(mean)), **look)
             # A band below 0 has no place on a logarithmic axis.
             low = np.maximum(mean - sd, mean / 10)

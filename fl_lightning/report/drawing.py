@@ -230,6 +230,19 @@ def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
     drawn.legend(list(handles.values()), list(handles), **place)
 
 
+def beside(axes: Axes, handles: Mapping[str, Any]) -> None:
+    """Draw a legend of lines by name beside axes that share their figure with others."""
+    axes.legend(
+        list(handles.values()),
+        list(handles),
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        borderaxespad=0.0,
+        fontsize=points(8),
+        labelspacing=0.3,
+    )
+
+
 def laid_out(drawn: Figure) -> None:
     """Find room for the figure's parts once, and not anew for each of its formats."""
     if drawn.get_layout_engine() is not None:

@@ -231,7 +231,9 @@ def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Sect
                 made.append(Section(table.key, short, table.title, [table]))
         # Figures that show the same in several ways lie behind tabs.
         if group:
-            title = "Curves" if len(group) > 1 else group[0].title
+            title = group[0].title.partition(":")[0] if key != "curves" else "Curves"
+            if len(group) == 1:
+                title = group[0].title
             folded = [table for table in own if table.folded]
             made.append(Section(f"figure-{key}", name or title, title, folded, group, key))
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,22 @@ class Summary:
         """A metric as a reader meets it: ``test acc`` where validation was on the test set."""
         bare = without_prefix(metric)
         return f"test {bare}" if self.on_test and bare != metric else metric
+
+    @property
+    def by_sweep(self) -> dict[str, Summary]:
+        """The name of each sweep → what this says of its arms; one entry where they are one."""
+        kins = list(dict.fromkeys(sweep.kin for sweep in self.found.sweeps))
+        parts: dict[str, Summary] = {}
+        for kin in kins:
+            sweeps = [sweep for sweep in self.found.sweeps if sweep.kin == kin]
+            folders = {path.resolve() for sweep in sweeps for path in sweep.runs}
+            found = self.found.within(folders)
+            names = {run.arm for run in found.runs}
+            arms = {name: arm for name, arm in self.arms.items() if arm.runs[0].arm in names}
+            parts[sweeps[0].folder.name] = replace(self, arms=arms, found=found)
+        # Runs outside of all sweeps, or two sweeps of one name, are drawn together.
+        whole = sum(len(part.found.runs) for part in parts.values()) == len(self.found.runs)
+        return parts if whole and len(parts) == len(kins) else {"": self}
 
     @property
     def scored(self) -> bool:

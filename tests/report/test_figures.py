@@ -284,3 +284,29 @@ def test_runs_of_which_some_alone_were_on_the_test_set_are_told_apart(tmp_path: 
     summary = summarise(find([tmp_path / "s"]))
     assert any("not of the same data" in note for note in summary.notes)
     assert sections.scores(summary).title == "Scores: val/acc, %"
+
+
+def test_each_sweep_has_a_panel_of_its_own(tmp_path: Path) -> None:
+    """Fifty arms of eight sweeps in one panel would be no picture."""
+    for sweep, arms in (("first", "ab"), ("second", "bcd"), ("short", "e")):
+        rounds = 1 if sweep == "short" else 6
+        for number, arm in enumerate(arms):
+            columns = {
+                "val/acc": np.linspace(0.1, 0.5 + number / 10, rounds).tolist(),
+                "train/loss": np.linspace(2, 1 + number, rounds).tolist(),
+                "hessian/trace": [*[None] * (rounds - 1), 7.0 + number],
+            }
+            make_run(tmp_path / f"{sweep}/{arm}/seed-0", arm, 0, columns)
+        (tmp_path / sweep / "sweep.yaml").write_text(f"configs: [base]\n# {sweep}\n")
+    summary = summarise(find([tmp_path / name for name in ("first", "second", "short")]))
+    (drawing,) = curves.curves(summary)
+    told = {}
+    for axes in drawing.figure.axes:
+        told[axes.get_title("left")] = [text.get_text() for text in axes.get_legend().get_texts()]
+    # One round makes no curve.
+    assert told == {"first": ["a", "first/b"], "second": ["second/b", "c", "d"]}
+    titles = [each.title.partition(": ")[2] for each in curves.measurements(summary)]
+    assert titles == ["first", "second", "short"]
+    trace = curves.measurements(summary)[1].figure.axes[-1]
+    assert "trace" in trace.get_title("left")
+    assert [line.get_marker() for line in trace.lines] == ["o"] * 3, "one value is to be seen"
