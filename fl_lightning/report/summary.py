@@ -135,7 +135,9 @@ class Summary:
         parts: dict[str, Summary] = {}
         for kin in kins:
             sweeps = [sweep for sweep in self.found.sweeps if sweep.kin == kin]
-            folders = {path.resolve() for sweep in sweeps for path in sweep.runs}
+            folders = set[Path]()
+            for sweep in sweeps:
+                folders.update(path.resolve() for path in sweep.runs)
             found = self.found.within(folders)
             names = {run.arm for run in found.runs}
             arms = {name: arm for name, arm in self.arms.items() if arm.runs[0].arm in names}
