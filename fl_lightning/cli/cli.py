@@ -55,6 +55,7 @@ from fl_lightning.cli.trackers import check_goes_on, check_installed, completed,
 from fl_lightning.datamodules import FederatedDataModule, Partition
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
+from fl_lightning.machine.strategies import FederatedStrategy
 from fl_lightning.metrics import check_mode
 from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
@@ -144,6 +145,7 @@ class CommandCLI(LightningCLI):
         prepared.config = full_paths(prepared.config)
         prepared.options = full_options(prepared.options)
         _merge_loggers(prepared)
+        _name_strategy(prepared)
         apply_method_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
@@ -418,6 +420,27 @@ def _merge_loggers(prepared: Command) -> None:
         merged = [{"class_path": events}]
     if merged != trainer.get("logger"):
         prepared.config["trainer"] = {**trainer, "logger": merged}
+
+
+def _name_strategy(prepared: Command) -> None:
+    """Let the strategy that has a registered name take options, as the class that it stands for."""
+    trainer = prepared.config.get("trainer") or {}
+    given = trainer.get("strategy")
+    path = f"{FederatedStrategy.__module__}.{FederatedStrategy.__qualname__}"
+    named = FederatedStrategy.strategy_name
+    flag = "--trainer.strategy"
+    options = prepared.options
+    if isinstance(given, dict) and given.get("class_path") == named:
+        prepared.config["trainer"] = {**trainer, "strategy": {**given, "class_path": path}}
+    if not any(option.startswith(f"{flag}.") for option in options):
+        return
+    if given == named:
+        prepared.config["trainer"] = {**trainer, "strategy": {"class_path": path}}
+    for place, option in enumerate(options):
+        if option == f"{flag}={named}":
+            options[place] = f"{flag}={path}"
+        elif option == named and options[place - 1] == flag:
+            options[place] = path
 
 
 def _own(logger: Any) -> list[Any]:

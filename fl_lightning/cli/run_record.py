@@ -150,6 +150,7 @@ class RunRecord(pl.Callback):
         self._kept["validated_on"] = None
         if on_test is not None:
             self._kept["validated_on"] = "test" if on_test else "validation"
+        self._take_names(trainer)
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,6 +162,7 @@ class RunRecord(pl.Callback):
         rounds = trainer.max_epochs
         all_done = rounds is not None and 0 <= rounds <= trainer.current_epoch
         asked = getattr(pl_module, "stop_requested", False) or _out_of_time(trainer)
+        self._take_names(trainer)
         self._write("stopped" if asked and not all_done else "done", trainer)
 
     def on_exception(
@@ -171,6 +173,8 @@ class RunRecord(pl.Callback):
             status = "diverged"
         elif isinstance(exception, KeyboardInterrupt | SystemExit):
             status = "stopped"
+        # Names are those of the last round: to ask for metrics is to ask the other processes, which
+        # may be lost.
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
@@ -190,7 +194,6 @@ class RunRecord(pl.Callback):
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
-        self._take_names(trainer)
         if self._path is None or not trainer.is_global_zero:
             return
         title = type(module).__name__

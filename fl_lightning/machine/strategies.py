@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -78,7 +79,12 @@ class FederatedStrategy(DDPStrategy):
         return {"num_replicas": 1, "rank": 0}
 
     def setup_distributed(self) -> None:
-        super().setup_distributed()
+        try:
+            super().setup_distributed()
+        except RuntimeError as error:
+            if "connectfullmesh" not in str(error).lower():
+                raise
+            raise UserError(self._no_way(str(error))) from error
         self._began = None
         self._longest = 0.0
         set_timeout(max(self.given_timeout or default_timeout(), default_timeout()))
@@ -147,6 +153,17 @@ class FederatedStrategy(DDPStrategy):
         if asking.is_alive() or len(ranks) == len(others):
             return ranks[:1]
         return ranks
+
+    def _no_way(self, said: str) -> str:
+        remote = re.search(r"remote=\[([^\]]+)\]", said)
+        place = f" at {remote[1]}" if remote else ""
+        return (
+            f"rank {self.global_rank} (process {os.getpid()} on {socket.gethostname()}) does not "
+            f"reach another process{place}. Processes take the address that their host's name "
+            "stands for, which may be one of the host alone, such as 127.0.1.1; name the network "
+            "between the hosts by its interface on each: GLOO_SOCKET_IFNAME=eth0, and for GPUs "
+            "NCCL_SOCKET_IFNAME=eth0."
+        )
 
     def _paragraph(self, lost: list[int]) -> str:
         own = f"rank {self.global_rank} ({self._who[self.global_rank]})"

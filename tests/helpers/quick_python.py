@@ -37,6 +37,8 @@ def main() -> None:
         time.sleep(0.01)  # it still imports
     server = socket.socket(socket.AF_UNIX)
     server.connect(where)
+    # The child is forked elsewhere: it follows to the network and the host name of this process.
+    namespaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
     open_files = []
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
@@ -45,6 +47,7 @@ def main() -> None:
             if number != server.fileno():
                 open_files.append(number)
     command = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ), "open": open_files}
+    command["namespaces"] = namespaces
     text = json.dumps(command).encode()
     socket.send_fds(server, [LENGTH.pack(len(text))], open_files)
     server.sendall(text)

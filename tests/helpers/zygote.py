@@ -357,6 +357,8 @@ def _watch(pid: int, asked: socket.socket) -> None:
 def _python(command: dict[str, Any]) -> int:
     """In the forked process: become ``python`` with these arguments."""
     _take_over(command["descriptors"])
+    for number in command["namespaces"]:
+        _enter(number)
     os.chdir(command["cwd"])
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
@@ -387,6 +389,14 @@ def _python(command: dict[str, Any]) -> int:
         main["__file__"] = option
         exec(compile(Path(option).read_bytes(), option, "exec"), main)
     return 0
+
+
+def _enter(namespace: int) -> None:
+    """Go to the network, or to the host name, that the open file stands for."""
+    kind = os.readlink(f"/proc/self/fd/{namespace}").partition(":")[0]
+    if not os.path.samestat(os.fstat(namespace), os.stat(f"/proc/self/ns/{kind}")):
+        assert ctypes.CDLL(None).setns(namespace, 0) == 0
+    os.close(namespace)
 
 
 def _take_over(descriptors: dict[int, int]) -> None:
