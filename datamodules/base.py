@@ -255,9 +255,10 @@ class FederatedDataModule(pl.LightningDataModule):
         return np.bincount(labels[self.client_indices(client)], minlength=classes)
 
     def client_test_indices(self, client: int) -> Indices:
-        """Positions of a client's test samples in the training data, ascending; may be empty.
+        """Positions of a client's test samples, ascending; may be empty.
 
-        Those of a test set of its own are counted on from the number of training samples.
+        A position below the number N of training samples is one of these, held out. Position N + j
+        is sample j of the test data, where clients have test sets of their own.
         """
         return self._who.test_indices(client)
 

@@ -93,7 +93,7 @@ class OwnTests:
 
     Args:
         clients: each one's positions in ``samples``; a client may have none.
-        total: of training samples, N: positions are counted on from there.
+        total: number N of training samples; position N + j is sample j of ``samples``.
     """
 
     samples: Samples

@@ -47,7 +47,7 @@ class FederatedLoop:
         note: takes what the user should know.
         buffers: what becomes of the learner's.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
-        plan: of a run on simulated devices: who delivers when; None: everybody takes part at once.
+        schedule: of a run on simulated devices: who delivers when; None: everybody takes part at once.
         present: the latest round that began, and who takes part in it.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
         rows_elsewhere: whether clients' rows stay where the clients are, at sites.
@@ -69,7 +69,7 @@ class FederatedLoop:
     buffers: BufferPolicy
     rank: int = 0
     world_size: int = 1
-    plan: Plan | None = None
+    schedule: Plan | None = None
     present: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
     rows_elsewhere: bool = False
@@ -104,9 +104,9 @@ class FederatedLoop:
             metrics = self.metrics(ledger, server)
             # What may still fail comes before the commit: rows travel to their owners, which
             # takes all processes, and loggers write.
-            staged = ledger.settled_rows(self.methods.declared) if ledger.finished else {}
+            staged = ledger.rows_to_commit(self.methods.declared) if ledger.finished else {}
             rows = self.state.rows.bring_home(staged)
-            server_states = ledger.settled_server(self.methods.declared)
+            server_states = ledger.server_states_to_commit(self.methods.declared)
             if not self.counts(ledger):
                 server_states = self.methods.of_every_round(server_states)
             metrics["time/round"] = time.perf_counter() - start
@@ -120,9 +120,9 @@ class FederatedLoop:
             # The store has the rows now, in memory or on disk, and drops those that exceed it.
             ledger.rows = {}
         except BaseException:
-            # An exception within the commit comes after its one assignment, or before: then the
-            # commit is finished, or all is undone.
-            if not self.state.settle(t):
+            # Where the commit's one assignment is done the round counts, and its commit is
+            # finished; where it is not, all is undone.
+            if not self.state.finish_commit(t):
                 undo()
             raise
         # Writing to disk may fail, and comes last: the round is committed all the same.
@@ -138,8 +138,8 @@ class FederatedLoop:
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
         self.present = t, tuple(ids)
-        if self.plan is not None:
-            ledger.planned = self.plan.planned(t, None if select is None else ids)
+        if self.schedule is not None:
+            ledger.planned = self.schedule.planned(t, None if select is None else ids)
             ids = list(ledger.planned.ids)
         # From here on the participants' rows are known here, whichever process owns them.
         self.state.rows.fetch(ids)
@@ -212,7 +212,7 @@ class FederatedLoop:
             steps_of=self.cohort.steps_of,
             home=self.state.rows.at_home,
             own_buffers=self.buffers.own(buffers),
-            noise=None if self.methods.draws_from is None else self.cohort.coins,
+            noise=None if self.methods.draws_from is None else self.cohort.key,
         )
 
     def broadcast(self, server: Server) -> Tensor | None:
@@ -240,16 +240,20 @@ class FederatedLoop:
             self.tell(done, len(clients))
 
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
-        for version, jobs in self.by_version(round, ledger, leaves):
-            self.engine.train(version, jobs, contributions.add, tell)
+        for known, jobs in self.as_given(round, ledger, leaves):
+            self.engine.train(known, jobs, contributions.add, tell)
         total = contributions.total()
         self.buffers.tell(contributions.changed, self.note)
         return total
 
-    def by_version(
+    def as_given(
         self, round: Round, ledger: Ledger, leaves: list[tuple[int, int]]
     ) -> Iterator[tuple[Round, list[tuple[int, int]]]]:
-        """The round, and who trains in it; where clients were given older models, one for each."""
+        """Groups of jobs, each with the round as its clients know it.
+
+        One group, but in asynchronous runs: there those that were given one model are a group,
+        whose round has that model's number, vector, buffers and rates.
+        """
         planned = ledger.planned
         if planned is None or set(planned.versions.values()) <= {round.t}:
             yield round, leaves
@@ -305,10 +309,10 @@ class FederatedLoop:
         """
         # Lightning counts the step of every epoch, so it is taken also where nobody finished, and
         # leaves every coordinate as it is.
-        keep = server.averaged
+        moves = server.averaged
         if not self.counts(ledger):
-            keep = torch.zeros_like(server.w, dtype=torch.bool)
-        self.server_step.step(self.model.w, server.update, keep)
+            moves = torch.zeros_like(server.w, dtype=torch.bool)
+        self.server_step.step(self.model.w, server.update, moves)
         if not all_finite(server.w):
             raise Diverged(diverged_text(server.round, "the server's model"))
 

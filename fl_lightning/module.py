@@ -53,7 +53,8 @@ class FederatedModule(LearnerHooks):
             ``"local_steps"`` of each client (from its first step again in every round), or nothing:
             ``"ignore"``.
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
-        clip_norm: per client, min(1, clip_norm/‖g‖) on the corrected gradient.
+        clip_norm: in each local step a client's corrected gradient is scaled by
+            min(1, clip_norm/‖g‖).
         keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every
             round.
         server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None:

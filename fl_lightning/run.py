@@ -128,10 +128,10 @@ class FederatedRun:
 
     def _cohort(self, data: Any, seed: int, methods: Methods, quick: bool | int) -> Cohort:
         # Whoever knows the seed must not be able to compute who took part in a private run.
-        coins: Any = self.secret
+        key: Any = self.secret
         if methods.draws_from != "secret":
-            coins = methods.draws_from
-        cohort = Cohort(data, seed, coins=coins, **self.settings.cohort(quick))
+            key = methods.draws_from
+        cohort = Cohort(data, seed, key=key, **self.settings.cohort(quick))
         # How many steps there are is known outside of rounds, too.
         methods.bind_run(RunBinding(cohort.seed, cohort.steps_of))
         cohort.own_steps = methods.steps
@@ -161,7 +161,7 @@ class FederatedRun:
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """The participants of round t, ascending: sampled, chosen by a method, or who delivered."""
         if self.settings.asynchronous is not None and not cohort.quick:
-            known = None if self.loop is None else self.loop.plan
+            known = None if self.loop is None else self.loop.schedule
             plan = known or systems.plan(cohort, self.settings, self.methods, self.model.w)
             assert plan is not None
             return plan.planned(t).ids
@@ -261,7 +261,7 @@ class FederatedRun:
             tell=reporter.client_ended,
             note=self.note,
             buffers=policy,
-            plan=systems.plan(cohort, self.settings, self.methods, model.w),
+            schedule=systems.plan(cohort, self.settings, self.methods, model.w),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
@@ -382,7 +382,7 @@ class FederatedRun:
         checkpoint.check_savable(trainer)
         # A checkpoint within a round holds what the round found, unless it is committed: a commit
         # that was interrupted is finished before.
-        if self.state.settle(self.loop.present[0]):
+        if self.state.finish_commit(self.loop.present[0]):
             self.model.found = None
         server_update.undo_in(saved, self.model)
         self.folder.save(

@@ -1,4 +1,15 @@
-"""Clients' contributions: updates, uploads, buffers and logs are summed in order, rows staged."""
+"""Clients' contributions: updates, uploads, buffers and logs are summed in order, rows staged.
+
+What the sum holds under which key:
+
+- ``weight``: Σ p_i. ``traffic``: how much travelled, see :mod:`fl_lightning.aggregation.traffic`.
+- ``update``: Σ u_i, and ``weighted``: Σ p_i u_i. With equal weights they are the same, and only
+  ``weighted`` is there. Where a method gets all updates neither is: they are summed afterwards.
+- ``sum:NAME`` and ``weighted:NAME``: the same of an upload; with equal weights ``sum:NAME`` alone.
+- ``copies``: Σ p_i × the update before it was transmitted, where parts are not averaged.
+- ``buffer:NAME``: Σ p_i × its change; ``max:NAME``: the maximum of a buffer that counts.
+- ``log:NAME`` and ``num:NAME``: what clients logged, and how many did.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +45,7 @@ class Brought:
     Args:
         counts: of its traffic; None: it never answered, and counts as dropped.
         finished: whether all that it brings is finite; where not, only its counts are there.
-        update: ``(D,)``, as transmitted; ``lent``: a method may still hold it.
+        update: ``(D,)``, as transmitted; ``shared``: a method may still hold and change it.
         trained: ``(D,)``, before it was transmitted, where parts are not averaged; None.
         uploads, logs: by name, a row each and a number each.
         buffers: changes of those that are averaged, and values of which the maximum is taken.
@@ -46,7 +57,7 @@ class Brought:
     counts: list[int] | None
     finished: bool = False
     update: Tensor | None = None
-    lent: bool = False
+    shared: bool = False
     trained: Tensor | None = None
     uploads: dict[str, Tensor] = field(default_factory=dict)
     logs: dict[str, Tensor] = field(default_factory=dict)
@@ -89,10 +100,10 @@ class Contributions:
         home = group if isinstance(group, Brought) else self.brought(group)
         client = home.client
         values: Leaf = {}
-        lent: set[str] = set()
+        shared: set[str] = set()
         if home.finished:
             weight = self.ledger.round.weights[client]
-            lent = self._finish(values, home, weight)
+            shared = self._finish(values, home, weight)
             for key, value in home.buffers.items():
                 values[key] = value * weight if key.startswith("buffer:") else value
         transmitted = values.pop("update") if self.gathers and home.finished else None
@@ -114,13 +125,13 @@ class Contributions:
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
                 # The method may still hold what it returned from `transmit`.
-                if "update" in lent:
+                if "update" in shared:
                     self.ledger.updates[client] = transmitted.clone()
                 else:
                     self.ledger.updates[client] = transmitted
             for key, row in home.rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
-            self._sum.add(leaf, values or None, lent)
+            self._sum.add(leaf, values or None, shared)
 
     def brought(self, group: ClientGroup) -> Brought:
         """What a client, a group of one after ``on_local_end``, brings home."""
@@ -145,7 +156,7 @@ class Contributions:
         if round.parts is not None:
             home.trained = update[0].to(round.wide, copy=True)
         sent = self.transmitted(group, update)
-        home.lent = transmits
+        home.shared = transmits
         if transmits and present is not None:
             sent = sent + (given - present)
         # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
@@ -190,7 +201,7 @@ class Contributions:
         wide = self.ledger.round.wide
         update = home.update
         assert update is not None
-        lent = {"update", "weighted"} if home.lent else set[str]()
+        shared = {"update", "weighted"} if home.shared else set[str]()
         values["weight"] = torch.tensor(float(weight), dtype=torch.float64)
         if home.trained is not None:
             values["copies"] = home.trained * weight
@@ -199,11 +210,11 @@ class Contributions:
             declared = self.methods.declared[key]
             assert isinstance(declared, Upload)
             self._add_row(values, key, value.to(declared.summed_as(update.dtype)), weight)
-            lent.add("sum:" + key)
+            shared.add("sum:" + key)
         for name, value in home.logs.items():
             values["log:" + name] = value.to(torch.float64, copy=True)
             values["num:" + name] = torch.ones((), dtype=torch.float64, device=value.device)
-        return lent
+        return shared
 
     def _own(self, group: ClientGroup) -> dict[str, Tensor]:
         """Rows of its own that a client keeps: buffers, and for its personal model its round."""

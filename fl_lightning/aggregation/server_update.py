@@ -85,14 +85,14 @@ class ServerStep:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
 
-    def step(self, w: Tensor, update: Tensor, keep: Tensor | None) -> None:
+    def step(self, w: Tensor, update: Tensor, moves: Tensor | None) -> None:
         """Step with gradient ``-update``.
 
-        w and (D,)-shaped state stay where ``keep`` ``(D,)`` is False.
+        ``moves`` ``(D,)``: where w and (D,)-shaped state change; None: everywhere.
         """
         old_w = torch.empty(0)
         old_state: dict[str, Tensor] = {}
-        if keep is not None:
+        if moves is not None:
             old_w = w.detach().clone()
             for name, value in self._state(w).items():
                 if isinstance(value, Tensor):
@@ -102,15 +102,15 @@ class ServerStep:
             self.lightning_optimizer.step()
         finally:
             w.grad = None
-        if keep is None:
+        if moves is None:
             return
         # An optimizer with momentum moves coordinates whose gradient is 0, so they are put back.
         with torch.no_grad():
-            w.copy_(torch.where(keep, w, old_w))
+            w.copy_(torch.where(moves, w, old_w))
             for name, value in self._state(w).items():
                 if isinstance(value, Tensor) and value.shape == w.shape:
                     old = old_state.get(name, torch.zeros_like(value))
-                    value.copy_(torch.where(keep, value, old))
+                    value.copy_(torch.where(moves, value, old))
 
     def _state(self, w: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(w, {})

@@ -36,6 +36,10 @@ class TreeSum:
     """Σ of dictionaries of tensors over leaves 0…n-1, which are added in any order.
 
     Keys that start with ``max:`` take maxima. ``None`` is a leaf that takes no part.
+
+    Of six leaves, leaf 5 waits for leaf 1 (stride 4). Their sum waits for leaf 3 (stride 2), and the
+    sum of all odd leaves for that of the even ones (stride 1). Leaf 3 has no sibling 7: it is
+    such a sum by itself.
     """
 
     def __init__(self, n: int) -> None:
@@ -43,8 +47,11 @@ class TreeSum:
         self._waiting: dict[tuple[int, int], Leaf | None] = {}
         self.total: Leaf | None = None
 
-    def add(self, leaf: int, values: Leaf | None, lent: Collection[str] = ()) -> None:
-        """Take a leaf; its tensors are the sum's from now on, except those under ``lent``."""
+    def add(self, leaf: int, values: Leaf | None, shared: Collection[str] = ()) -> None:
+        """Take a leaf; its tensors are the sum's from now on.
+
+        ``shared``: keys whose tensors somebody else may still change: these are copied.
+        """
         # The node (residue, stride) sums the leaves j ≡ residue (mod stride). The leaf is a node
         # by itself under a stride that no two leaves share.
         stride = 1
@@ -57,29 +64,29 @@ class TreeSum:
             if sibling < self.n:
                 # Whoever of two siblings comes first waits; the second carries their sum upwards.
                 if (sibling, stride) not in self._waiting:
-                    self._waiting[residue, stride] = _kept(values, lent)
+                    self._waiting[residue, stride] = _kept(values, shared)
                     return
-                values = _merge(self._waiting.pop((sibling, stride)), values, lent)
-                lent = ()
+                values = _merge(self._waiting.pop((sibling, stride)), values, shared)
+                shared = ()
             residue = residue % half
             stride = half
-        self.total = _kept(values, lent)
+        self.total = _kept(values, shared)
 
 
-def _kept(values: Leaf | None, lent: Collection[str]) -> Leaf | None:
-    """``values``, of which those under ``lent`` are copied, as others may still change them."""
+def _kept(values: Leaf | None, shared: Collection[str]) -> Leaf | None:
+    """``values``, of which those under ``shared`` are copied, as others may still change them."""
     return values and {
-        key: value.clone() if key in lent else value for key, value in values.items()
+        key: value.clone() if key in shared else value for key, value in values.items()
     }
 
 
-def _merge(a: Leaf | None, b: Leaf | None, lent: Collection[str]) -> Leaf | None:
-    """a + b, in a's memory; ``lent``: what of b is not to be kept."""
+def _merge(a: Leaf | None, b: Leaf | None, shared: Collection[str]) -> Leaf | None:
+    """a + b, in a's memory; what is ``shared`` of b is copied where a has nothing to add it to."""
     if a is None or b is None:
-        return _kept(b, lent) if a is None else a
+        return _kept(b, shared) if a is None else a
     for key, value in b.items():
         if key not in a:
-            a[key] = value.clone() if key in lent else value
+            a[key] = value.clone() if key in shared else value
         elif key.startswith("max:"):
             torch.maximum(a[key], value, out=a[key])
         else:
@@ -88,7 +95,10 @@ def _merge(a: Leaf | None, b: Leaf | None, lent: Collection[str]) -> Leaf | None
 
 
 def sum_over_processes(total: Leaf | None) -> Leaf | None:
-    """The sum of the processes' sums; it has the same bits in each of them."""
+    """The sum of the processes' sums; it has the same bits in each of them.
+
+    These are the bits of one process where the number of processes is a power of two.
+    """
     world = world_size()
     if world == 1:
         return total

@@ -160,7 +160,7 @@ class Site(FederatedLoop):
         self.engine.train(round, leaves, collect, lambda: None)
         for name in contributions.changed:
             answer.numbers["changed/" + name] = 1
-        self.rows.stage(t, ledger.settled_rows(self.methods.declared), finished)
+        self.rows.stage(t, ledger.rows_to_commit(self.methods.declared), finished)
         return answer
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:

@@ -32,7 +32,7 @@ class Known:
         self.copies = copies
         self.situation = copies.situation
         self.untried = first_steps.untried
-        self.alone = first_steps.alone
+        self.one_by_one = first_steps.one_by_one
         self.device = self.situation.w.device.type
 
     @property
@@ -115,10 +115,10 @@ TABLE = (
     ),
     Row(
         "a first step shows that clients share something",
-        lambda known: known.alone is not None,
+        lambda known: known.one_by_one is not None,
         "sequential",
         "all",
-        "{known.alone.text}, so clients train one after the other",
+        "{known.one_by_one.text}, so clients train one after the other",
     ),
     Row(
         "a client's steps on two copies show it",
@@ -186,16 +186,19 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
         row = next(row for row in TABLE if row.holds(known))
     except Exception as error:  # The first round will meet it, and say where.
         why = f"a trial before round 0 failed ({type(error).__name__}: {error})"
-        return EnginePlan("sequential", why, threads=torch.get_num_threads()), known.alone
+        return EnginePlan("sequential", why, threads=torch.get_num_threads()), known.one_by_one
     plan = EnginePlan(
         row.engine,
         f"{row.when}: {row.reason.format(known=known)}",
         threads=torch.get_num_threads() if row.threads == "all" else 1,
     )
-    alone = None if known.untried else known.alone or vars(known).get("in_order")
+    # Whether copies keep the order was found out only where a row asked for it: it is not tried
+    # now, so a look into what is cached comes in place of reading the property.
+    in_order = vars(known).get("in_order")
+    one_by_one = None if known.untried else known.one_by_one or in_order
     if row.engine == "sequential":
-        return plan, alone
+        return plan, one_by_one
     workers = known.wanted if known.device == "cpu" else 0
     captured = not known.not_captured
     plan = replace(plan, workers=workers, captured=captured, not_captured=known.not_captured)
-    return plan, alone
+    return plan, one_by_one

@@ -32,14 +32,14 @@ class Decision:
     """What the first process found out, for all of them.
 
     Args:
-        alone: why clients have to train one after the other.
+        one_by_one: why clients have to train one after the other.
         failure: why nothing can start.
         note: what the user should know of the batch sizes.
         buffers: those that a step changed, by name.
     """
 
     plan: EnginePlan
-    alone: Reason | None = None
+    one_by_one: Reason | None = None
     failure: str = ""
     note: str = ""
     buffers: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def choose(
     else:
         decision = decided(copies, () if held is None else held.written)
     plan = replace(decision.plan, server_threads=torch.get_num_threads())
-    alone = decision.alone
+    one_by_one = decision.one_by_one
     if decision.note:
         note(decision.note)
     copies.treat_as_buffers(plan.written)
@@ -81,25 +81,25 @@ def choose(
         copies.use_channels_last()
     if plan.engine == "stacked":
         with tried_apart(situation):
-            plan = stackable(copies, plan, alone, note)
+            plan = stackable(copies, plan, one_by_one, note)
         if plan.engine == "stacked":
             made: Engine = fast_ways().Stacked(
                 copies.on_learner(), copies.optimizer, plan.at_once, note
             )
             return made, plan
     elif plan.engine == "concurrent" and situation.engine == "concurrent" and not resumed:
-        check_beside(situation, alone, note)
+        check_beside(situation, one_by_one, note)
     if plan.engine == "concurrent":
         return concurrent(copies, plan, note, uncaptured)
-    if alone is not None and alone.keeps:
+    if one_by_one is not None and one_by_one.keeps:
         note(
-            f"{type(situation.learner).__name__} keeps state outside its buffers ({alone.text}): "
+            f"{type(situation.learner).__name__} keeps state outside its buffers ({one_by_one.text}): "
             "under engine='sequential' it runs on from client to client, beginning with steps that "
             "are tried before round 0 where copies of the learner share it, and no checkpoint "
             "holds it. In a buffer (register_buffer) it would start at the server's for each client"
         )
-    if alone is not None and alone.note:
-        note(alone.note)
+    if one_by_one is not None and one_by_one.note:
+        note(one_by_one.note)
     if situation.capture is True:
         note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
     if situation.engine == "debug":
@@ -227,29 +227,29 @@ def decided(copies: LearnerCopies, written: tuple[str, ...]) -> Decision:
 def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
     """The engine asked for, or auto's."""
     situation = copies.situation
-    alone = first_steps.alone
+    one_by_one = first_steps.one_by_one
     if situation.engine == "auto":
-        plan, alone = decide(copies, first_steps)
+        plan, one_by_one = decide(copies, first_steps)
     else:
         # To debug is to train one after the other, watched.
         asked = "sequential" if situation.engine == "debug" else situation.engine
         plan = EnginePlan(asked, "asked for", threads=torch.get_num_threads())
-        if alone is None and "cannot be copied" in first_steps.untried:
-            alone = Reason(first_steps.untried)
-    return Decision(replace(plan, written=copies.written), alone)
+        if one_by_one is None and "cannot be copied" in first_steps.untried:
+            one_by_one = Reason(first_steps.untried)
+    return Decision(replace(plan, written=copies.written), one_by_one)
 
 
-def check_beside(situation: Situation, alone: Reason | None, note: Tell) -> None:
+def check_beside(situation: Situation, one_by_one: Reason | None, note: Tell) -> None:
     """Refuse what first steps showed not to work side by side; say what they cannot show.
 
     Raises:
         UserError: with the reason, and the way out.
     """
     name = type(situation.learner).__name__
-    if alone is not None:
-        way_out = ", or keep such state in a buffer" if alone.keeps else ""
+    if one_by_one is not None:
+        way_out = ", or keep such state in a buffer" if one_by_one.keeps else ""
         raise UserError(
-            f"engine='concurrent' cannot train {name}: {alone.text}. Clients side by side share "
+            f"engine='concurrent' cannot train {name}: {one_by_one.text}. Clients side by side share "
             "the process's random generators and each has its own copy of the learner, so results "
             "would depend on which copy trained which client. Use engine='sequential' (or 'auto')"
             f"{way_out}."
@@ -299,7 +299,7 @@ def concurrent(
 
 
 def stackable(
-    copies: LearnerCopies, plan: EnginePlan, alone: Reason | None, note: Tell
+    copies: LearnerCopies, plan: EnginePlan, one_by_one: Reason | None, note: Tell
 ) -> EnginePlan:
     """The plan with the size of a stack, or the next best engine where nobody can be stacked."""
     situation = copies.situation
@@ -312,7 +312,7 @@ def stackable(
         gigabyte = max(1, 2**30 // (8 * situation.w.nbytes))
         number = min(at_once or gigabyte, situation.most_at_once)
         return replace(plan, at_once=number, threads=torch.get_num_threads())
-    beside = situation.w.device.type in ("cpu", "cuda") and alone is None
+    beside = situation.w.device.type in ("cpu", "cuda") and one_by_one is None
     instead = "concurrent" if beside else "sequential"
     name = type(situation.learner).__name__
     note(f"engine='stacked' cannot train {name} ({reason}); engine='{instead}' does")

@@ -11,11 +11,15 @@ import torch
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 
+# Position in the sum, and the client as a group of one.
 Collect = Callable[[int, ClientGroup], None]
 
 
 class Engine(Protocol):
-    """An engine trains a round's clients."""
+    """Trains a round's clients, in any order and any threads.
+
+    An exception of a client ends the round: it is raised to the caller once no thread works on.
+    """
 
     def train(
         self,
@@ -30,7 +34,8 @@ class Engine(Protocol):
         Args:
             collect: takes each trained client, as a group of one after ``on_local_end``, with its
                 ``buffers``, and ``metrics`` and ``optimizer_rows`` where it has any; called in any
-                thread, before its memory is reused.
+                thread, before its memory is reused. Clients that are trained stacked are handed
+                over one by one.
             tell: called in the caller's thread after each client.
         """
 

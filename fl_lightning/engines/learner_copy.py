@@ -72,8 +72,8 @@ class LearnerCopy:
         self.g = torch.zeros_like(x)
         self._views_of_g = layout.views(self.g.view(-1))
         self._views = layout.views(x.view(-1))
-        self._second: tuple[Tensor, list[Tensor]] | None = None
-        self._third: tuple[Tensor, ...] | None = None
+        self._perturbed_gradient: tuple[Tensor, list[Tensor]] | None = None
+        self._other_point: tuple[Tensor, ...] | None = None
         # The model of a pass beside the present one, and buffers for it.
         self._aside: tuple[Tensor, list[Tensor]] | None = None
         self._buffers_aside: dict[str, Tensor] = {}
@@ -189,18 +189,18 @@ class LearnerCopy:
 
     def shifted(self, e: Tensor) -> AbstractContextManager[None]:
         """Within, the learner's parameters are at x + e, and gradients go to a second vector."""
-        if self._second is None:
+        if self._perturbed_gradient is None:
             second = torch.empty_like(self.g)
-            self._second = second, self.layout.views(second.view(-1))
+            self._perturbed_gradient = second, self.layout.views(second.view(-1))
         # g's storage holds x + e: the method is done with the gradient once it has made e of it.
         torch.add(self.x, e, out=self.g)
-        return self._elsewhere(self._views_of_g, *self._second)
+        return self._elsewhere(self._views_of_g, *self._perturbed_gradient)
 
     def at(self, point: Tensor) -> AbstractContextManager[None]:
         """Within, the learner is at ``point``; the point and gradients have memory of their own."""
-        if self._third is None:
-            self._third = torch.empty_like(self.x), torch.empty_like(self.g)
-        x, g = self._third
+        if self._other_point is None:
+            self._other_point = torch.empty_like(self.x), torch.empty_like(self.g)
+        x, g = self._other_point
         x.copy_(point)
         views = self.layout.views
         return self._elsewhere(views(x.view(-1)), g, views(g.view(-1)))

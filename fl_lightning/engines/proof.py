@@ -70,12 +70,12 @@ class FirstSteps:
     """What a client's first steps showed.
 
     Args:
-        alone: why clients have to train one after the other, where they have to.
+        one_by_one: why clients have to train one after the other, where they have to.
         untried: why no step could be taken, where it could not.
         buffers: those that changed, by name.
     """
 
-    alone: Reason | None = None
+    one_by_one: Reason | None = None
     untried: str = ""
     buffers: tuple[str, ...] = ()
 
@@ -113,7 +113,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
                 written = frozen_that_changed(situation.learner, trial.copy.learner)
                 copies.treat_as_buffers(tuple(dict.fromkeys((*copies.written, *written))))
                 trial = DryRun(copies)
-            alone = what_first_steps_keep(trial, before)
+            one_by_one = what_first_steps_keep(trial, before)
     except UserError:
         raise
     except Exception as error:
@@ -130,11 +130,13 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
     check_tied(trial)
     hooked = gradient_hook(situation.learner) or gradient_hook(trial.copy.learner)
     if hooked:
-        alone = Reason(f"its {hooked} has a hook on its gradient, which copies do not have")
+        one_by_one = Reason(f"its {hooked} has a hook on its gradient, which copies do not have")
     elif situation.looking:
         callback = f"the callback {type(situation.looking[0]).__name__}"
-        alone = Reason(f"{callback} is called with each client's batch, and there is one for all")
-    return FirstSteps(alone, buffers=buffers_that_changed(trial))
+        one_by_one = Reason(
+            f"{callback} is called with each client's batch, and there is one for all"
+        )
+    return FirstSteps(one_by_one, buffers=buffers_that_changed(trial))
 
 
 def first_batch(copies: LearnerCopies, client: int) -> Any:

@@ -23,7 +23,7 @@ class Cohort:
     Args:
         data: the run's: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
         seed: the run's.
-        coins: what decides who takes part is drawn from this; None: the seed.
+        key: who takes part is drawn from it, a private run's secret; None: from the seed.
         quick: the Trainer's ``fast_dev_run``: one client takes part, with so many of its batches;
             0: all that is asked.
 
@@ -43,13 +43,13 @@ class Cohort:
         sampling: str,
         local_epochs: float | None,
         local_steps: int | None,
-        coins: Key | None = None,
+        key: Key | None = None,
         quick: int = 0,
     ) -> None:
         self.data = data
         self.seed = seed
         self.quick = quick
-        self.coins: Key = seed if coins is None else coins
+        self.key: Key = seed if key is None else key
         self.participation = participation
         self.sampling = sampling
         self.local_epochs = local_epochs
@@ -95,7 +95,7 @@ class Cohort:
         # Where everybody takes part nothing is drawn, which is quicker and changes no other draw.
         if self.n >= len(there) and self.sampling == "uniform":
             return tuple(there)
-        draw = drawn_from(self.coins, "participants", t)
+        draw = drawn_from(self.key, "participants", t)
         n = self._number(draw, len(there))
         if self.over_selection is not None:
             n = self.over_selection.drawn(n)
@@ -112,7 +112,7 @@ class Cohort:
         """How many take part in round t, where a method chooses them."""
         if self.quick:
             return 1
-        return self._number(drawn_from(self.coins, "participants", t), len(self.there(t)))
+        return self._number(drawn_from(self.key, "participants", t), len(self.there(t)))
 
     def _number(self, draw: Generator, m: int) -> int:
         """How many of m clients are drawn."""

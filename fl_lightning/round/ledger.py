@@ -18,19 +18,23 @@ from fl_lightning.virtual.plan import Planned
 
 
 class Ledger:
-    """A round's staged ``rows`` and ``server`` states, ``total`` over clients, and who finished.
+    """What a round stages until its commit, and what its server hooks may read.
 
-    ``metrics``: what the steps of each that finished left in the learner's metrics.
-    ``logs``, ``notes``: what server hooks logged, and have to say.
-    ``gathered``: all updates ``(n, D)``, or None.
-    ``broadcast``: what clients get as w ``(D,)``, None: w itself; ``sent``: how much of it each
-    participant is sent, in parameters and bytes, None: D numbers.
-    ``planned``: of the round, beforehand; None: the server waits for all that take part.
-    ``base``: ``(D,)``: updates are measured from it, not from what each client was given; None.
-    ``dropped``: participants of whom nothing came; ``kept``: how many numbers each keeps, where
-    its rows are not here; ``rows_elsewhere``: whether that is so.
-    ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
-    empty where none did.
+    - ``rows``, ``server``: clients' rows and server states, as far as hooks wrote them.
+    - ``total``: the sums over clients, by the keys of :mod:`fl_lightning.aggregation.contributions`.
+    - ``finished``, ``dropped``: the clients that count, and those of whom nothing came.
+    - ``metrics``: by client, what its steps left in the learner's metrics.
+    - ``logs``, ``notes``: what server hooks logged, and have to say.
+    - ``gathered``: all updates ``(n, D)``; None: no method asks for them.
+    - ``broadcast``: what clients get as w ``(D,)``; None: w itself.
+    - ``sent``: how many parameters and bytes of it each participant is sent; None: D numbers.
+    - ``planned``: what is known of the round beforehand, on simulated devices; None: the server
+      waits for all that take part.
+    - ``base``: what updates are measured from ``(D,)``; None: from what each client was given.
+    - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
+      keeps there.
+    - ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
+      empty where none did.
     """
 
     def __init__(self, round: Round) -> None:
@@ -146,7 +150,7 @@ class Ledger:
         zeros = self.round.initial(declaration, "zeros")
         return zeros.to(declaration.summed_as(zeros.dtype))
 
-    def settled_server(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
+    def server_states_to_commit(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
         """The server states to commit.
 
         Synchronised ones keep their value where a part is not averaged.
@@ -168,7 +172,7 @@ class Ledger:
                 settled[key] = torch.where(averaged, value, old)
         return settled
 
-    def settled_rows(self, declared: Mapping[str, Declaration]) -> Rows:
+    def rows_to_commit(self, declared: Mapping[str, Declaration]) -> Rows:
         """The client rows to commit: those of methods and the framework's own.
 
         Synchronised ones keep their value where a part is not averaged.

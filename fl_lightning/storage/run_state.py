@@ -74,9 +74,9 @@ class RunState:
         # Copying rows needs memory, and may fail: then the round has not happened.
         rows = self.rows.store.owned(rows)
         # This one assignment decides: from here on the round counts, whatever happens, and
-        # `settle` finishes what an interrupt left undone.
+        # `finish_commit` does what an interrupt left undone.
         self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {})
-        self.settle(t)
+        self.finish_commit(t)
 
     def keep_rows_for(self, data: Any) -> None:
         """Take rows for those of these data's clients, from here on.
@@ -126,8 +126,8 @@ class RunState:
             }
         return {**entries, "chosen": packed(self.chosen)}
 
-    def settle(self, t: int) -> bool:
-        """Finish the commit of round t where it was interrupted; tell whether it is committed."""
+    def finish_commit(self, t: int) -> bool:
+        """Finish a commit that was interrupted; tell whether round t is committed."""
         # Each of these steps may be taken twice with the same end, so an interrupt between any of
         # two does no harm: the outcome goes last.
         if self._outcome is not None:

@@ -119,11 +119,11 @@ def test_in_its_visiting_order_few_leaves_are_held_at_once(n: int) -> None:
 @settings(deadline=None)
 @given(takes_part, st.randoms(use_true_random=False))
 def test_what_is_lent_is_neither_kept_nor_changed(parts: list[bool], order: random.Random) -> None:
-    of, lent = leaves(parts), leaves(parts)
+    of, shared = leaves(parts), leaves(parts)
     tree, visited = TreeSum(len(of)), order.sample(range(len(of)), len(of))
     for j in visited:
-        values = lent[j]
-        tree.add(j, values, lent=("x", "max:k", "n", "log:loss"))
+        values = shared[j]
+        tree.add(j, values, shared=("x", "max:k", "n", "log:loss"))
         assert bits(values) == bits(of[j])
         for value in (values or {}).values():
             value.fill_(99)  # its owner goes on

@@ -109,6 +109,8 @@ def trained(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
+            # Where what belongs to a checkpoint lies beside it.
+            default_root_dir=next((path.parent for path in (save, resume) if path), None),
             max_epochs=rounds,
             callbacks=[*callbacks, Heard()],
             accelerator="cpu",

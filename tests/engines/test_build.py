@@ -220,10 +220,12 @@ def test_an_engine_asked_for_is_the_plan(engine: str) -> None:
     assert planned(FirstSteps()) == Decision(
         EnginePlan(engine, "asked for", threads=threads, written=("frozen",))
     )
-    assert planned(FirstSteps(KEEPS)).alone == KEEPS
-    assert planned(FirstSteps(untried="a step before round 0 fails")).alone is None
-    assert planned(FirstSteps(untried="it cannot be copied")).alone == Reason("it cannot be copied")
-    assert planned(FirstSteps(KEEPS, untried="it cannot be copied")).alone == KEEPS
+    assert planned(FirstSteps(KEEPS)).one_by_one == KEEPS
+    assert planned(FirstSteps(untried="a step before round 0 fails")).one_by_one is None
+    assert planned(FirstSteps(untried="it cannot be copied")).one_by_one == Reason(
+        "it cannot be copied"
+    )
+    assert planned(FirstSteps(KEEPS, untried="it cannot be copied")).one_by_one == KEEPS
 
 
 @pytest.mark.fast

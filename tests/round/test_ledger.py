@@ -31,21 +31,21 @@ def test_server_state_is_a_copy_in_server_hooks_and_the_state_itself_elsewhere()
         )
         copy += 1
     assert torch.equal(held, torch.ones(D, dtype=torch.float64))
-    assert torch.equal(ledger.settled_server({"M.a": OWN})["M.a"], held + 1)
+    assert torch.equal(ledger.server_states_to_commit({"M.a": OWN})["M.a"], held + 1)
 
 
 def test_what_was_only_read_is_not_settled() -> None:
     ledger = Ledger(a_round(server_states={"M.a": EIGHTS}))
     with ledger.server_hooks():
         ledger.server_state("M.a", OWN)
-    assert ledger.settled_server({"M.a": OWN}) == {}
+    assert ledger.server_states_to_commit({"M.a": OWN}) == {}
 
 
 def test_what_was_assigned_is_settled_even_where_nothing_changed() -> None:
     ledger = Ledger(a_round())
     with ledger.server_hooks():
         ledger.set_server_state("M.a", OWN, ledger.server_state("M.a", OWN))
-    assert list(ledger.settled_server({"M.a": OWN})) == ["M.a"]
+    assert list(ledger.server_states_to_commit({"M.a": OWN})) == ["M.a"]
 
 
 def test_a_state_never_written_is_made_once_and_is_the_same_for_all_who_read_it() -> None:
@@ -66,7 +66,7 @@ def test_server_state_is_assigned_in_server_hooks_alone() -> None:
     with pytest.raises(RuntimeError, match="was assigned"):
         ledger.set_server_state("M.a", OWN, EIGHTS)
     assert torch.equal(ledger.server_state("M.a", OWN), 2 * EIGHTS)
-    assert torch.equal(ledger.settled_server({"M.a": OWN})["M.a"], 2 * EIGHTS)
+    assert torch.equal(ledger.server_states_to_commit({"M.a": OWN})["M.a"], 2 * EIGHTS)
 
 
 def test_synchronised_server_state_keeps_its_value_where_a_part_is_not_averaged() -> None:
@@ -78,7 +78,7 @@ def test_synchronised_server_state_keeps_its_value_where_a_part_is_not_averaged(
         for key in ("M.own", "M.shared", "M.new"):
             ledger.set_server_state(key, declared[key], EIGHTS)
         ledger.set_server_state("M.short", short, torch.tensor([8.0, 8.0]))
-    settled = ledger.settled_server(declared)
+    settled = ledger.server_states_to_commit(declared)
     assert settled["M.own"].tolist() == [8, 8, 8, 8] and settled["M.short"].tolist() == [8, 8]
     assert settled["M.shared"].tolist() == [8, 8, 4, 4]
     assert settled["M.new"].tolist() == [8, 8, 3, 4]
@@ -96,7 +96,7 @@ def test_synchronised_client_rows_keep_their_value_where_a_part_is_not_averaged(
         # None is what was never written.
         ledger = Ledger(a_round(rows=rows, **given))  # type: ignore[arg-type]
         ledger.rows = {key: dict(by_client) for key, by_client in staged.items()}
-        settled = ledger.settled_rows({"M.shared": shared, "M.own": own})
+        settled = ledger.rows_to_commit({"M.shared": shared, "M.own": own})
         assert (settled["M.shared"][3].tolist(), settled["M.shared"][5].tolist()) == expected
         assert torch.equal(settled["M.own"][3], EIGHTS) and torch.equal(
             settled["optimizer.0.step"][3], EIGHTS

@@ -245,7 +245,7 @@ def test_what_is_sent_is_complete_in_itself(
         whole = fit([watched(), Watch()], rounds=7, folder=str(tmp_path / "whole"), **system)
         given.append(whole.global_vector.detach().clone())
         # The schedule follows from the seed.
-        plan = whole.run.loop.plan
+        plan = whole.run.loop.schedule
         jobs = [plan.planned(t).versions for t in range(7)]
         fit([method()], rounds=4, folder=str(tmp_path), **system)
         resumed = fit([method()], rounds=7, folder=str(tmp_path), resume=True, **system)
