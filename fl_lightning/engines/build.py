@@ -93,7 +93,8 @@ def choose(
         return concurrent(copies, plan, note, uncaptured)
     if one_by_one is not None and one_by_one.keeps:
         note(
-            f"{type(situation.learner).__name__} keeps state outside its buffers ({one_by_one.text}): "
+            f"{type(situation.learner).__name__} keeps state outside its buffers "
+            f"({one_by_one.text}): "
             "under engine='sequential' it runs on from client to client, beginning with steps that "
             "are tried before round 0 where copies of the learner share it, and no checkpoint "
             "holds it. In a buffer (register_buffer) it would start at the server's for each client"
@@ -249,8 +250,8 @@ def check_beside(situation: Situation, one_by_one: Reason | None, note: Tell) ->
     if one_by_one is not None:
         way_out = ", or keep such state in a buffer" if one_by_one.keeps else ""
         raise UserError(
-            f"engine='concurrent' cannot train {name}: {one_by_one.text}. Clients side by side share "
-            "the process's random generators and each has its own copy of the learner, so results "
+            f"engine='concurrent' cannot train {name}: {one_by_one.text}. Clients side by side "
+            "share the process's random generators and each has its own copy of the learner, so results "
             "would depend on which copy trained which client. Use engine='sequential' (or 'auto')"
             f"{way_out}."
         )
