@@ -47,7 +47,7 @@ class FederatedLoop:
         note: takes what the user should know.
         buffers: what becomes of the learner's.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
-        schedule: of a run on simulated devices: who delivers when; None: everybody takes part at once.
+        schedule: of a run on simulated devices: who delivers when; None: the server waits for all.
         present: the latest round that began, and who takes part in it.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
         rows_elsewhere: whether clients' rows stay where the clients are, at sites.

@@ -92,13 +92,7 @@ def choose(
     if plan.engine == "concurrent":
         return concurrent(copies, plan, note, uncaptured)
     if one_by_one is not None and one_by_one.keeps:
-        note(
-            f"{type(situation.learner).__name__} keeps state outside its buffers "
-            f"({one_by_one.text}): "
-            "under engine='sequential' it runs on from client to client, beginning with steps that "
-            "are tried before round 0 where copies of the learner share it, and no checkpoint "
-            "holds it. In a buffer (register_buffer) it would start at the server's for each client"
-        )
+        note(kept_outside(type(situation.learner).__name__, one_by_one.text))
     if one_by_one is not None and one_by_one.note:
         note(one_by_one.note)
     if situation.capture is True:
@@ -106,6 +100,16 @@ def choose(
     if situation.engine == "debug":
         return Debug(copies.on_learner(), plan.threads), plan
     return Sequential(copies.on_learner(), plan.threads), plan
+
+
+def kept_outside(learner: str, what: str) -> str:
+    """What a user should know of a learner that keeps state outside its buffers."""
+    return (
+        f"{learner} keeps state outside its buffers ({what}): under engine='sequential' it runs on "
+        "from client to client, beginning with steps that are tried before round 0 where copies of "
+        "the learner share it, and no checkpoint holds it. In a buffer (register_buffer) it would "
+        "start at the server's for each client"
+    )
 
 
 def check_door(situation: Situation) -> None:
@@ -251,9 +255,9 @@ def check_beside(situation: Situation, one_by_one: Reason | None, note: Tell) ->
         way_out = ", or keep such state in a buffer" if one_by_one.keeps else ""
         raise UserError(
             f"engine='concurrent' cannot train {name}: {one_by_one.text}. Clients side by side "
-            "share the process's random generators and each has its own copy of the learner, so results "
-            "would depend on which copy trained which client. Use engine='sequential' (or 'auto')"
-            f"{way_out}."
+            "share the process's random generators and each has its own copy of the learner, so "
+            "results would depend on which copy trained which client. Use engine='sequential' (or "
+            f"'auto'){way_out}."
         )
     note(
         f"engine='concurrent' was asked for: first steps of {name} were looked at, and it is not "

@@ -21,7 +21,7 @@ class Ledger:
     """What a round stages until its commit, and what its server hooks may read.
 
     - ``rows``, ``server``: clients' rows and server states, as far as hooks wrote them.
-    - ``total``: the sums over clients, by the keys of :mod:`fl_lightning.aggregation.contributions`.
+    - ``total``: the sums over clients; :mod:`fl_lightning.aggregation.contributions` has the keys.
     - ``finished``, ``dropped``: the clients that count, and those of whom nothing came.
     - ``metrics``: by client, what its steps left in the learner's metrics.
     - ``logs``, ``notes``: what server hooks logged, and have to say.
