@@ -163,7 +163,6 @@ class Packaged:
             given = {**(item.get("init_args") or {}), **changed}
             found.append({"class_path": item["class_path"], "init_args": given})
         return found
-        return found
 
     def made(self) -> list[FederatedCallback]:
         return [
@@ -364,7 +363,6 @@ def reported(results: Path) -> dict[str, Any]:
             raise SystemExit(f"{results}: these runs cannot be reported")
         found: dict[str, Any] = json.loads((Path(made) / "report.json").read_text("utf-8"))
     return found
-        return found
 
 
 def accuracy(found: dict[str, Any], arm: str | None, base: str | None) -> list[str]:
