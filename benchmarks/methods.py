@@ -6,7 +6,8 @@ them with tuned coefficients (``docs/methods/compared.md``), from the runs that 
 ``docs/results/methods``. A method without such runs has empty cells. ``keep`` copies what has ended
 under ``runs`` into that folder. The runs are a sweep, which may be stopped and goes on:
 
-    nice -n 19 fl-lightning sweep experiment/methods/fashionmnist-100 --out runs/methods/fashionmnist-100
+    nice -n 19 fl-lightning sweep experiment/methods/fashionmnist-100 \\
+        --out runs/methods/fashionmnist-100
 """
 
 from __future__ import annotations
