@@ -70,7 +70,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
         # Lines of a source file, which another test compares with it.
         if found["language"] == "python" and found["rest"].strip():
             continue
-        if found["language"] in ("python", "yaml", "sh"):
+        if found["language"] in ("python", "yaml", "sh", "bash"):
             yield Block(found["language"], found["text"], found["why"])
 
 
@@ -168,6 +168,26 @@ NOT_RUN = [
 def test_options_of_what_is_not_run_here_are_accepted(command: list[str], cli: Cli) -> None:
     done = cli(*command, "--print_config")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_scripts_are_scripts(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language in ("sh", "bash"):
+            read = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+            assert read.returncode == 0 and not read.stderr, read.stderr
+
+
+@pytest.mark.slow
+def test_the_array_on_the_page_is_what_a_sweep_writes(cli: Cli) -> None:
+    blocks = list(blocks_of(DOCS / "cluster.md"))
+    (grid,) = (block.text for block in blocks if block.file == "grid.yaml")
+    (script,) = (block.text for block in blocks if "--array=0-14\n" in block.text)
+    # The data and the GPUs of the page are not here.
+    there = grid.replace("data/cifar10, trainer/ddp", "data/digits, trainer/cpu")
+    (cli.folder / "grid.yaml").write_text(there.replace("devices: 2", "devices: 1"))
+    written = cli("sweep", "grid.yaml", "--slurm", "-")
+    assert written.stdout == script, written.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
