@@ -151,7 +151,9 @@ class FirstLook:
         seen.of(every)
         for method in self.methods.callbacks:
             if method.needs_classes:
-                check_classes(type(method).__name__, batch)
+                name = type(method).__name__
+                check_classes(name, batch)
+                check_logits(self.looks.taps[name], seen, batch[1])
         return output, loss, loss
 
 
@@ -197,6 +199,29 @@ def check_classes(method: str, batch: Any) -> None:
         f"method: {method} takes batches (x, y) whose labels y are class indices, one integer a "
         f"sample, and here {found}. Mixed or soft labels are not accepted; use another method."
     )
+
+
+def check_logits(taps: list[Tap], seen: Mapping[Tap, Any], labels: Tensor) -> None:
+    """Refuse a tap ``logits`` that gives no number a class and sample.
+
+    Raises:
+        UserError: naming the tap; the last module in the order of registration may be another than
+            the one that classifies.
+    """
+    classes = int(labels.max()) + 1
+    for tap in taps:
+        value = seen[tap]
+        if tap.name != "logits" or tap.entering:
+            continue
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        fits = isinstance(value, Tensor) and value.ndim == 2 and len(value) == len(labels)
+        if not fits or value.shape[1] < classes:
+            raise UserError(
+                f"method: {tap}: the module {tap.path!r} gives {shape}, and logits are "
+                f"({len(labels)}, C) with C from {classes} here, the labels of a batch. 'last' is "
+                "the module that the learner registers last: assign the one that classifies after "
+                "all others in its __init__, or name it in a subclass's taps."
+            )
 
 
 def kept(memory: set[int], value: Any) -> Any:

@@ -73,6 +73,19 @@ def test_the_sweep_gives_every_arm_four_candidates_and_other_seeds() -> None:
 
 
 @pytest.mark.slow
+def test_every_arm_is_a_configuration_with_its_candidates(cli: Cli) -> None:
+    spec = read_spec(methods.SWEEP)
+    assert spec.select is not None
+    for arm in arms(spec):
+        if arm.name.endswith("dir0.6"):
+            continue
+        over = {**spec.select.over, **spec.select.arms.get(arm.name, {})}
+        tried = arm.with_options(arm.name, {name: values[-1] for name, values in over.items()})
+        result = cli("fit", *tried.argv(), "--print_config")
+        assert result.returncode == 0, (arm.name, result.stderr)
+
+
+@pytest.mark.slow
 def test_a_kept_run_fills_its_cells_and_no_other(cli: Cli) -> None:
     """A small sweep of the same names; an arm without runs, and a setting, stay empty."""
     grid = {

@@ -342,6 +342,25 @@ def test_labels_that_are_no_class_indices_are_refused_before_round_0(
         trainer(1, [method()]).fit(module, data)
 
 
+@pytest.mark.parametrize("method", [c.NotTrueDistillation, c.LogitCalibration])
+def test_a_last_module_that_gives_no_logits_is_refused_before_round_0(method: Any) -> None:
+    """The classifier is registered first, so that the body, of one feature, is the last one."""
+
+    class Headless(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            net = self.net
+            del self.net
+            self.head = nn.Linear(1, net[-1].out_features)
+            self.body = nn.Linear(net[0].in_features, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    with pytest.raises(UserError, match=r"'body' gives .*, 1\), and logits are .*registers last"):
+        left(Headless, method())
+
+
 def test_label_counts_are_of_what_a_client_trains_on() -> None:
     y = torch.tensor([0, 2, 2, 3, 1, 1, 1, 0])
     x = torch.zeros(8, 20, dtype=torch.float64)
