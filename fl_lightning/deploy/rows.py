@@ -8,6 +8,7 @@ are kept, and either may be gone on with.
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fl_lightning.storage.store import ClientStore
 
 JOURNAL = "site.json"
 STAGED = "staged."
+PLACE = "site.id"
 
 
 class SiteRows:
@@ -43,8 +45,19 @@ class SiteRows:
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock.hold(folder)
         self.lock.use()
+        self.place = self._place(folder / PLACE)
         if (folder / JOURNAL).exists():
             self._load()
+
+    def _place(self, path: Path) -> int:
+        """A number by which the folder is known, whichever process and node serve it."""
+        try:
+            return int(path.read_text("ascii"))
+        except (OSError, ValueError):
+            place = secrets.randbelow(2**53)
+            with written_aside(path) as file:
+                file.write(str(place).encode())
+            return place
 
     def _load(self) -> None:
         path = self.folder / JOURNAL

@@ -144,6 +144,7 @@ class Sites:
         self.timeout = timeout
         self.holder: dict[int, str] = {}  # client → its site
         self.known: dict[str, list[int]] = {}  # site → its clients
+        self.places: dict[int, str] = {}  # number of a site's folder → the site
         self.told: set[str] = set()  # sites that have the whole model
         self._asked: set[str] = set()
         codec = loop.methods.owner("transmit")
@@ -163,12 +164,18 @@ class Sites:
         while len(self.known) < number:
             if said != len(self.known):
                 said = len(self.known)
-                print(f"waiting for sites: {said} of {number} are there", flush=True)
+                print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
             self.find()
             for answer in self.transport.receive(ASK_AGAIN):
                 self.heard(answer)
             if len(self.known) < number:
                 time.sleep(0.01)
+
+    def away(self) -> str:
+        """Whose clients nobody has said to hold."""
+        away = [str(i) for i in range(self.loop.cohort.m) if i not in self.holder]
+        more = ", …" if len(away) > 10 else ""
+        return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
 
     def find(self) -> None:
         """Ask sites that are not known yet for their clients; forget those that have gone."""
@@ -217,6 +224,11 @@ class Sites:
                 "server's config says."
             )
         clients = [int(i) for i in answer.arrays["clients"]]
+        # A site that was started again may have another name, and the one before not be gone yet.
+        folder = int(answer.numbers["place"])
+        if self.places.get(folder, site) != site:
+            self.forget(self.places[folder])
+        self.places[folder] = site
         for place, client in enumerate(clients):
             other = self.holder.get(client, site)
             if other != site:
@@ -266,11 +278,12 @@ class Sites:
         waiting: dict[str, list[int]] = {}  # site → clients asked for
         missing = set(leaf_of)  # clients that nobody has been asked for
         while (waiting or missing) and time.monotonic() < until:
-            if missing:
-                self.find()
+            self.find()
+            for site in set(waiting) - set(self.known):
+                missing |= set(waiting.pop(site))
             self._ask(round, waiting, missing)
             left = until - time.monotonic()
-            for answer in self.transport.receive(min(left, ASK_AGAIN) if missing else left):
+            for answer in self.transport.receive(min(left, ASK_AGAIN)):
                 if answer.what in ("lost", "whole"):
                     missing |= set(waiting.pop(answer.site, []))
                     self.told.discard(answer.site)

@@ -123,7 +123,8 @@ class Site(FederatedLoop):
             "version": words(version_of("fl-lightning") or "not installed"),
             "parameters": np.asarray([self.model.layout.size], np.int64),
         }
-        return Message("here", message.site, dict(message.numbers), arrays)
+        numbers = {**message.numbers, "place": self.rows.place}
+        return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:
         """Train the clients that are asked for, and keep their rows beside those they had."""

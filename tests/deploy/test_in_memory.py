@@ -334,6 +334,41 @@ def test_a_site_that_is_killed_between_its_rows_and_its_reply_is_asked_again(
     assert killed == ["south"] and asked.count("hello") == 2
 
 
+class OtherNumber(InMemoryTransport):
+    """Its site south is killed in round 2, and comes back as another while it still seems there."""
+
+    def sites(self) -> list[str]:
+        return sorted({"north", "south", "west"} | ({"south again"} if self.dead else set()))
+
+    dead = False
+
+    def receive(self, timeout: float) -> list[Message]:
+        came = super().receive(timeout)
+        if any(message.what == "lost" for message in came):
+            self.dead = True
+            self.swallows = lambda message: message.site == "south"
+            return []
+        return came
+
+
+def test_a_site_that_comes_back_under_another_name_is_the_same_site(tmp_path: Path) -> None:
+    methods, options = METHODS["scaffold"]
+
+    def serve(name: str, post: Post) -> None:
+        folder = name.removesuffix(" again")
+        wrapped = Broken(post, at=2) if name == "south" else post
+        site(SHARES[folder], tmp_path / folder, methods, {}, wrapped)
+
+    names = [*SHARES, "south again"]
+    transport = OtherNumber({name: partial(serve, name) for name in names})
+    simulated = trained(methods(), ROUNDS, [], **options)
+    at = AtServer(transport, run=7, timeout=60, min_sites=3)
+    over = trained([*methods(), at], ROUNDS, [], **options)
+    transport.close()
+    check_same(simulated, over, tmp_path)
+    assert transport.dead
+
+
 @pytest.mark.parametrize("back", [0, 1])
 def test_a_server_that_is_started_again_goes_on_from_its_last_checkpoint(
     back: int, tmp_path: Path
