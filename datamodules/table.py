@@ -45,6 +45,8 @@ class FromTable(FederatedDataModule):
             the seed. Where these name their ``client`` too, they are its own test set besides.
         num_clients, partition: how to split; without meaning where ``client`` names a column.
         separator: between a CSV's columns.
+        classes: the target's values, in the order of their numbers; None: those of the training
+            rows. For files that lack one which others have, as at sites.
 
     The other arguments are those of :class:`~fl_lightning.datamodules.FederatedDataModule`.
 
@@ -63,6 +65,7 @@ class FromTable(FederatedDataModule):
         num_clients: int | None = None,
         partition: Partition | None = None,
         separator: str = ",",
+        classes: Sequence[str | int] | None = None,
         **arguments: Any,
     ) -> None:
         if client is not None and partition is not None:
@@ -83,6 +86,7 @@ class FromTable(FederatedDataModule):
         self.features = None if features is None else list(features)
         self.test = test
         self.separator = separator
+        self.classes = None if classes is None else [str(name) for name in classes]
         self.client_names: Sequence[str] = []
 
     @classmethod
@@ -107,6 +111,10 @@ class FromTable(FederatedDataModule):
                 features = [name for name in names if [name] not in others.values()]
         return None if features is None else (len(features),)
 
+    @property
+    def num_classes(self) -> int | None:
+        return super().num_classes if self.classes is None else len(self.classes)
+
     def load(self) -> None:
         table = read_table(self.path, self.separator)
         others = [name for name in (self.target, self.client) if name is not None]
@@ -124,7 +132,12 @@ class FromTable(FederatedDataModule):
                 f"{table.where} has no columns besides {', '.join(others)}: x is empty."
             )
         x = table.numbers(features)
-        y, classes = labels(table, self.target)
+        classes: dict[str, int] | None
+        if self.classes is None:
+            y, classes = labels(table, self.target)
+        else:
+            classes = {name: place for place, name in enumerate(self.classes)}
+            y = coded(table, self.target, classes, "data.classes")
         if self.client is not None:
             self.groups, self.client_names = codes(told_apart(table, self.client))
         if isinstance(self.test, (int, float)):
@@ -285,16 +298,25 @@ def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | No
     return y, {name: place for place, name in enumerate(names)}
 
 
-def coded(table: Table, target: str, classes: dict[str, int] | None) -> NDArray[Any]:
-    """y of a table by the classes of another one."""
+def coded(
+    table: Table,
+    target: str,
+    classes: dict[str, int] | None,
+    of: str = "the training data",
+) -> NDArray[Any]:
+    """y of a table by the classes of another one, or given ones.
+
+    Raises:
+        UserError: a value is none of them.
+    """
     if classes is None:
         return table.numbers([target])[:, 0]
     values = [str(value) for value in table.present(target)]
     unknown = [value for value in values if value not in classes]
     if unknown:
         raise UserError(
-            f"{table.where} has {unknown[0]!r} in column {target!r}, which no row of the training "
-            f"data has: they have {', '.join(classes)[:300]}."
+            f"{table.where} has {unknown[0]!r} in column {target!r}, which is not in {of}: "
+            f"{', '.join(classes)[:300]}."
         )
     return np.array([classes[value] for value in values], np.int64)
 

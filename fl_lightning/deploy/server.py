@@ -15,6 +15,7 @@ import torch
 
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.deploy import travel
+from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Message, Transport, said, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
@@ -56,6 +57,10 @@ class AtServer(pl.Callback):
             run = number_in(Path(trainer.default_root_dir), trainer.current_epoch)
         sites = Sites(self.transport, loop, run, self.timeout)
         sites.wait_for(self.min_sites)
+        if isinstance(loop.cohort.data, Told):
+            # What the server could draw of its own data is nobody's.
+            vars(trainer.datamodule)["card"] = loop.cohort.data.card
+            vars(trainer.datamodule)["plot_partition"] = None
         loop.engine = sites
         loop.rows_elsewhere = True
 
@@ -184,7 +189,8 @@ class Sites:
             self.forget(site)
         new = [site for site in there if site not in self.known and site not in self._asked]
         self._asked |= set(new)
-        hello = [Message("hello", site, {"run": self.run}) for site in new]
+        numbers = {"run": self.run, "m": self.loop.cohort.m}
+        hello = [Message("hello", site, dict(numbers)) for site in new]
         if hello:
             self.transport.send(hello)
 
@@ -223,6 +229,7 @@ class Sites:
                 f"{self.loop.model.layout.size}. Its data have other shapes or classes than the "
                 "server's config says."
             )
+        self._check_shapes(site, answer)
         clients = [int(i) for i in answer.arrays["clients"]]
         # A site that was started again may have another name, and the one before not be gone yet.
         folder = int(answer.numbers["place"])
@@ -240,6 +247,23 @@ class Sites:
         self.known[site] = clients
         self.holder |= dict.fromkeys(clients, site)
 
+    def _check_shapes(self, site: str, answer: Message) -> None:
+        data = self.loop.cohort.data
+        shape = tuple(int(size) for size in answer.arrays["shape"])
+        ours = travel.shape_of(data, 0)
+        if shape != ours:
+            raise UserError(
+                f"site {site}: x of a sample has the shape {shape} there, and {ours} by the "
+                "server's config. Its data need the same columns, in the same order."
+            )
+        classes = int(answer.arrays["classes"][0])
+        if answer.numbers["own"] and classes != (data.num_classes or 0):
+            raise UserError(
+                f"site {site}: its data have {classes} classes, and the server's "
+                f"{data.num_classes or 0}: a label would mean another class there. Name them all "
+                "in its data (FromTable: classes: [no, yes])."
+            )
+
     def _check_samples(self, site: str, client: int, place: int, answer: Message) -> None:
         cohort = self.loop.cohort
         if not 0 <= client < cohort.m:
@@ -247,8 +271,13 @@ class Sites:
                 f"site {site}: clients has {client}, and the run has {cohort.m} clients, 0 to "
                 f"{cohort.m - 1}."
             )
-        here = cohort.sizes([client])[client], int(cohort.data.batches_per_epoch(client))
         there = int(answer.arrays["sizes"][place]), int(answer.arrays["batches"][place])
+        if answer.numbers["own"]:
+            if not isinstance(cohort.data, Told):
+                cohort.data = Told(cohort.data)
+            cohort.data.tell(client, *there)
+            return
+        here = cohort.sizes([client])[client], int(cohort.data.batches_per_epoch(client))
         if here != there:
             raise UserError(
                 f"site {site}: client {client} has {there[0]} samples in {there[1]} batches there, "
@@ -328,6 +357,7 @@ class Sites:
         whole = site not in self.told or round.parts is None
         message = Message("round", site)
         message.numbers = {"run": self.run, "round": round.t, "whole": int(whole)}
+        message.numbers["m"] = self.loop.cohort.m
         arrays = message.arrays
         arrays["mine"] = np.asarray(mine, np.int64)
         counted = [round.read(travel.COUNTED, client) for client in mine]

@@ -40,12 +40,14 @@ class AtSite(pl.Callback):
     Args:
         clients: their numbers, of the data's.
         folder: where their rows are kept.
+        own: whether the data are the site's own, of which the server knows what it is told.
     """
 
-    def __init__(self, post: Post, clients: Sequence[int], folder: Path) -> None:
+    def __init__(self, post: Post, clients: Sequence[int], folder: Path, own: bool = False) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
+        self.own = own
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         m = int(trainer.datamodule.num_clients)
@@ -58,7 +60,7 @@ class AtSite(pl.Callback):
         run: FederatedRun = pl_module.run
         assert run.loop is not None
         rows = SiteRows(self.folder, run.state.rows.store)
-        run.loop = Site(run, run.loop, self.post, self.clients, rows)
+        run.loop = Site(run, run.loop, self.post, self.clients, rows, self.own)
 
 
 class Site(FederatedLoop):
@@ -71,12 +73,14 @@ class Site(FederatedLoop):
         post: Post,
         clients: list[int],
         rows: SiteRows,
+        own_data: bool,
     ) -> None:
         vars(self).update(vars(loop))
         self.of = run
         self.post = post
         self.clients = clients
         self.rows = rows
+        self.own_data = own_data
         self.given: Tensor | None = None  # w as it came last, whole
         self.own: dict[str, Tensor] = {}  # buffers that clients keep, as the run began
         self.w0: Tensor | None = None
@@ -112,6 +116,12 @@ class Site(FederatedLoop):
 
     def here(self, message: Message) -> Message:
         """The site's clients, with their samples and the batches of an epoch."""
+        m = int(message.numbers["m"])
+        if m != self.cohort.m:
+            raise UserError(
+                f"data.num_clients: the server's run has {m} clients, and the site's config "
+                f"{self.cohort.m}. Both need the same config."
+            )
         self.rows.begin(int(message.numbers["run"]))
         sizes = self.cohort.data.client_sizes()
         arrays: dict[str, Array] = {
@@ -122,8 +132,10 @@ class Site(FederatedLoop):
             ),
             "version": words(version_of("fl-lightning") or "not installed"),
             "parameters": np.asarray([self.model.layout.size], np.int64),
+            "shape": np.asarray(travel.shape_of(self.cohort.data, self.clients[0]), np.int64),
+            "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
         }
-        numbers = {**message.numbers, "place": self.rows.place}
+        numbers = {**message.numbers, "place": self.rows.place, "own": int(self.own_data)}
         return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:

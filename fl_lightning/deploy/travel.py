@@ -45,6 +45,13 @@ def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): got(arrays, name) for name in names}
 
 
+def shape_of(data: Any, client: int) -> tuple[int, ...]:
+    """Shape of a sample's x, where that is one array; else nothing."""
+    batch = data.one_batch(client, 1)
+    x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    return tuple(x.shape[1:]) if isinstance(x, Tensor) else ()
+
+
 def packed_client(
     message: Message, home: Brought, averaged: Tensor | None, encoded: dict[str, Array] | None
 ) -> None:

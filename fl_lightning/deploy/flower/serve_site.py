@@ -10,9 +10,11 @@ from typing import Any
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.commands import quiet
-from fl_lightning.cli.compose import prepare
+from fl_lightning.cli.compose import Command, plain_yaml, prepare
 from fl_lightning.deploy.site import AtSite, Ended, numbers_of
-from fl_lightning.deploy.transport import Post
+from fl_lightning.deploy.told import Everything
+from fl_lightning.deploy.transport import Message, Post
+from fl_lightning.errors import UserError
 
 # A site writes rows alone, evaluates nothing and is one process.
 _OPTIONS = {
@@ -26,7 +28,23 @@ _OPTIONS = {
 }
 
 
-def serve(app: Path, folder: Path, clients: str, own: Path | None, post: Post) -> None:
+class Peeked:
+    """A post whose first message has been looked at."""
+
+    def __init__(self, post: Post, first: Message) -> None:
+        self.post = post
+        self.first: Message | None = first
+
+    def take(self) -> Message | None:
+        message = self.first
+        self.first = None
+        return self.post.take() if message is None else message
+
+    def give(self, answer: Message) -> None:
+        self.post.give(answer)
+
+
+def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) -> None:
     """Answer the server's messages until there are no more.
 
     Raises:
@@ -35,14 +53,50 @@ def serve(app: Path, folder: Path, clients: str, own: Path | None, post: Post) -
     quiet()
     for place in (str(Path.cwd()), str(app)):
         sys.path.insert(0, place)
-    numbers = list(numbers_of(clients))
+    first = post.take()
+    if first is None:
+        return
     arguments = ["-c", str(app / "config.yaml"), "--trainer.default_root_dir", str(folder)]
     for name, value in _OPTIONS.items():
         arguments += [f"--trainer.{name}", value]
-    cli = CommandCLI("site", prepare("site", arguments))
+    prepared = prepare("site", arguments)
+    numbers = list(numbers_of(clients)) if site is None else [own_data(prepared, site)]
+    cli = CommandCLI("site", prepared)
+    if site is not None:
+        cli.datamodule.partition = Everything(int(first.numbers.get("m", 1)))
     trainer: Any = cli.trainer
     # The user's other callbacks are the run's, and that is the server's.
     methods = [each for each in trainer.callbacks if isinstance(each, FederatedCallback)]
-    trainer.callbacks = [*methods, AtSite(post, numbers, folder)]
+    at = AtSite(Peeked(post, first), numbers, folder, own=site is not None)
+    trainer.callbacks = [*methods, at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)
+
+
+def own_data(prepared: Command, path: Path) -> int:
+    """Put a site's own data in place of the config's; the number of its client.
+
+    Raises:
+        UserError: the file is not there, or says something else.
+    """
+    where = f"--node-config site={str(path)!r}"
+    try:
+        document = plain_yaml(path.read_text("utf-8"), where)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: this file cannot be read ({error}).") from None
+    if not isinstance(document, dict) or set(document) != {"client", "data"}:
+        has = ", ".join(map(str, document)) if isinstance(document, dict) else "something else"
+        raise UserError(
+            f"{where}: it holds {has or 'nothing'}; accepted are client, this site's number, and "
+            "data, a class_path with its init_args."
+        )
+    client = document["client"]
+    if isinstance(client, bool) or not isinstance(client, int) or client < 0:
+        raise UserError(f"{where}: client is {client!r}; give this site's number: 0, 1, …")
+    data = document["data"]
+    if isinstance(data, dict) and isinstance(data.get("init_args"), dict):
+        # The site is one client, whatever the run's partition is.
+        left = {k: v for k, v in data["init_args"].items() if k not in ("num_clients", "partition")}
+        data = {**data, "init_args": left}
+    prepared.config["data"] = data
+    return client

@@ -1,0 +1,69 @@
+"""Data of a run whose clients are at sites: what these tell of them, and what they all train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules import Partition
+from fl_lightning.datamodules.partitions import Indices
+
+
+class Everything(Partition):
+    """Each client has all samples: those of a site with data of its own, whichever it is.
+
+    Args:
+        m: clients of the run.
+    """
+
+    needs_labels = False
+
+    def __init__(self, m: int) -> None:
+        self.m = m
+
+    @property
+    def clients(self) -> int:
+        return self.m
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> list[Indices]:
+        return [np.arange(len(labels))] * num_clients
+
+
+class Told:
+    """The server's data, but for the clients' numbers of samples and batches, which sites tell."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._sizes: NDArray[np.int64] = np.array(data.client_sizes(), np.int64)
+        self._batches: dict[int, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def tell(self, client: int, size: int, batches: int) -> None:
+        """Take a site's word for a client."""
+        self._sizes[client] = size
+        self._batches[client] = batches
+
+    def client_sizes(self) -> NDArray[np.int64]:
+        """N_i ``(m,)``; of clients whose sites are not there yet as the server's config says."""
+        return self._sizes
+
+    def batches_per_epoch(self, client: int) -> int:
+        """Batches of an epoch of a client."""
+        if client in self._batches:
+            return self._batches[client]
+        return int(self._data.batches_per_epoch(client))
+
+    def card(self) -> dict[str, str]:
+        """Facts for the run's card; the partition that the server could draw is nobody's."""
+        told = sorted(self._batches)
+        sizes = [int(self._sizes[client]) for client in told]
+        if not sizes:
+            return {"clients": f"{self._data.num_clients} at sites"}
+        return {
+            "clients": f"{self._data.num_clients} at sites, of {min(sizes)} to {max(sizes)} samples",
+            "training samples": f"{sum(sizes)}, at sites",
+        }
