@@ -19,6 +19,8 @@ WITH_MEMBERS = [
     "fl_lightning.FederatedCallback",
     "fl_lightning.Schedule",
     "fl_lightning.datamodules.FederatedDataModule",
+    "fl_lightning.deploy.transport.Transport",
+    "fl_lightning.deploy.transport.Post",
     "fl_lightning.datamodules.Partition",
     "fl_lightning.datamodules.Bias",
     "fl_lightning.round.clients.Clients",
@@ -45,6 +47,17 @@ PAGES = {
     "systems": (
         "fl_lightning.systems",
         [f"fl_lightning.systems.{name}" for name in systems.__all__],
+    ),
+    "deploy": (
+        "fl_lightning.deploy",
+        [
+            "fl_lightning.deploy.transport.Transport",
+            "fl_lightning.deploy.transport.Post",
+            "fl_lightning.deploy.transport.Message",
+            "fl_lightning.deploy.transport.InMemoryTransport",
+            "fl_lightning.deploy.server.AtServer",
+            "fl_lightning.deploy.site.AtSite",
+        ],
     ),
     "tools": (
         "Finished runs, tests, measuring",

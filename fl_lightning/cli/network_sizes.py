@@ -197,6 +197,9 @@ def _facts(data: Any) -> SampleFacts:
     shape = cls.shape_of_samples(**arguments)
     # A class that reads its labels to count them has a property here.
     classes = cls.num_classes if isinstance(cls.num_classes, int) else None
+    # Of a table whose values are named they are known before it is read.
+    if isinstance(arguments.get("classes"), list):
+        classes = len(arguments["classes"])
     return SampleFacts(cls.__name__, shape, classes, getattr(cls, "texts", False))
 
 

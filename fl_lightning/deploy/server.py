@@ -189,10 +189,12 @@ class Sites:
             self.forget(site)
         new = [site for site in there if site not in self.known and site not in self._asked]
         self._asked |= set(new)
+        if not new:
+            return
         numbers = {"run": self.run, "m": self.loop.cohort.m}
-        hello = [Message("hello", site, dict(numbers)) for site in new]
-        if hello:
-            self.transport.send(hello)
+        shape = np.asarray(travel.shape_of(self.loop.cohort.data, 0), np.int64)
+        hello = [Message("hello", site, dict(numbers), {"shape": shape}) for site in new]
+        self.transport.send(hello)
 
     def forget(self, site: str) -> None:
         for client in self.known.pop(site, []):
@@ -249,13 +251,7 @@ class Sites:
 
     def _check_shapes(self, site: str, answer: Message) -> None:
         data = self.loop.cohort.data
-        shape = tuple(int(size) for size in answer.arrays["shape"])
-        ours = travel.shape_of(data, 0)
-        if shape != ours:
-            raise UserError(
-                f"site {site}: x of a sample has the shape {shape} there, and {ours} by the "
-                "server's config. Its data need the same columns, in the same order."
-            )
+        travel.check_shape(f"site {site}", answer.arrays["shape"], data)
         classes = int(answer.arrays["classes"][0])
         if answer.numbers["own"] and classes != (data.num_classes or 0):
             raise UserError(

@@ -63,7 +63,8 @@ class Told:
         sizes = [int(self._sizes[client]) for client in told]
         if not sizes:
             return {"clients": f"{self._data.num_clients} at sites"}
+        spread = f"{min(sizes)} to {max(sizes)}"
         return {
-            "clients": f"{self._data.num_clients} at sites, of {min(sizes)} to {max(sizes)} samples",
+            "clients": f"{self._data.num_clients} at sites, of {spread} samples",
             "training samples": f"{sum(sizes)}, at sites",
         }

@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.deploy.transport import Array, Message
+from fl_lightning.errors import UserError
 from fl_lightning.round.context import Round
 
 # The row in which the server keeps the last round of each client that counted.
@@ -50,6 +51,21 @@ def shape_of(data: Any, client: int) -> tuple[int, ...]:
     batch = data.one_batch(client, 1)
     x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     return tuple(x.shape[1:]) if isinstance(x, Tensor) else ()
+
+
+def check_shape(where: str, shape: Array, data: Any) -> None:
+    """Compare the shape of samples at the other end with that of these data.
+
+    Raises:
+        UserError: naming both; ``where``: what is there in place of this end's.
+    """
+    there = tuple(int(size) for size in shape)
+    here = shape_of(data, 0)
+    if there != here:
+        raise UserError(
+            f"{where}: x of a sample has the shape {there} there, and {here} here. Both need the "
+            "same columns, in the same order."
+        )
 
 
 def packed_client(

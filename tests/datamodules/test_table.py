@@ -210,3 +210,16 @@ def test_it_trains(tmp_path: Path) -> None:
     fit = trainer(8)
     fit.fit(module, data)
     assert float(fit.callback_metrics["val/acc"]) > 0.8
+
+
+def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path / "t.csv", [row for row in ROWS if row[3] == "well"])
+    data = FromTable(path, "outcome", features=["age"], classes=["ill", "well"], num_clients=1)
+    data.setup()
+    assert data.train_set is not None and data.train_set.y.tolist() == [1, 1, 1]
+    assert data.num_classes == 2
+    other = FromTable(path, "outcome", features=["age"], classes=["ill", "dead"], num_clients=1)
+    with pytest.raises(UserError, match=r"has 'well' in column 'outcome', .* data.classes: ill"):
+        other.setup()

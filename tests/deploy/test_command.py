@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.compose import parse_yaml
+from fl_lightning.cli.compose import Command, parse_yaml
+from fl_lightning.deploy.flower.serve_site import own_data
 from fl_lightning.deploy.flower.settings import NodeSettings, Settings
 from fl_lightning.errors import UserError
 
@@ -90,6 +91,36 @@ def test_settings_of_a_node_are_checked(given: dict[str, object], said: str) -> 
 def test_settings_of_a_run_are_checked(given: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Settings(given)
+
+
+OWN = "client: 1\ndata:\n  class_path: Digits\n  init_args: {num_clients: 3, batch_size: 4}\n"
+
+
+def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(OWN, "utf-8")
+    prepared = Command(config={"data": {"class_path": "FromTable", "init_args": {"test": 0.5}}})
+    assert own_data(prepared, path) == 1
+    assert prepared.config["data"] == {"class_path": "Digits", "init_args": {"batch_size": 4}}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "this file cannot be read"),
+        ("data: Digits", "it holds data; accepted are client, this site's number, and data"),
+        (OWN.replace("1", "one"), "client is 'one'; give this site's number"),
+        (OWN.replace("1", "-1"), "client is -1; give this site's number"),
+        ("- 3", "it holds something else"),
+    ],
+)
+def test_what_is_wrong_in_a_site_yaml_is_told(text: str | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    if text is not None:
+        path.write_text(text, "utf-8")
+    with pytest.raises(UserError, match=said) as error:
+        own_data(Command(), path)
+    assert str(path) in str(error.value)
 
 
 @pytest.mark.slow

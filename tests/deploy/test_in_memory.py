@@ -35,6 +35,7 @@ from fl_lightning.deploy import site as at_site
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
+from fl_lightning.deploy.told import Everything
 from fl_lightning.deploy.transport import InMemoryTransport, Killed, Message, Post
 from fl_lightning.storage.store import ClientStore
 
@@ -103,6 +104,7 @@ def trained(
     resume = options.pop("resume", None)
     save = options.pop("save", None)
     learner = options.pop("learner", Learner)
+    module_of_data = options.pop("data", data)
     settings = {"participation": 7, "local_epochs": 2, "engine": "sequential", **options}
     rate = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
     module = FederatedModule(learner(), seed=1, client_optimizer=rate, **settings)
@@ -119,7 +121,7 @@ def trained(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, data(), ckpt_path=resume)
+        trainer.fit(module, module_of_data(), ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)
     return module
@@ -332,6 +334,55 @@ def test_a_site_that_is_killed_between_its_rows_and_its_reply_is_asked_again(
     check_same(simulated, over, tmp_path)
     asked = [what for way, site, what, _ in carried.array_bytes if (way, site) == ("down", "south")]
     assert killed == ["south"] and asked.count("hello") == 2
+
+
+def test_sites_with_data_of_their_own_train_on_them(tmp_path: Path) -> None:
+    """The simulation has the same samples as clients of one table."""
+    rng = np.random.default_rng(4)
+    x = torch.from_numpy(rng.normal(size=(60, 3))).float()
+    y = torch.from_numpy(rng.integers(0, 3, 60))
+    lists = [np.arange(10), np.arange(10, 16), np.arange(16, 36)]
+
+    def table(samples: Any, **given: Any) -> InMemoryDataModule:
+        return InMemoryDataModule(
+            (x[samples], y[samples]), val=(x[:20], y[:20]), batch_size=4, **given
+        )
+
+    options = {"participation": "all", "weighting": "samples"}
+    methods, _ = METHODS["scaffold"]
+    simulated = trained(methods(), 3, [], data=lambda: table(slice(36), clients=lists), **options)
+
+    def serve(client: int, post: Post) -> None:
+        def own() -> InMemoryDataModule:
+            return table(lists[client], partition=Everything(3))
+
+        at = AtSite(post, [client], tmp_path / str(client), own=True)
+        with suppress(Ended):
+            trained([*methods(), at], 1, [], data=own, **options)
+
+    transport = InMemoryTransport({str(i): partial(serve, i) for i in range(3)})
+    at = AtServer(transport, run=7, min_sites=3)
+    # The server's own samples are others, which nobody trains on.
+    over = trained(
+        [*methods(), at], 3, [], data=lambda: table(slice(30, 60), num_clients=3), **options
+    )
+    transport.close()
+    check_same(simulated, over, tmp_path)
+
+
+def test_data_of_other_classes_are_refused(tmp_path: Path) -> None:
+    def serve(post: Post) -> None:
+        def own() -> InMemoryDataModule:
+            samples = (torch.zeros(20, 3), torch.arange(20) % 2)
+            return InMemoryDataModule(samples, batch_size=4, partition=Everything(9))
+
+        with suppress(Ended):
+            trained([AtSite(post, [0], tmp_path / "odd", own=True)], 1, [], data=own)
+
+    transport = InMemoryTransport({"odd": serve})
+    with pytest.raises(UserError, match="site odd: its data have 2 classes, and the server's 3"):
+        trained([AtServer(transport, run=7)], 1, [])
+    transport.close()
 
 
 class OtherNumber(InMemoryTransport):

@@ -14,6 +14,7 @@ from fl_lightning.cli.compose import Command, plain_yaml, prepare
 from fl_lightning.deploy.site import AtSite, Ended, numbers_of
 from fl_lightning.deploy.told import Everything
 from fl_lightning.deploy.transport import Message, Post
+from fl_lightning.deploy.travel import check_shape
 from fl_lightning.errors import UserError
 
 # A site writes rows alone, evaluates nothing and is one process.
@@ -64,6 +65,9 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     cli = CommandCLI("site", prepared)
     if site is not None:
         cli.datamodule.partition = Everything(int(first.numbers.get("m", 1)))
+    # The learner's first step would fail, and name neither column nor site.
+    if "shape" in first.arrays:
+        check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer
     # The user's other callbacks are the run's, and that is the server's.
     methods = [each for each in trainer.callbacks if isinstance(each, FederatedCallback)]
