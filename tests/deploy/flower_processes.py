@@ -46,7 +46,7 @@ class Federation:
             "FLWR_HOME": str(self.home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -117,6 +117,20 @@ class Federation:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         process.wait()
+
+    def kill(self, *words: str) -> None:
+        """Kill the process that was started here by others and whose command has these words."""
+        mine = {process.pid for process in self.processes.values()}
+        for place in Path("/proc").glob("[0-9]*"):
+            # Others end meanwhile, or are not ours to look at.
+            with suppress(OSError):
+                command = (place / "cmdline").read_text().split("\0")
+                environment = (place / "environ").read_text()
+                here = f"FLWR_HOME={self.home}" in environment.split("\0")
+                if here and int(place.name) not in mine and set(words) <= set(command):
+                    os.kill(int(place.name), signal.SIGKILL)
+                    return
+        raise AssertionError(f"no process of {words}")
 
     def close(self) -> None:
         for name in list(self.processes):

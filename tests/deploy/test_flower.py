@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -15,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning.__main__ import main
 from fl_lightning.checkpoint import KEY, index_in
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock
 from fl_lightning.storage.store import ClientStore
-from tests.deploy.flower_processes import ROOT, Federation
+from tests.deploy.flower_processes import Federation
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,18 +53,12 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
     made.close()
 
 
-def run(folder: Path, *command: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-m", "fl_lightning", *command]
-    return subprocess.Popen(arguments, cwd=folder, env=environment)
-
-
 def app(folder: Path, method: str) -> Path:
     options = [word for pair in OPTIONS.items() for word in pair]
     configs = ["base", "data/digits", f"method/{method}"]
-    made = run(folder, "deploy", "flower", *configs, *options, "--out", "app")
-    assert made.wait() == 0
-    return folder / "app"
+    made = folder / "app"
+    assert main(["deploy", "flower", *configs, *options, "--out", str(made)]) == 0
+    return made
 
 
 def rows_of(store: ClientStore) -> dict[tuple[str, int], Tensor]:
@@ -131,21 +124,54 @@ def check_same(simulated: Path, over: Path, sites: list[Path]) -> None:
     assert metrics(simulated) == metrics(over)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
-def test_three_nodes_leave_the_bits_of_the_simulation(
-    method: str, tmp_path: Path, federation: Federation
-) -> None:
-    made = app(tmp_path, method)
+def start(federation: Federation, folder: Path, method: str) -> subprocess.Popen[bytes]:
+    """Start a run over three nodes; its simulation is done when this returns."""
+    made = app(folder, method)
     federation.link()
     for name, clients in SITES.items():
         federation.node(name, f'clients="{clients}"')
-    over = federation.run(made, folder="over", rounds=ROUNDS, min_sites=len(SITES))
+    over = go_on(federation, folder)
     config = str(made / "config.yaml")
-    simulated = run(tmp_path, "fit", "-c", config, "--trainer.default_root_dir", "simulated")
-    assert simulated.wait() == 0
+    simulated = ["--trainer.default_root_dir", str(folder / "simulated")]
+    assert main(["fit", "-c", config, *simulated]) == 0
+    return over
+
+
+def go_on(federation: Federation, folder: Path, name: str = "run") -> subprocess.Popen[bytes]:
+    app = folder / "app"
+    return federation.run(app, name, folder="over", rounds=ROUNDS, min_sites=len(SITES))
+
+
+def finish(federation: Federation, over: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for the run, end everything and compare."""
     federation.wait("the end of the run", lambda: over.poll() is not None)
-    assert len(metrics(tmp_path / "over")) == ROUNDS, federation.log("run")
+    assert rounds_in(folder / "over") == ROUNDS, federation.log("run")
     federation.close()
     for name in SITES:
-        federation.wait("the end of a site's process", partial(is_free, tmp_path / name))
-    check_same(tmp_path / "simulated", tmp_path / "over", [tmp_path / name for name in SITES])
+        federation.wait("the end of a site's process", partial(is_free, folder / name))
+    check_same(folder / "simulated", folder / "over", [folder / name for name in SITES])
+
+
+def rounds_in(run: Path) -> int:
+    """Rounds whose checkpoint is there, as far as the metrics tell."""
+    return len(metrics(run)) if (run / "metrics.csv").is_file() else 0
+
+
+def test_three_nodes_leave_the_bits_of_the_simulation(
+    tmp_path: Path, federation: Federation
+) -> None:
+    finish(federation, start(federation, tmp_path, "fedavg"), tmp_path)
+
+
+def test_site_node_and_server_that_are_killed_leave_them_too(
+    tmp_path: Path, federation: Federation
+) -> None:
+    start(federation, tmp_path, "scaffold")
+    federation.wait("round 0", lambda: rounds_in(tmp_path / "over") >= 1)
+    federation.kill("site", str(tmp_path / "north"))
+    # It comes back with another number while the link takes the one before to be there still.
+    federation.end("west")
+    federation.node("west", f'clients="{SITES["west"]}"')
+    federation.wait("round 1", lambda: rounds_in(tmp_path / "over") >= 2)
+    federation.kill("--runtime-api-address", f"127.0.0.1:{federation.port}", "--token")
+    finish(federation, go_on(federation, tmp_path, "again"), tmp_path)
